@@ -29,9 +29,13 @@ def strip(text: str) -> str:
 def main(arguments: list[str]) -> int:
     if arguments in (["--check"], ["--check-staged"]):
         at = "HEAD" if arguments == ["--check"] else ""
-        committed = subprocess.run(["git", "show", f"{at}:uv.lock"], capture_output=True, text=True, check=True).stdout
+        committed = subprocess.run(
+            ["git", "show", f"{at}:uv.lock"], capture_output=True, text=True, check=True
+        ).stdout
         if "://" in committed:
-            print("uv.lock as committed names an address; run: python .ci/lock.py --strip, and commit it again")
+            print(
+                "uv.lock as committed names an address; run: python .ci/lock.py --strip, and commit it again"
+            )
             return 1
         return 0
     if arguments != ["--strip"]:

@@ -18,7 +18,9 @@ _LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|#)([^)\s]+)\)")
 _MENU = re.compile(r"^\[Installation\](?:.|\n(?!\n))*\n", re.MULTILINE)
 _CAPTION = r"\n\n?\*[^*\n]+\*\n"
 _PICTURES = rf"\n(?:\|.*\n)*\|.*!\[.*\n(?:\|.*\n)*(?:{_CAPTION})?"  # a table
-_ONLY_A_LINK = re.compile(rf" ?\({_LINK.pattern}\)|(?<=\.) {_LINK.pattern}\.|^{_LINK.pattern}\. ?", re.MULTILINE)
+_ONLY_A_LINK = re.compile(
+    rf" ?\({_LINK.pattern}\)|(?<=\.) {_LINK.pattern}\.|^{_LINK.pattern}\. ?", re.MULTILINE
+)
 WHERE = "The documentation is in the folder `docs` of the source distribution.\n"
 
 

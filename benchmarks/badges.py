@@ -14,8 +14,12 @@ from xml.sax.saxutils import escape
 
 ROOT = Path(__file__).parents[1]
 OUT = ROOT / "docs" / "pictures"
-HEIGHT, MARGIN, CHARACTER = 20, 8, 6.6  # pixels
-GREY, BLUE = "#555", "#2f6db5"
+# pixels
+HEIGHT = 20
+MARGIN = 8
+CHARACTER = 6.6
+GREY = "#555"
+BLUE = "#2f6db5"
 
 
 def badges() -> dict[str, tuple[str, str]]:
@@ -23,7 +27,9 @@ def badges() -> dict[str, tuple[str, str]]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = re.findall(r"3\.(\d+)", project["requires-python"])  # the upper one is excluded
     pins = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
-    versions = dict(match.groups() for pin in pins if (match := re.match(r"(\w+)==(\d+\.\d+)", pin)))
+    versions = dict(
+        match.groups() for pin in pins if (match := re.match(r"(\w+)==(\d+\.\d+)", pin))
+    )
     return {
         "python": ("Python", f"3.{low} to 3.{int(high) - 1}"),
         "torch": ("PyTorch", versions["torch"]),

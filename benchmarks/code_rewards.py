@@ -2,8 +2,8 @@
 
     python -m benchmarks.code_rewards            # every sandbox that works here
 
-One test per response. ``program`` prints its input; ``assert`` equals a literal, which is compared at once; ``check``
-needs a second process for the rest of its statement.
+One test per response. ``program`` prints its input; ``assert`` equals a literal, which is compared
+at once; ``check`` needs a second process for the rest of its statement.
 """
 
 from __future__ import annotations
@@ -29,13 +29,19 @@ def milliseconds(label: object, where: str, responses: int) -> float:
     taken = []
     for _ in range(responses):
         began = time.perf_counter()
-        code_tests(CODE.replace("print(input())", "pass") if isinstance(label, list) else CODE, label, where)
+        code_tests(
+            CODE.replace("print(input())", "pass") if isinstance(label, list) else CODE,
+            label,
+            where,
+        )
         taken.append(time.perf_counter() - began)
     return 1000 * statistics.median(taken)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--responses", type=int, default=50)
     responses = parser.parse_args().responses
     for where in ("none", "seccomp", "landlock", "bubblewrap"):
@@ -44,7 +50,13 @@ def main() -> None:
         except UserError as problem:
             print(problem)
             continue
-        print(where, {name: f"{milliseconds(label, where, responses):.0f} ms" for name, label in LABELS.items()})
+        print(
+            where,
+            {
+                name: f"{milliseconds(label, where, responses):.0f} ms"
+                for name, label in LABELS.items()
+            },
+        )
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
-"""CPU time of the controller per episode: prompts to requests, answers to environments, groups to a batch.
+"""CPU time of the controller per episode: prompts to requests, answers to environments, groups to a
+batch.
 
-The engine is one object in this process, whose answers cost nothing that is counted. Everything else is real: requests,
-client, router, episodes, environments, tokenizer, checks, metrics and collation.
+The engine is one object in this process, whose answers cost nothing that is counted. Everything
+else is real: requests, client, router, episodes, environments, tokenizer, checks, metrics and
+collation.
 
 - CPU: seconds of this process per 1,000 episodes, without the engine's own, best of ``--repeats``;
 - per turn: the same, in milliseconds per turn of an episode;
-- turn: 99th percentile and largest CPU time of a turn of the event loop while episodes begin, end and are collated.
+- turn: 99th percentile and largest CPU time of a turn of the event loop while episodes begin, end
+  and are collated.
 
-Environments: ``instant`` rewards in the controller (``gsm8k``), ``local`` is an ordinary one with one turn,
-``ray`` the same one in a process of its own, ``turns`` has four turns in this process.
+Environments: ``instant`` rewards in the controller (``gsm8k``), ``local`` is an ordinary one with
+one turn, ``ray`` the same one in a process of its own, ``turns`` has four turns in this process.
 
-``--calls``: function calls and files of the library in the second step of a run of one sample in one process (the
-synchronous plan, the embedded engine, no Ray, no run folder), by ``sys.setprofile``.
+``--calls``: function calls and files of the library in the second step of a run of one sample in
+one process (the synchronous plan, the embedded engine, no Ray, no run folder), by
+``sys.setprofile``.
 
-Run: ``python -m benchmarks.controller [--prompts 64 1024] [--samples 16] [--env instant local turns] [--calls]``
+Run:
+``python -m benchmarks.controller [--prompts 64 1024] [--samples 16] [--env instant local turns] [--calls]``
 """
 
 from __future__ import annotations
@@ -73,7 +78,12 @@ class SeveralTurns(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
         question = [{"role": "user", "content": "Again."}]
-        return {"observations": question, "reward": 0.5, "done": self.turns == TURNS, "metadata": {}}
+        return {
+            "observations": question,
+            "reward": 0.5,
+            "done": self.turns == TURNS,
+            "metadata": {},
+        }
 
 
 ENVIRONMENTS = {
@@ -85,7 +95,8 @@ ENVIRONMENTS = {
 
 
 class ReadyEngine(InferenceEngine):
-    """Answers at once, in messages of as many answers as a large decoding batch ends in one step."""
+    """Answers at once, in messages of as many answers as a large decoding batch ends in one
+    step."""
 
     MESSAGE = 256
 
@@ -96,7 +107,9 @@ class ReadyEngine(InferenceEngine):
         self._logprobs = -random.random(TOKENS, dtype=np.float32)
         self._versions = np.full(TOKENS, 3, np.int32)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         for start in range(0, len(requests), self.MESSAGE):
             began_s = time.process_time()
             message = [self._answer(request) for request in requests[start : start + self.MESSAGE]]
@@ -105,7 +118,9 @@ class ReadyEngine(InferenceEngine):
             await asyncio.sleep(0)
 
     def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        return GenerationOutput(request.request_id, self._tokens, self._logprobs, self._versions, "stop")
+        return GenerationOutput(
+            request.request_id, self._tokens, self._logprobs, self._versions, "stop"
+        )
 
 
 class Cost(NamedTuple):
@@ -121,7 +136,9 @@ class Cost(NamedTuple):
         return self.cpu_s / self.turns * 1000
 
 
-async def measure(env: str, prompts: int, samples: int, repeats: int, profile: cProfile.Profile | None) -> list[Cost]:
+async def measure(
+    env: str, prompts: int, samples: int, repeats: int, profile: cProfile.Profile | None
+) -> list[Cost]:
     """The cost of each of ``repeats`` batches, after one that is not counted."""
     engine = ReadyEngine()
     client = InferenceClient([engine])
@@ -151,7 +168,8 @@ async def _batch(
     loop_turns_s: list[float] = []
     watch = asyncio.create_task(_watch(loop_turns_s))
     await asyncio.sleep(0)
-    engine.own_s, began_s = 0.0, time.process_time()
+    engine.own_s = 0.0
+    began_s = time.process_time()
     if profile is not None:
         profile.enable()
     groups, _ = await run_generator(generator, rollout_requests(rows, settings), 0)
@@ -170,7 +188,9 @@ async def _batch(
 
 def _prompt(row: int, env: str) -> Prompt:
     extras = {"answer": str(row), "task": "sort"}
-    return Prompt(PromptId(0, row), [{"role": "user", "content": f"Sort the digits: {row}"}], env, extras)
+    return Prompt(
+        PromptId(0, row), [{"role": "user", "content": f"Sort the digits: {row}"}], env, extras
+    )
 
 
 def _tokenizer() -> Any:
@@ -180,7 +200,8 @@ def _tokenizer() -> Any:
 
 
 async def _watch(turns_s: list[float]) -> None:
-    """CPU seconds of each turn of the event loop: wall-clock seconds would include what else the machine does."""
+    """CPU seconds of each turn of the event loop: wall-clock seconds would include what else the
+    machine does."""
     before_s = time.thread_time()
     while True:
         await asyncio.sleep(TICK_S)
@@ -193,7 +214,8 @@ async def _watch(turns_s: list[float]) -> None:
 
 
 class CallCounter:
-    """Counts calls of functions of the library, by file, in all threads that start after it was made."""
+    """Counts calls of functions of the library, by file, in all threads that start after it was
+    made."""
 
     def __init__(self) -> None:
         self.counts = False
@@ -207,7 +229,8 @@ class CallCounter:
 
 
 def calls_of_one_sample() -> Counter[str]:
-    """Calls by file in the second step of a run of one prompt with one sample of at most 12 tokens."""
+    """Calls by file in the second step of a run of one prompt with one sample of at most 12
+    tokens."""
     models = import_module("tests.inference.tiny_llama")
     runs = import_module("tests.trainer.plans.local_run")
     counter = CallCounter()
@@ -226,13 +249,19 @@ def calls_of_one_sample() -> Counter[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--prompts", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--env", nargs="+", default=["instant", "local", "turns"], choices=list(ENVIRONMENTS))
+    parser.add_argument(
+        "--env", nargs="+", default=["instant", "local", "turns"], choices=list(ENVIRONMENTS)
+    )
     parser.add_argument("--profile", action="store_true", help="print where the time goes")
-    parser.add_argument("--calls", action="store_true", help="count the calls of one sample's step instead")
+    parser.add_argument(
+        "--calls", action="store_true", help="count the calls of one sample's step instead"
+    )
     options = parser.parse_args()
     if options.calls:
         files = calls_of_one_sample()
@@ -244,7 +273,14 @@ def main() -> None:
         from skyasync.run.ray_cluster import start_on_loopback
 
         start_on_loopback(num_cpus=2, log_to_driver=False)
-    table = Table("environment", "prompts x samples", "s per 1,000 episodes", "ms per turn", "turn p99, ms", "largest")
+    table = Table(
+        "environment",
+        "prompts x samples",
+        "s per 1,000 episodes",
+        "ms per turn",
+        "turn p99, ms",
+        "largest",
+    )
     for env in options.env:
         for prompts in options.prompts:
             profile = cProfile.Profile() if options.profile else None

@@ -1,14 +1,17 @@
 """Samples to the same reward with and without a curriculum, on a task of mixed difficulty.
 
-    uv run -m benchmarks.curriculum [--seeds 3] [--steps 24] [--processes 2] [--markdown out.md] [key=value ...]
+    uv run -m benchmarks.curriculum [--seeds 3] [--steps 24] [--processes 2] [--markdown out.md]
+    [key=value ...]
 
-The tiny model sorts digits. A quarter of the prompts are short (4 digits), which it soon always gets right, half are
-too long (11 to 14), which it never gets right, and a quarter are in between (6 to 8); so are the held-out ones.
-``uniform`` trains each prompt once a pass; ``pass_rate`` is ``data.sampler=pass_rate`` with the number of digits as the
-pool. Real engine, real updates, one process per run, 32 prompts x 8 samples per step.
+The tiny model sorts digits. A quarter of the prompts are short (4 digits), which it soon always
+gets right, half are too long (11 to 14), which it never gets right, and a quarter are in between (6
+to 8); so are the held-out ones. ``uniform`` trains each prompt once a pass; ``pass_rate`` is
+``data.sampler=pass_rate`` with the number of digits as the pool. Real engine, real updates, one
+process per run, 32 prompts x 8 samples per step.
 
-The target is the reward of ``uniform`` at its end: the mean of its last two evaluations. The output has the samples
-that each sampler needed to reach it (linear between evaluations), their ratio by seed, and its median.
+The target is the reward of ``uniform`` at its end: the mean of its last two evaluations. The output
+has the samples that each sampler needed to reach it (linear between evaluations), their ratio by
+seed, and its median.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ from typing import Any
 from benchmarks.staleness import train
 
 SHARES = {(4, 4): 1, (6, 8): 1, (11, 14): 2}
-PROMPTS, SAMPLES, INTERVAL = 32, 8, 4
+PROMPTS = 32
+SAMPLES = 8
+INTERVAL = 4
 SETTINGS = {"uniform": (), "pass_rate": ("data.sampler=pass_rate", "data.sampler_pool_key=digits")}
 
 
@@ -32,7 +37,8 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
     """Different sorting prompts of the mixture, each with its number of digits."""
     from skyasync.examples.tiny.tasks import Question
 
-    rng, chosen = random.Random(seed), dict[str, dict[str, Any]]()
+    rng = random.Random(seed)
+    chosen = dict[str, dict[str, Any]]()
     while len(chosen) < count:
         (shortest, longest), *_ = rng.choices(list(SHARES), list(SHARES.values()))
         digits = "".join(rng.choices("0123456789", k=rng.randint(shortest, longest)))
@@ -95,7 +101,10 @@ def samples_to(target: float, scores: dict[int, float]) -> float:
     before = (0, min(scores.values()))
     for samples, score in sorted(scores.items()):
         if score >= target:
-            share = (target - before[1]) / (score - before[1]) if score > before[1] else 1.0
+            if score > before[1]:
+                share = (target - before[1]) / (score - before[1])
+            else:
+                share = 1.0
             return before[0] + share * (samples - before[0])
         before = samples, score
     return float("inf")
@@ -112,15 +121,21 @@ def main() -> None:
     seeds = range(args.first_seed, args.first_seed + args.seeds)
     jobs = [(sampler, seed, args.steps, tuple(options)) for seed in seeds for sampler in SETTINGS]
     with multiprocessing.get_context("spawn").Pool(args.processes, maxtasksperchild=1) as pool:
-        results = dict(zip([job[:2] for job in jobs], pool.map(run, jobs, chunksize=1), strict=True))
+        results = dict(
+            zip([job[:2] for job in jobs], pool.map(run, jobs, chunksize=1), strict=True)
+        )
     lines = [
         "| seed | before | target | samples, uniform | samples, pass_rate | ratio | last, uniform | last, pass_rate |"
     ]
     lines.append("|---" * 8 + "|")
     ratios = []
     for seed in seeds:
-        uniform, chosen = results["uniform", seed], results["pass_rate", seed]
-        ends = [fmean([scores[samples] for samples in sorted(scores)[-2:]]) for scores in (uniform, chosen)]
+        uniform = results["uniform", seed]
+        chosen = results["pass_rate", seed]
+        ends = [
+            fmean([scores[samples] for samples in sorted(scores)[-2:]])
+            for scores in (uniform, chosen)
+        ]
         taken = [samples_to(ends[0], scores) for scores in (uniform, chosen)]
         ratios.append(taken[1] / taken[0])
         lines.append(

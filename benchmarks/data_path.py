@@ -1,18 +1,22 @@
 """From the engines' answers to the training batch: the cost of a token in the controller.
 
-One object that computes nothing replaces the engines: its answers exist already, pickled as in messages. The rest is
-real: the client, the episodes, the checks, the groups, the metrics and the batch. An environment rewards at once, and
-reads no text unless ``--text`` (then that of SmolLM2's tokenizer, whose own time it is).
+One object that computes nothing replaces the engines: its answers exist already, pickled as in
+messages. The rest is real: the client, the episodes, the checks, the groups, the metrics and the
+batch. An environment rewards at once, and reads no text unless ``--text`` (then that of SmolLM2's
+tokenizer, whose own time it is).
 
-- time: from the first answer to the batch, per token of prompts and responses, in seconds of this process's CPU, which
-  other work on the machine changes little;
-- memory: the process's peak minus its memory before the first answer, per token, the answers themselves included;
-- turn: the longest delay of a due timer in the event loop, in seconds of its thread's CPU, and in wall-clock seconds,
-  which other work increases.
+- time: from the first answer to the batch, per token of prompts and responses, in seconds of this
+  process's CPU, which other work on the machine changes little;
+- memory: the process's peak minus its memory before the first answer, per token, the answers
+  themselves included;
+- turn: the longest delay of a due timer in the event loop, in seconds of its thread's CPU, and in
+  wall-clock seconds, which other work increases.
 
-``lists``: the same by a generator with an overridden ``generate``, that is, through SkyRL's parallel lists.
+``lists``: the same by a generator with an overridden ``generate``, that is, through SkyRL's
+parallel lists.
 
-Run: ``python -m benchmarks.data_path [--prompts 64] [--samples 16] [--tokens 10000] [--text] [--ways arrays lists]``
+Run:
+``python -m benchmarks.data_path [--prompts 64] [--samples 16] [--tokens 10000] [--text] [--ways arrays lists]``
 """
 
 from __future__ import annotations
@@ -68,10 +72,14 @@ class ReadyEngine(InferenceEngine):
         self.started_s = 0.0
         self.memory_before = 0
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         random = np.random.default_rng(0)
         answers = [self._answer(request.request_id, random) for request in requests]
-        self.letters = letters = [pickle.dumps(message, pickle.HIGHEST_PROTOCOL) for message in messages(answers)]
+        self.letters = letters = [
+            pickle.dumps(message, pickle.HIGHEST_PROTOCOL) for message in messages(answers)
+        ]
         del answers
         gc.collect()
         await asyncio.sleep(0.1)
@@ -154,8 +162,13 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> R
     engine = ReadyEngine(shape)
     generator_class = Lists if way == "lists" else EpisodeGenerator
     client, judge = InferenceClient([engine]), Judge()  # type: ignore[list-item]
-    generator = generator_class(client, judge, tokenizer or NoText(), shape.longest + PROMPT_TOKENS + 1)  # type: ignore[arg-type]
-    prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": "?"}], "judge") for row in range(shape.prompts)]
+    generator = generator_class(
+        client, judge, tokenizer or NoText(), shape.longest + PROMPT_TOKENS + 1
+    )  # type: ignore[arg-type]
+    prompts = [
+        Prompt(PromptId(0, row), [{"role": "user", "content": "?"}], "judge")
+        for row in range(shape.prompts)
+    ]
     asked = GeneratorConfig(n_samples_per_prompt=shape.samples)
     asked.sampling_params.max_generate_length = shape.longest
     requests = rollout_requests(prompts, asked)
@@ -168,18 +181,27 @@ async def measure(shape: Shape, way: str = "arrays", tokenizer: Any = None) -> R
         batch = await collate_in_turns(groups)
         collated = time.process_time()
     peak = memory("VmHWM") - engine.memory_before
-    seconds = {"groups": grouped - engine.started_s, "metrics": measured - grouped, "batch": collated - measured}
-    return Result(int(batch.attention_mask.sum()), seconds, peak, *map(max, zip(*longest, strict=True)))
+    seconds = {
+        "groups": grouped - engine.started_s,
+        "metrics": measured - grouped,
+        "batch": collated - measured,
+    }
+    return Result(
+        int(batch.attention_mask.sum()), seconds, peak, *map(max, zip(*longest, strict=True))
+    )
 
 
 @asynccontextmanager
 async def turns(engine: ReadyEngine) -> AsyncIterator[list[tuple[float, float]]]:
-    """Between two ticks of a timer, from the engine's first answer on: CPU seconds, and seconds of delay."""
+    """Between two ticks of a timer, from the engine's first answer on: CPU seconds, and seconds of
+    delay."""
     late = [(0.0, 0.0)]
 
     async def tick() -> None:
         while True:
-            started, before, due_s = engine.started_s, time.thread_time(), time.perf_counter() + TICK_S
+            started = engine.started_s
+            before = time.thread_time()
+            due_s = time.perf_counter() + TICK_S
             await asyncio.sleep(TICK_S)
             if started:
                 late.append((time.thread_time() - before, time.perf_counter() - due_s))
@@ -194,18 +216,24 @@ async def turns(engine: ReadyEngine) -> AsyncIterator[list[tuple[float, float]]]
 
 def memory(line: str) -> int:
     """Bytes that this process has (VmRSS), or at most has had (VmHWM)."""
-    return next(int(text.split()[1]) * 1024 for text in STATUS.read_text().splitlines() if text.startswith(line))
+    return next(
+        int(text.split()[1]) * 1024
+        for text in STATUS.read_text().splitlines()
+        if text.startswith(line)
+    )
 
 
 def forget_peak() -> int:
-    """Reset the peak to the current memory, which is returned. Freed memory goes back to the system first."""
+    """Reset the peak to the current memory, which is returned. Freed memory goes back to the system
+    first."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
 
 
 def touch(megabytes: int) -> None:
-    """Have the machine's memory ready: a virtual machine's host is slow to give memory that was never used."""
+    """Have the machine's memory ready: a virtual machine's host is slow to give memory that was
+    never used."""
     np.ones(megabytes << 20, np.int8)
 
 
@@ -225,19 +253,43 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=10_000, help="of the longest response")
-    parser.add_argument("--shortest", type=float, default=0.9, help="the shortest response, as a share of the longest")
+    parser.add_argument(
+        "--shortest",
+        type=float,
+        default=0.9,
+        help="the shortest response, as a share of the longest",
+    )
     parser.add_argument("--text", action="store_true", help="the environment reads the responses")
-    parser.add_argument("--ways", nargs="+", default=["arrays", "lists"], choices=["arrays", "lists"])
+    parser.add_argument(
+        "--ways", nargs="+", default=["arrays", "lists"], choices=["arrays", "lists"]
+    )
     args = parser.parse_args()
     shape = Shape(args.prompts, args.samples, int(args.shortest * args.tokens), args.tokens)
-    table = Table("way", "tokens", "us/token", "groups", "metrics", "batch", "bytes/token", "turn, ms", "by the clock")
+    table = Table(
+        "way",
+        "tokens",
+        "us/token",
+        "groups",
+        "metrics",
+        "batch",
+        "bytes/token",
+        "turn, ms",
+        "by the clock",
+    )
     for way in args.ways:
-        with multiprocessing.get_context("spawn").Pool(1) as fresh:  # so that its memory was not used before
+        with multiprocessing.get_context("spawn").Pool(
+            1
+        ) as fresh:  # so that its memory was not used before
             found = fresh.apply(measured, (shape, way, args.text))
         parts = (f"{seconds / found.tokens * 1e6:.3f}" for seconds in found.seconds.values())
         late = (f"{seconds * 1e3:.1f}" for seconds in (found.longest_turn_s, found.by_the_clock_s))
         table.add_row(
-            way, f"{found.tokens:,}", f"{found.us_per_token:.3f}", *parts, f"{found.bytes_per_token:.0f}", *late
+            way,
+            f"{found.tokens:,}",
+            f"{found.us_per_token:.3f}",
+            *parts,
+            f"{found.bytes_per_token:.0f}",
+            *late,
         )
     Console(width=120).print(table)
 

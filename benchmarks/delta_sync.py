@@ -1,15 +1,18 @@
-"""Changes of bfloat16 weights by real steps, and the cost of sending only these (generator.weight_sync_mode=delta).
+"""Changes of bfloat16 weights by real steps, and the cost of sending only these
+(generator.weight_sync_mode=delta).
 
-    OMP_NUM_THREADS=1 uv run -m benchmarks.delta_sync [--backends transformers vllm] [--lrs 1e-6 5e-6] [--steps 6]
+    OMP_NUM_THREADS=1 uv run -m benchmarks.delta_sync [--backends transformers vllm] [--lrs 1e-6
+    5e-6] [--steps 6]
 
-The example's GRPO on one-digit addition (SmolLM2, 4 prompts x 8 samples, plan ``sync``, master weights in float32),
-published and computed with in bfloat16. After each step the engine gets the delta, then all weights. Log-probabilities
-of the verification prompts must be bitwise identical after both, and digests verify both. Medians over the steps, one
-thread each, milliseconds and MB:
+The example's GRPO on one-digit addition (SmolLM2, 4 prompts x 8 samples, plan ``sync``, master
+weights in float32), published and computed with in bfloat16. After each step the engine gets the
+delta, then all weights. Log-probabilities of the verification prompts must be bitwise identical
+after both, and digests verify both. Medians over the steps, one thread each, milliseconds and MB:
 
 - changed: share of the weights that differ from those of the sync before; its range over the steps;
 - MB: what is sent; in comparison with all weights;
-- publish, update: the trainer compares, digests and writes; the engine reads, overwrites and verifies.
+- publish, update: the trainer compares, digests and writes; the engine reads, overwrites and
+  verifies.
 """
 
 from __future__ import annotations
@@ -57,10 +60,15 @@ class BothWays(WeightSync):
         row["publish, all"], (path, *_) = await timed(write)
         whole = WeightUpdate(version, "shared_memory", {"path": path}, content=update.content)
         row["update, all"], _ = await timed(lambda: self.destination.update_weights(whole))
-        assert await self.destination.score(self.probe) == by_changes, "not the weights of a whole file"
-        row["MB, all"] = sum(tensor.nbytes for tensor in policy.weight_sender.file._delta._copy.values()) / 1e6
+        assert await self.destination.score(self.probe) == by_changes, (
+            "not the weights of a whole file"
+        )
+        row["MB, all"] = (
+            sum(tensor.nbytes for tensor in policy.weight_sender.file._delta._copy.values()) / 1e6
+        )
         await asyncio.to_thread(policy.transfer_weights, "file", "remove", path)
-        row["changed"], row["MB"] = update.metrics["sync/share_changed"], update.metrics["sync/bytes"] / 1e6
+        row["changed"] = update.metrics["sync/share_changed"]
+        row["MB"] = update.metrics["sync/bytes"] / 1e6
         self._proven, self._syncs = True, self._syncs + 1
         self.rows.append(row)
 
@@ -70,7 +78,9 @@ class Tracker:
     def close(self) -> None: ...
 
 
-async def measure(backend: str, path: str, options: argparse.Namespace, lr: float) -> list[dict[str, float]]:
+async def measure(
+    backend: str, path: str, options: argparse.Namespace, lr: float
+) -> list[dict[str, float]]:
     cfg = load_config([
         "--config", options.config, f"trainer.policy.model.path={path}", "trainer.policy.model.dtype=bfloat16",
         f"trainer.policy.optimizer_config.lr={lr}", f"trainer.max_training_steps={options.steps}",
@@ -78,8 +88,11 @@ async def measure(backend: str, path: str, options: argparse.Namespace, lr: floa
         "trainer.eval_interval=0", "trainer.eval_before_train=false", "trainer.save_samples=0",
     ])  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(path)
-    engine = EngineConfig(path, dtype="bfloat16", threads=1, max_model_len=128, max_num_seqs=64, kv_cache_gb=0.5)
-    client, dispatch = InferenceClient([ENGINES[backend](engine)]), LocalDispatch(cfg)
+    engine = EngineConfig(
+        path, dtype="bfloat16", threads=1, max_model_len=128, max_num_seqs=64, kv_cache_gb=0.5
+    )
+    client = InferenceClient([ENGINES[backend](engine)])
+    dispatch = LocalDispatch(cfg)
     await client.start()
     prompts = load_prompts(cfg.data.train_data, cfg, tokenizer)
     generator = EpisodeGenerator(client, local_pool(), tokenizer, 128)
@@ -95,7 +108,9 @@ async def measure(backend: str, path: str, options: argparse.Namespace, lr: floa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a Hugging Face folder; without it, SmolLM2 from the cache")
     parser.add_argument("--config", default="examples/smollm2/config.yaml")
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"])
@@ -112,7 +127,10 @@ def main() -> None:
             rows = asyncio.run(measure(backend, path, options, lr))
             cells = [f"{median(r[c] for r in rows):.3g}" for c in COLUMNS]
             shares = [row["changed"] for row in rows]
-            print(f"| {backend}, {lr:g} | {' | '.join(cells)} | {min(shares):.3g} to {max(shares):.3g} |", flush=True)
+            print(
+                f"| {backend}, {lr:g} | {' | '.join(cells)} | {min(shares):.3g} to {max(shares):.3g} |",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,17 @@
-"""Which core for the embedded engine? The engine's own loop against what transformers offers, on one CPU core.
+"""Which core for the embedded engine? The engine's own loop against what transformers offers, on
+one CPU core.
 
-Every core answers the same requests of a 0.45 M parameter Llama (prompts of 30 to 50 tokens, responses of 6 to 24,
-15 on average) and records tokens, behaviour log-probabilities and versions, as training needs them:
+Every core answers the same requests of a 0.45 M parameter Llama (prompts of 30 to 50 tokens,
+responses of 6 to 24, 15 on average) and records tokens, behaviour log-probabilities and versions,
+as training needs them:
 
-- ``generate``: the library's ``generate`` on a padded batch; one logits processor samples and records, one stopping
-  criterion ends rows. Finished rows are computed until the last one ends.
+- ``generate``: the library's ``generate`` on a padded batch; one logits processor samples and
+  records, one stopping criterion ends rows. Finished rows are computed until the last one ends.
 - ``continuous``: the library's continuous batching manager with log-probabilities.
 - ``engine``: ``TransformersEngine``.
 
-"In groups of 16": each prompt has 16 samples, as in training. Figures are tokens per second of CPU time, which
-other work on the machine distorts less than the clock.
+"In groups of 16": each prompt has 16 samples, as in training. Figures are tokens per second of CPU
+time, which other work on the machine distorts less than the clock.
 
 Run: ``OMP_NUM_THREADS=1 python -m benchmarks.embedded_engine [--requests 64 1024] [--repeats 3]``
 """
@@ -43,7 +45,9 @@ from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.backends.transformers.sampling import BatchSampler
 from skyasync.inference.interface import EngineConfig, GenerationRequest, SamplingParams
 
-Run = Callable[[Sequence[GenerationRequest]], int]  # answers the requests, returns how many tokens that were
+Run = Callable[
+    [Sequence[GenerationRequest]], int
+]  # answers the requests, returns how many tokens that were
 
 
 def make_model(folder: str) -> None:
@@ -66,9 +70,14 @@ def make_model(folder: str) -> None:
 
 def make_requests(count: int, samples: int, tag: str) -> list[GenerationRequest]:
     rng = random.Random(0)
-    prompts = [[rng.randrange(1, 400) for _ in range(rng.randint(30, 50))] for _ in range(-(-count // samples))]
+    prompts = [
+        [rng.randrange(1, 400) for _ in range(rng.randint(30, 50))]
+        for _ in range(-(-count // samples))
+    ]
     return [
-        GenerationRequest(f"{tag}-{i}", ints(prompts[i // samples]), SamplingParams(max_tokens=rng.randint(6, 24)))
+        GenerationRequest(
+            f"{tag}-{i}", ints(prompts[i // samples]), SamplingParams(max_tokens=rng.randint(6, 24))
+        )
         for i in range(count)
     ]
 
@@ -102,7 +111,13 @@ def with_generate(model: LlamaForCausalLM) -> Run:
     @torch.inference_mode()
     def run(requests: Sequence[GenerationRequest]) -> int:
         rows = [
-            DecodingRow(r, r.prompt_token_ids.tolist(), key=i, limit=r.sampling.max_tokens, stop_ids=frozenset())
+            DecodingRow(
+                r,
+                r.prompt_token_ids.tolist(),
+                key=i,
+                limit=r.sampling.max_tokens,
+                stop_ids=frozenset(),
+            )
             for i, r in enumerate(requests)
         ]
         longest = max(len(row.prompt) for row in rows)
@@ -121,15 +136,23 @@ def with_generate(model: LlamaForCausalLM) -> Run:
 
 
 def with_continuous_batching(model: LlamaForCausalLM) -> Run:
-    config = ContinuousBatchingConfig(page_size=64, num_blocks=2048, max_batch_tokens=4096, return_logprobs=True)
+    config = ContinuousBatchingConfig(
+        page_size=64, num_blocks=2048, max_batch_tokens=4096, return_logprobs=True
+    )
 
     def run(requests: Sequence[GenerationRequest]) -> int:
-        sampling = GenerationConfig(do_sample=True, max_new_tokens=24, eos_token_id=-1, pad_token_id=0)
+        sampling = GenerationConfig(
+            do_sample=True, max_new_tokens=24, eos_token_id=-1, pad_token_id=0
+        )
         with model.continuous_batching_context_manager(
             generation_config=sampling, continuous_batching_config=config
         ) as manager:
             for request in requests:
-                manager.add_request(request.prompt_token_ids.tolist(), request.request_id, request.sampling.max_tokens)
+                manager.add_request(
+                    request.prompt_token_ids.tolist(),
+                    request.request_id,
+                    request.sampling.max_tokens,
+                )
             count = 0
             for _ in requests:
                 result = manager.get_result(timeout=600)
@@ -146,7 +169,13 @@ def with_engine(folder: str) -> Run:
     runner.run(engine.start())
 
     async def answer(requests: Sequence[GenerationRequest]) -> int:
-        return sum([len(output.token_ids) async for outputs in engine.generate(requests) for output in outputs])
+        return sum(
+            [
+                len(output.token_ids)
+                async for outputs in engine.generate(requests)
+                for output in outputs
+            ]
+        )
 
     return lambda requests: runner.run(answer(requests))
 
@@ -164,10 +193,14 @@ def tokens_per_second(run: Run, count: int, samples: int, repeats: int) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--requests", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--skip", nargs="*", default=[], help="cores to leave out, for example: continuous")
+    parser.add_argument(
+        "--skip", nargs="*", default=[], help="cores to leave out, for example: continuous"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -179,7 +212,12 @@ def main() -> None:
             "engine": with_engine(folder),
         }
         table = Table(
-            "core", *[f"{n} requests, {kind}" for n in options.requests for kind in ("alone", "in groups of 16")]
+            "core",
+            *[
+                f"{n} requests, {kind}"
+                for n in options.requests
+                for kind in ("alone", "in groups of 16")
+            ],
         )
         for name, run in cores.items():
             if name not in options.skip:

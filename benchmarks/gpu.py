@@ -4,10 +4,11 @@
     python -m benchmarks.gpu --only 0.6B
     python -m benchmarks.gpu --toy         # a model of 60,000 parameters, also on a CPU
 
-Needs torch and transformers, and neither Ray nor vLLM: the worker is called directly. Rows have log-normal lengths, the
-longest eight times the mean. "packed" is the library's default, packed sequences; "padded" is micro-batches whose rows
-are all as long as the longest. Every line is a worker in a process of its own: a warm-up update, then the median of the
-rest. The share of the card's peak counts 6 floating-point operations per parameter and token, and attention's;
+Needs torch and transformers, and neither Ray nor vLLM: the worker is called directly. Rows have
+log-normal lengths, the longest eight times the mean. "packed" is the library's default, packed
+sequences; "padded" is micro-batches whose rows are all as long as the longest. Every line is a
+worker in a process of its own: a warm-up update, then the median of the rest. The share of the
+card's peak counts 6 floating-point operations per parameter and token, and attention's;
 recomputation by checkpointing is not counted.
 """
 
@@ -25,7 +26,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12}
+PEAKS = {
+    "H100": 989e12,
+    "H200": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "4090": 165e12,
+}
 """Floating-point operations per second of dense bfloat16, by the makers' data sheets."""
 
 QWEN3 = {
@@ -64,8 +72,14 @@ def cases(only: str, *, toy: bool) -> list[Case]:
     size = {"rows": 8, "mean": 16, "micro_batch_tokens": 256, "updates": 1}
     if not toy:
         size = {"rows": 128, "mean": 512, "micro_batch_tokens": 16384, "updates": 5}
-    names = ["toy"] if toy else [name for name in ("0.6B", "1.7B") if name.startswith(only)]
-    return [Case(name, packed, again, **size) for name, packed, again in product(names, (True, False), (False, True))]
+    if toy:
+        names = ["toy"]
+    else:
+        names = [name for name in ("0.6B", "1.7B") if name.startswith(only)]
+    return [
+        Case(name, packed, again, **size)
+        for name, packed, again in product(names, (True, False), (False, True))
+    ]
 
 
 def measure(case: Case, folder: str) -> Result:
@@ -92,10 +106,13 @@ def measure(case: Case, folder: str) -> Result:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    tokens, taken = int(batch.attention_mask.sum()), statistics.median(seconds[1:])
+    tokens = int(batch.attention_mask.sum())
+    taken = statistics.median(seconds[1:])
     lengths = batch.attention_mask.sum(1).double()
     work = 6 * trained(backend.model) * tokens + attention(case, float(lengths.square().sum()))
-    return Result(tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device))
+    return Result(
+        tokens, taken, work / taken / peak_of(device), resident(device), planned(cfg, device)
+    )
 
 
 def config(case: Case, folder: str) -> Any:
@@ -119,9 +136,12 @@ def trained(model: Any) -> int:
 
 
 def attention(case: Case, squares: float) -> float:
-    """Of causal attention over rows whose lengths' squares sum up to ``squares``, forward and backward."""
+    """Of causal attention over rows whose lengths' squares sum up to ``squares``, forward and
+    backward."""
     shape = SHAPES[case.shape]
-    return 6 * shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] * squares
+    return (
+        6 * shape["num_hidden_layers"] * shape["num_attention_heads"] * shape["head_dim"] * squares
+    )
 
 
 def peak_of(device: str) -> float:
@@ -137,7 +157,9 @@ def resident(device: str) -> int:
     """The most bytes that tensors had."""
     import torch
 
-    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return 0
 
 
 def planned(cfg: Any, device: str) -> int:
@@ -156,7 +178,9 @@ def make(shape: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SHAPES[shape]), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**SHAPES[shape]), dtype=torch.bfloat16
+    )
     model.save_pretrained(folder)
 
 
@@ -169,17 +193,28 @@ def main() -> None:
     if arguments.one:
         print(json.dumps(asdict(measure(Case(**json.loads(arguments.one[0])), arguments.one[1]))))
         return
-    print(f"{'shape':6} {'rows':7} {'checkpointing':13} {'tokens/s':>10} {'of peak':>8} {'peak GiB':>9} {'planned':>8}")
+    print(
+        f"{'shape':6} {'rows':7} {'checkpointing':13} {'tokens/s':>10} {'of peak':>8} {'peak GiB':>9} {'planned':>8}"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for case in cases(arguments.only, toy=arguments.toy):
             path = Path(folder, case.shape)
             if not path.exists():
                 make(case.shape, path)
-            command = [sys.executable, "-m", "benchmarks.gpu", "--one", json.dumps(asdict(case)), str(path)]
+            command = [
+                sys.executable,
+                "-m",
+                "benchmarks.gpu",
+                "--one",
+                json.dumps(asdict(case)),
+                str(path),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             how = f"{case.shape:6} {'packed' if case.packed else 'padded':7} {'on' if case.checkpointing else 'off':13}"
             if done.returncode:
-                print(how, done.stderr.strip().splitlines()[-1], flush=True)  # out of memory, for instance
+                print(
+                    how, done.stderr.strip().splitlines()[-1], flush=True
+                )  # out of memory, for instance
                 continue
             found = Result(**json.loads(done.stdout.splitlines()[-1]))
             print(

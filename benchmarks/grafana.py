@@ -12,11 +12,14 @@ from skyasync.observability.report.charts import sections
 from skyasync.run.live_page import series_name
 
 SOURCE = {"type": "prometheus", "uid": "${source}"}
-WIDTH, HEIGHT = 8, 8  # of a panel, in Grafana's grid of 24 columns
+# of a panel, in Grafana's grid of 24 columns
+WIDTH = 8
+HEIGHT = 8
 
 
 def dashboard() -> dict[str, Any]:
-    """The report's charts as a dashboard of Grafana, which asks for its Prometheus when it is imported."""
+    """The report's charts as a dashboard of Grafana, which asks for its Prometheus when it is
+    imported."""
     panels: list[dict[str, Any]] = []
     y = 0
     for section in sections([]):
@@ -40,8 +43,16 @@ def dashboard() -> dict[str, Any]:
                     "title": chart.title,
                     "description": chart.says,
                     "datasource": SOURCE,
-                    "gridPos": {"x": number % 3 * WIDTH, "y": y + number // 3 * HEIGHT, "w": WIDTH, "h": HEIGHT},
-                    "fieldConfig": {"defaults": {"unit": "percentunit" if chart.percent else "short"}, "overrides": []},
+                    "gridPos": {
+                        "x": number % 3 * WIDTH,
+                        "y": y + number // 3 * HEIGHT,
+                        "w": WIDTH,
+                        "h": HEIGHT,
+                    },
+                    "fieldConfig": {
+                        "defaults": {"unit": "percentunit" if chart.percent else "short"},
+                        "overrides": [],
+                    },
                     "targets": [
                         {
                             "refId": chr(ord("A") + place),

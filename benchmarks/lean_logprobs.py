@@ -1,9 +1,10 @@
-"""Memory of log-probabilities over a large vocabulary: the library's pass compared with the plain one, on a CPU.
+"""Memory of log-probabilities over a large vocabulary: the library's pass compared with the plain
+one, on a CPU.
 
     python -m benchmarks.lean_logprobs     # 4,096 tokens, 150,000 words: the plain pass takes about 10 GB
 
-Every figure is of a new process: its peak of resident memory (VmHWM), minus its memory before the pass. The states that
-the head reads exist already, so only the head's work is counted.
+Every figure is of a new process: its peak of resident memory (VmHWM), minus its memory before the
+pass. The states that the head reads exist already, so only the head's work is counted.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 GIB = 1 << 30
-PASSES = ("log-probabilities", "with their gradient", "with entropy and gradient", "with 16 others and gradient")
+PASSES = (
+    "log-probabilities",
+    "with their gradient",
+    "with entropy and gradient",
+    "with 16 others and gradient",
+)
 
 
 def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
@@ -30,20 +36,30 @@ def peak_of(way: str, what: str, tokens: int, vocabulary: int) -> int:
 
     hidden_size = 64
     config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden_size, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1
+        vocab_size=vocabulary,
+        hidden_size=hidden_size,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
     )
     model = LlamaForCausalLM(config)
     states = torch.randn(tokens, hidden_size, requires_grad=what != PASSES[0])
     targets = torch.randint(0, vocabulary, (tokens,))
-    others = torch.randint(0, vocabulary, (1, tokens, 16)) if what == PASSES[3] else None
-    rows, mask = targets.view(1, -1), torch.ones(1, tokens, dtype=torch.bool)
+    if what == PASSES[3]:
+        others = torch.randint(0, vocabulary, (1, tokens, 16))
+    else:
+        others = None
+    rows = targets.view(1, -1)
+    mask = torch.ones(1, tokens, dtype=torch.bool)
 
     def plain() -> tuple[Tensor, ...]:
         logprobs = model.lm_head(states[:-1]).log_softmax(-1)
         chosen = logprobs.gather(1, targets[1:, None]).squeeze(1)
         if others is not None:
             return chosen, logprobs.gather(1, others[0, 1:])
-        return (chosen, -(logprobs.exp() * logprobs).sum(-1)) if what == PASSES[2] else (chosen,)
+        if what == PASSES[2]:
+            return (chosen, -(logprobs.exp() * logprobs).sum(-1))
+        return (chosen,)
 
     class Given(TokenModel):
         def hidden(self, layout: object) -> Tensor:
@@ -89,9 +105,15 @@ def main() -> None:
         for way in ("plain", "lean"):
             command = [sys.executable, "-m", "benchmarks.lean_logprobs", "--one", way, what]
             command += [f"--tokens={size[0]}", f"--vocabulary={size[1]}"]
-            found[way] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+            found[way] = int(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[
+                    -1
+                ]
+            )
         share = found["lean"] / found["plain"]
-        print(f"{what:28} plain {found['plain'] / GIB:6.2f} GiB   here {found['lean'] / GIB:6.2f} GiB   {share:5.2f}")
+        print(
+            f"{what:28} plain {found['plain'] / GIB:6.2f} GiB   here {found['lean'] / GIB:6.2f} GiB   {share:5.2f}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""Thousands of episodes in flight with environments that wait: engine utilization, and delays of the event loop.
+"""Thousands of episodes in flight with environments that wait: engine utilization, and delays of
+the event loop.
 
-2,000 episodes (``--in-flight``) are in flight, each of several turns; a step of their environment waits 200 ms, in a
-thread (``sync``) or on an event loop (``async``), in one process of its own. Measured in the middle half of the run, in
-which that many are in flight throughout:
+2,000 episodes (``--in-flight``) are in flight, each of several turns; a step of their environment
+waits 200 ms, in a thread (``sync``) or on an event loop (``async``), in one process of its own.
+Measured in the middle half of the run, in which that many are in flight throughout:
 
-- throughput: actions per second, relative to the engine's with the same requests without environments;
+- throughput: actions per second, relative to the engine's with the same requests without
+  environments;
 - lag: the delay of a timer of the controller's event loop, every 10 ms.
 
-``virtual``: an engine that decodes at a fixed speed (1,024 sequences, 32 to 96 tokens each, 20 ms per token), without
-computing anything. ``embedded``: the real engine in its own process, on the tiny chat model. ``--quick``: how long
-1,024 episodes of one trivial step take through the pool, median and best of 30.
+``virtual``: an engine that decodes at a fixed speed (1,024 sequences, 32 to 96 tokens each, 20 ms
+per token), without computing anything. ``embedded``: the real engine in its own process, on the
+tiny chat model. ``--quick``: how long 1,024 episodes of one trivial step take through the pool,
+median and best of 30.
 
-Run: ``python -m benchmarks.many_episodes [--engine virtual embedded] [--env sync async none] [--quick]``
+Run:
+``python -m benchmarks.many_episodes [--engine virtual embedded] [--env sync async none] [--quick]``
 """
 
 from __future__ import annotations
@@ -46,7 +50,8 @@ from skyasync.simulate.engines import DecodeCosts
 from skyasync.simulate.engines import VirtualEngine as Decoder
 
 TURNS = 5
-SLOTS, TOKEN_S = 1024, 0.02
+SLOTS = 1024
+TOKEN_S = 0.02
 TOKENS = {"virtual": 96, "embedded": 9}
 SAYS = "The answer is wrong, try again."
 
@@ -84,7 +89,9 @@ class TimedEngine(InferenceEngine):
     async def start(self) -> None:
         self._decoder = Decoder(DecodeCosts(SLOTS, TOKEN_S))
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         assert self._decoder is not None
         queue: asyncio.Queue[GenerationRequest] = asyncio.Queue()
         from skyasync.simulate.engines import Sequence as Decoding
@@ -142,24 +149,35 @@ class Lag:
         client.generate_group = counted  # type: ignore[method-assign]
 
     def report(self) -> tuple[float, float, float, float]:
-        """Actions per second; 50th and 99th percentile and largest lag in ms, all in the middle half of the actions."""
+        """Actions per second; 50th and 99th percentile and largest lag in ms, all in the middle
+        half of the actions."""
         count = len(self.answers)
-        start, end = self.answers[count // 4], self.answers[3 * count // 4]
+        start = self.answers[count // 4]
+        end = self.answers[3 * count // 4]
         late = [1000 * seconds for when, seconds in self.late if start <= when <= end]
         return (count // 2) / (end - start), *np.percentile(late, [50, 99, 100])  # type: ignore[return-value]
 
 
 async def alone(client: InferenceClient, chat: ChatTokenizer, asked: Any, in_flight: int) -> None:
-    """The requests of the episodes, one after the other, without environments: the engine's own limit."""
+    """The requests of the episodes, one after the other, without environments: the engine's own
+    limit."""
     turn = asyncio.Semaphore(in_flight)
     prompts = [chat.prompt(prompt) for prompt in asked["prompts"]]
-    observation = chat.observation([{"role": "user", "content": SAYS}], [chat.tokenizer.eos_token_id])
+    observation = chat.observation(
+        [{"role": "user", "content": SAYS}], [chat.tokenizer.eos_token_id]
+    )
 
     async def one(number: int, prompt: list[int]) -> None:
         async with turn:
             for step in range(TURNS):
-                request = GenerationRequest(f"{number}-{step}", prompt, asked["sampling_params"], str(number))
-                prompt = [*prompt, *(await client.generate(request)).token_ids.tolist(), *observation]
+                request = GenerationRequest(
+                    f"{number}-{step}", prompt, asked["sampling_params"], str(number)
+                )
+                prompt = [
+                    *prompt,
+                    *(await client.generate(request)).token_ids.tolist(),
+                    *observation,
+                ]
 
     await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
 
@@ -176,17 +194,23 @@ def generator_input(env: str, count: int, tokens: int) -> Any:
     }
 
 
-async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer: Any, model: str) -> list[str]:
+async def measure(
+    engine: str, env: str, options: argparse.Namespace, tokenizer: Any, model: str
+) -> list[str]:
     from skyasync.envs.pool import ray_pool
     from skyasync.inference.ray_engine import RayEngine
 
     config = EngineConfig(model, max_model_len=1024, max_num_seqs=SLOTS, threads=1)
-    client = InferenceClient([TimedEngine() if engine == "virtual" else RayEngine("transformers", config, {}, 120.0)])
+    client = InferenceClient(
+        [TimedEngine() if engine == "virtual" else RayEngine("transformers", config, {}, 120.0)]
+    )
     await client.start()
     pool = ray_pool(EnvSettings({"step_s": options.step_s}), 1)
     names = {"sync": f"{__name__}:Sync", "async": f"{__name__}:Async"}
     asked = generator_input(names.get(env, ""), options.episodes, TOKENS[engine])
-    generator = EpisodeGenerator(client, pool, tokenizer, 1024, EpisodeLimits(TURNS, in_flight=options.in_flight))
+    generator = EpisodeGenerator(
+        client, pool, tokenizer, 1024, EpisodeLimits(TURNS, in_flight=options.in_flight)
+    )
     lag = Lag()
     lag.counting(client)
     if env != "none":  # processes start before the clock does
@@ -205,10 +229,12 @@ async def measure(engine: str, env: str, options: argparse.Namespace, tokenizer:
 
 
 async def quick(tokenizer: Any) -> list[float]:
-    """Seconds of 30 times 1,024 episodes of one trivial step, without the engine and everything but the environment."""
+    """Seconds of 30 times 1,024 episodes of one trivial step, without the engine and everything but
+    the environment."""
     from skyasync.envs.pool import ray_pool
 
-    pool, seconds = ray_pool(EnvSettings({}), 1), []
+    pool = ray_pool(EnvSettings({}), 1)
+    seconds = []
     for repeat in range(33):
         started = time.perf_counter()
         names = [f"{repeat}-{number}" for number in range(1024)]
@@ -221,7 +247,9 @@ async def quick(tokenizer: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", nargs="*", default=["virtual", "embedded"])
     parser.add_argument("--env", nargs="*", default=["none", "sync", "async"])
     parser.add_argument("--in-flight", type=int, default=2000)
@@ -240,7 +268,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     if options.quick:
         seconds = asyncio.run(quick(tokenizer))
-        print(f"1,024 episodes of one trivial step: {median(seconds):.3f} s (best {min(seconds):.3f})")
+        print(
+            f"1,024 episodes of one trivial step: {median(seconds):.3f} s (best {min(seconds):.3f})"
+        )
         return
     table = Table("engine", "environment", "actions/s", "lag p50, ms", "p99", "largest")
     for engine in options.engine:

@@ -4,9 +4,10 @@
     python -m benchmarks.memory --only llama
     python -m benchmarks.memory --exact          # without the allocators' caches, which the plan does not model
 
-Every line is a process of its own per rank that runs the library's own worker: load, log-probabilities, publish, two
-optimizer steps of two micro-batches. A phase's peak is the kernel's (VmHWM, reset before each phase) minus the base
-line: the memory of the same process after the same calls with a toy model (interpreter, torch, transformers, caches).
+Every line is a process of its own per rank that runs the library's own worker: load,
+log-probabilities, publish, two optimizer steps of two micro-batches. A phase's peak is the kernel's
+(VmHWM, reset before each phase) minus the base line: the memory of the same process after the same
+calls with a toy model (interpreter, torch, transformers, caches).
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from typing import Any
 
 RESPONSE = 192
 PROMPT = 64
-MMAP_THRESHOLD = -3  # of malloc.h: larger blocks are mapped from the kernel, and unmapped when they are freed
+MMAP_THRESHOLD = (
+    -3
+)  # of malloc.h: larger blocks are mapped from the kernel, and unmapped when they are freed
 ROWS = 8
-"""Rows of a rank's batch: every one is its own group, so that no prompt is shared and the widths are known."""
+"""Rows of a rank's batch: every one is its own group, so that no prompt is shared and the widths
+are known."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,14 @@ QWEN2 = {
     "model_type": "qwen2", "vocab_size": 32000, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10,
     "num_attention_heads": 10, "num_key_value_heads": 2, "tie_word_embeddings": True, "max_position_embeddings": 2048,
 }  # fmt: skip
-GPT2 = {"model_type": "gpt2", "vocab_size": 24000, "n_embd": 640, "n_layer": 8, "n_head": 10, "n_positions": 1024}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 24000,
+    "n_embd": 640,
+    "n_layer": 8,
+    "n_head": 10,
+    "n_positions": 1024,
+}
 MOE = {
     "model_type": "qwen3_moe", "vocab_size": 8000, "hidden_size": 512, "intermediate_size": 1024,
     "moe_intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -97,14 +108,15 @@ def measured(case: Case, *, exact: bool = False, python: str = sys.executable) -
     """Peak bytes above the base line per phase, of the rank with the most.
 
     Args:
-        exact: every tensor's memory goes back to the kernel with it. C's allocator keeps holes otherwise, which change
-            the result of the same run by 10%.
+        exact: every tensor's memory goes back to the kernel with it. C's allocator keeps holes
+            otherwise, which change the result of the same run by 10%.
     """
     with tempfile.TemporaryDirectory() as folder:
         told = json.dumps(asdict(case))
         command = [python, "-m", "benchmarks.memory", *["--exact"] * exact, "--rank", told, folder]
         ranks = [
-            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True) for rank in range(case.ranks)
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True)
+            for rank in range(case.ranks)
         ]
         answers = [json.loads(rank.communicate()[0].splitlines()[-1]) for rank in ranks]
     return {phase: max(answer[phase] for answer in answers) for phase in answers[0]}
@@ -123,7 +135,9 @@ def run_rank(case: Case, folder: str, rank: int, *, exact: bool) -> dict[str, in
         _make(case, folder)
     else:
         _wait_for(Path(folder, "made"))
-    toy = replace(TOY, lora=case.lora, dtype=case.dtype, optimizer=case.optimizer, rounded=case.rounded)
+    toy = replace(
+        TOY, lora=case.lora, dtype=case.dtype, optimizer=case.optimizer, rounded=case.rounded
+    )
     _phases(PolicyWorker(_config(toy, f"{folder}/toy"), 0, 1, "cpu", 1), toy, {}, "", 0)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -156,7 +170,8 @@ def _phases(worker: Any, case: Case, peaks: dict[str, int], folder: str, rank: i
     # Weights are mapped, and a row of the embeddings that no token uses would never be read.
     phase("held", lambda: [weight.sum() for weight in worker.backend.model.parameters()])
     phase("log-probabilities", lambda: worker.logprobs(batch))
-    if written := phase("publish", lambda: worker.transfer_weights("file", "write")):
+    written = phase("publish", lambda: worker.transfer_weights("file", "write"))
+    if written:
         worker.transfer_weights("file", "remove", written[0])
     phase("first update", lambda: worker.update_policy(batch))
     phase("update", lambda: worker.update_policy(batch))
@@ -211,7 +226,9 @@ def _make(case: Case, folder: str) -> None:
 
     for name, settings in (("model", case.model), ("toy", TOY.model)):
         config = AutoConfig.for_model(**settings)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(f"{folder}/{name}")
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(
+            f"{folder}/{name}"
+        )
     Path(folder, "made").touch()
 
 
@@ -239,7 +256,9 @@ def estimated(case: Case) -> dict[str, int]:
         AutoConfig.for_model(**case.model).save_pretrained(folder)
         use = measure(_config(case, folder), ROLES[POLICY], case.ranks, gpus=False)
     early = {"log-probabilities": use.scoring, "publish": use.publishing}
-    before_step = {name: sum(lines.values()) - lines[OPTIMIZER_STATE] for name, lines in early.items()}
+    before_step = {
+        name: sum(lines.values()) - lines[OPTIMIZER_STATE] for name, lines in early.items()
+    }
     return before_step | {"update": sum(use.updating.values())}
 
 
@@ -251,14 +270,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.rank:
         case, folder, rank = arguments.rank
-        print(json.dumps(run_rank(Case(**json.loads(case)), folder, int(rank), exact=arguments.exact)))
+        print(
+            json.dumps(run_rank(Case(**json.loads(case)), folder, int(rank), exact=arguments.exact))
+        )
         return
     print(f"{'case':24} {'phase':18} {'planned MiB':>12} {'measured MiB':>13} {'ratio':>6}")
     for case in (case for case in CASES if case.name.startswith(arguments.only)):
         found = measured(case, exact=arguments.exact)
         for phase, size in estimated(case).items():
             there = found[phase]
-            print(f"{case.name:24} {phase:18} {size >> 20:12} {there >> 20:13} {size / there:6.2f}", flush=True)
+            print(
+                f"{case.name:24} {phase:18} {size >> 20:12} {there >> 20:13} {size / there:6.2f}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

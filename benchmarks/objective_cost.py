@@ -1,9 +1,11 @@
-"""What each objective costs: forward and backward on a [64, 4096] batch, relative to plain clipped PPO.
+"""What each objective costs: forward and backward on a [64, 4096] batch, relative to plain clipped
+PPO.
 
     python benchmarks/objective_cost.py [--rows 64] [--length 4096] [--repeats 30] [--threads 1]
 
-Invariant: every objective is timed turn by turn with the yardstick, and the best time of each counts, so that a machine
-that is busy with other work slows neither. The yardstick is the five lines of ``plain_ppo`` below: no
+Invariant: every objective is timed turn by turn with the yardstick, and the best time of each
+counts, so that a machine that is busy with other work slows neither. The yardstick is the five
+lines of ``plain_ppo`` below: no
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ def plain_ppo(batch: SimpleNamespace, weights: Tensor) -> Callable[[Tensor], Ten
     return loss
 
 
-def objective_loss(cfg: AlgorithmConfig, batch: SimpleNamespace, weights: Tensor) -> Callable[[Tensor], Tensor]:
+def objective_loss(
+    cfg: AlgorithmConfig, batch: SimpleNamespace, weights: Tensor
+) -> Callable[[Tensor], Tensor]:
     """The configured objective as the worker computes it, statistics included."""
     objective = Objective(cfg)
     prepared = objective.prepare(batch)
@@ -107,16 +111,19 @@ def main() -> None:
     batch = make_batch(options.rows, options.length)
     weights = loss_weights(AlgorithmConfig(), batch.loss_mask, batch.group_ids)
     yardstick = plain_ppo(batch, weights)
-    print(f"[{options.rows}, {options.length}] float32, torch {torch.__version__}, {options.threads} thread(s)")
+    print(
+        f"[{options.rows}, {options.length}] float32, torch {torch.__version__}, {options.threads} thread(s)"
+    )
     print(f"{'objective':34}{'ms':>8}{'of plain PPO':>14}")
     above = []
     for name, cfg in objectives():
         if options.only not in name:
             continue
         loss = objective_loss(cfg, batch, weights)
-        pairs = [(seconds(loss, batch.current), seconds(yardstick, batch.current)) for _ in range(options.repeats + 2)][
-            2:
-        ]
+        pairs = [
+            (seconds(loss, batch.current), seconds(yardstick, batch.current))
+            for _ in range(options.repeats + 2)
+        ][2:]
         mine, plain = (min(times) for times in zip(*pairs, strict=True))
         ratio = mine / plain
         print(f"{name:34}{1e3 * mine:8.2f}{ratio:13.2f}x", flush=True)

@@ -1,11 +1,14 @@
-"""Speed and memory of an update whose ranks divide rows, columns, matrices or experts (``trainer.parallel``).
+"""Speed and memory of an update whose ranks divide rows, columns, matrices or experts
+(``trainer.parallel``).
 
     OMP_NUM_THREADS=1 python -m benchmarks.parallelism [--only mixture] [--updates 3] [--toy]
 
-Every line is the same model, batch and library, on 1, 2 or 4 ranks: processes of one thread each, over gloo.
+Every line is the same model, batch and library, on 1, 2 or 4 ranks: processes of one thread each,
+over gloo.
 
-- CPU s: CPU seconds of an update, the mean over ranks (of medians): less than one rank's if work is divided. Waiting
-  for other ranks is not counted, so it estimates ranks with a core each that never wait.
+- CPU s: CPU seconds of an update, the mean over ranks (of medians): less than one rank's if work is
+  divided. Waiting for other ranks is not counted, so it estimates ranks with a core each that never
+  wait.
 - s: wall-clock seconds, which depend on this machine's cores and its other load.
 - MiB: peak of resident memory of the fullest rank in an update, minus that of a toy model.
 - norm: of the gradient, which is the same however it is divided.
@@ -36,7 +39,12 @@ MOE: dict[str, Any] = {
     "moe_intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4,
     "num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False, "max_position_embeddings": 2048,
 }  # fmt: skip
-TOY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+TOY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,17 @@ class Case:
     @property
     def mesh(self) -> str:
         """In words; experts are divided among the ranks of the tensor dimension."""
-        sizes = {"data": self.ranks // self.context // self.tensor, "context": self.context, "tensor": self.tensor}
+        sizes = {
+            "data": self.ranks // self.context // self.tensor,
+            "context": self.context,
+            "tensor": self.tensor,
+        }
         if "num_experts" in self.model:
             sizes["expert"] = self.tensor
         words = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-        return ", ".join(words) + (", ring" if self.kind == "ring" else "") if words else "one rank"
+        if words:
+            return ", ".join(words) + (", ring" if self.kind == "ring" else "")
+        return "one rank"
 
 
 @dataclass(frozen=True)
@@ -76,10 +90,19 @@ def cases(*, toy: bool, updates: int) -> Iterator[Case]:
     for name, model in (("llama", LLAMA), ("mixture", MOE)):
         shape = model | TOY if toy else model
         one = Case(name, shape, updates=updates, **size)
-        yield from (one, replace(one, ranks=2), replace(one, ranks=2, context=2), replace(one, ranks=2, tensor=2))
+        yield from (
+            one,
+            replace(one, ranks=2),
+            replace(one, ranks=2, context=2),
+            replace(one, ranks=2, tensor=2),
+        )
         if name == "llama":
             yield replace(one, ranks=2, context=2, kind="ring")
-        yield from (replace(one, ranks=4), replace(one, ranks=4, context=2), replace(one, ranks=4, tensor=2))
+        yield from (
+            replace(one, ranks=4),
+            replace(one, ranks=4, context=2),
+            replace(one, ranks=4, tensor=2),
+        )
         yield from (replace(one, ranks=4, context=2, tensor=2), replace(one, ranks=4, tensor=4))
 
 
@@ -87,11 +110,14 @@ def measured(case: Case, folder: str) -> Result:
     """Of all ranks, which are forks of this process."""
     forks = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as meeting:
-        pipes, ranks = [], []
+        pipes = []
+        ranks = []
         for rank in range(case.ranks):
             mine, theirs = forks.Pipe()
             pipes.append(mine)
-            ranks.append(forks.Process(target=_tell, args=(theirs, case, folder, meeting, rank), daemon=True))
+            ranks.append(
+                forks.Process(target=_tell, args=(theirs, case, folder, meeting, rank), daemon=True)
+            )
             ranks[-1].start()
             theirs.close()  # so that a failed rank closes its pipe
         found = [pipe.recv() for pipe in pipes]
@@ -114,7 +140,9 @@ def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Result:
     from skyasync.workers.policy import PolicyWorker
 
     torch.set_num_threads(1)
-    toy = replace(case, model=case.model | TOY, ranks=1, context=1, tensor=1, kind="ulysses", rows=2, mean=16)
+    toy = replace(
+        case, model=case.model | TOY, ranks=1, context=1, tensor=1, kind="ulysses", rows=2, mean=16
+    )
     first = PolicyWorker(config(toy, f"{folder}/toy"), 0, 1, "cpu", 1)
     first.setup()
     first.update_policy(rows_of(toy, first))
@@ -126,13 +154,19 @@ def of_rank(case: Case, folder: str, meeting: str, rank: int) -> Result:
     batch = rows_of(case, worker)
     worker.update_policy(batch)
     Path("/proc/self/clear_refs").write_text("5")
-    cpu, clock = [], []
+    cpu = []
+    clock = []
     for _ in range(case.updates):
         began = time.process_time(), time.perf_counter()
         told = worker.update_policy(batch)
         cpu.append(time.process_time() - began[0])
         clock.append(time.perf_counter() - began[1])
-    return Result(statistics.median(cpu), statistics.median(clock), _resident("VmHWM") - base, told["grad_norm"])
+    return Result(
+        statistics.median(cpu),
+        statistics.median(clock),
+        _resident("VmHWM") - base,
+        told["grad_norm"],
+    )
 
 
 def _set_up(worker: Any, port: Path) -> None:
@@ -166,29 +200,40 @@ def config(case: Case, path: str) -> Any:
     cfg.trainer.placement.policy_num_gpus_per_node = case.ranks
     cfg.trainer.micro_batch_tokens = 512
     parallel = cfg.trainer.parallel
-    parallel.context, parallel.tensor, parallel.context_kind = case.context, case.tensor, case.kind
+    parallel.context = case.context
+    parallel.tensor = case.tensor
+    parallel.context_kind = case.kind
     return cfg
 
 
 def make(case: Case, folder: str) -> None:
-    """Create the models, with random weights, in another process: the parent of forks must not compute anything."""
+    """Create the models, with random weights, in another process: the parent of forks must not
+    compute anything."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     for name, model in ((case.name, case.model), ("toy", case.model | TOY)):
-        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(f"{folder}/{name}")
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(**model)).save_pretrained(
+            f"{folder}/{name}"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="models whose names begin like this")
     parser.add_argument("--updates", type=int, default=3)
     parser.add_argument("--toy", action="store_true", help="tiny models and few tokens")
     arguments = parser.parse_args()
     from skyasync.workers import policy  # noqa: F401  # once, for all ranks
 
-    print("| model | ranks | mesh | CPU s | of one rank's | s | MiB | of one rank's | norm |\n|---" + "|---" * 8 + "|")
+    print(
+        "| model | ranks | mesh | CPU s | of one rank's | s | MiB | of one rank's | norm |\n|---"
+        + "|---" * 8
+        + "|"
+    )
     one: Result | None = None
     for case in cases(toy=arguments.toy, updates=arguments.updates):
         if not case.name.startswith(arguments.only):

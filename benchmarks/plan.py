@@ -4,8 +4,8 @@
     python -m benchmarks.plan --only 8B
     python -m benchmarks.plan --whole        # the loop with all layers, instead of the line through two depths
 
-Neither needs weights, a GPU or other processes. The loop is a minimal program: decoder layers sharded by FSDP2 and
-recomputed, log-probabilities in chunks, AdamW; it has no code of the library.
+Neither needs weights, a GPU or other processes. The loop is a minimal program: decoder layers
+sharded by FSDP2 and recomputed, log-probabilities in chunks, AdamW; it has no code of the library.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-PROMPT, RESPONSE, ROWS = 1024, 4096, 3
+PROMPT = 1024
+RESPONSE = 4096
+ROWS = 3
 PIECE = 1 << 27
 """Logits in memory at the same time: half a GiB of float32."""
 
@@ -72,9 +74,11 @@ def _settings(case: Case, folder: str) -> Any:
     from skyasync.config.schema import Config
 
     cfg = Config()
-    cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype = folder, "bfloat16"
+    cfg.trainer.policy.model.path = folder
+    cfg.trainer.policy.model.dtype = "bfloat16"
     cfg.trainer.policy.gradient_checkpointing = True
-    cfg.trainer.max_prompt_length, cfg.generator.sampling_params.max_generate_length = case.prompt, case.response
+    cfg.trainer.max_prompt_length = case.prompt
+    cfg.generator.sampling_params.max_generate_length = case.response
     cfg.trainer.micro_batch_tokens = ROWS * (case.prompt + case.response)
     cfg.generator.n_samples_per_prompt = 1  # no prompt is shared
     cfg.trainer.train_batch_size = 2 * ROWS * case.ranks
@@ -83,7 +87,8 @@ def _settings(case: Case, folder: str) -> Any:
 
 
 def tracked(case: Case, *, whole: bool) -> int:
-    """Peak bytes of a rank in the loop; extrapolated from two depths, unless it is the ``whole``."""
+    """Peak bytes of a rank in the loop; extrapolated from two depths, unless it is the
+    ``whole``."""
     layers = case.model["num_hidden_layers"]
     if whole:
         return loop_peak(case, layers)
@@ -92,7 +97,8 @@ def tracked(case: Case, *, whole: bool) -> int:
 
 
 def loop_peak(case: Case, layers: int) -> int:
-    """Peak bytes by torch's tracker: a micro-batch with gradients and optimizer state in memory, and its step."""
+    """Peak bytes by torch's tracker: a micro-batch with gradients and optimizer state in memory,
+    and its step."""
     import torch
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -106,7 +112,9 @@ def loop_peak(case: Case, layers: int) -> int:
 
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def untracked(self: Any, schema: Any) -> Any:  # DTensor creates tensors of global shape, which are not really there
+    def untracked(
+        self: Any, schema: Any
+    ) -> Any:  # DTensor creates tensors of global shape, which are not really there
         with _disable_current_modes():
             return propagate(self, schema)
 
@@ -116,16 +124,23 @@ def loop_peak(case: Case, layers: int) -> int:
         mesh = init_device_mesh("cpu", (case.ranks,))
         with torch.device("meta"):
             config = AutoConfig.for_model(**case.model | {"num_hidden_layers": layers})
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
         model.gradient_checkpointing_enable({"use_reentrant": False})
         loop = _loss_of(model.train())
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         for layer in (*model.model.layers, loop):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_placement(case.ranks))
+            fully_shard(
+                layer, mesh=mesh, mp_policy=policy, shard_placement_fn=_placement(case.ranks)
+            )
         with (
             mock.patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", untracked),
-            # Without numbers it finds rows that follow each other, and makes masks that no rank has.
-            mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None),
+            # Without numbers it finds rows that follow each other, and makes masks that no rank
+            # has.
+            mock.patch.object(
+                masking_utils, "find_packed_sequence_indices", lambda positions: None
+            ),
             mode,
         ):
             loop.to_empty(device="cpu")
@@ -150,7 +165,9 @@ def _placement(ranks: int) -> Any:
 
     def place(parameter: Any) -> Shard | None:
         sizes = parameter.shape
-        return next((Shard(i) for i, size in enumerate(sizes) if size % ranks == 0), None) if len(sizes) > 2 else None
+        if len(sizes) > 2:
+            return next((Shard(i) for i, size in enumerate(sizes) if size % ranks == 0), None)
+        return None
 
     return place
 
@@ -166,7 +183,11 @@ def _loss_of(model: Any) -> Any:
             self.model = model
 
         def forward(self, ids: torch.Tensor, prompt: int) -> torch.Tensor:
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, prompt - 1 : -1].flatten(0, 1)
+            hidden = (
+                model.model(input_ids=ids, use_cache=False)
+                .last_hidden_state[:, prompt - 1 : -1]
+                .flatten(0, 1)
+            )
             next_ids = ids[:, prompt:].flatten()
             count = max(1, PIECE // model.config.vocab_size)
             return sum(
@@ -186,12 +207,15 @@ def main() -> None:
     parser.add_argument("--whole", action="store_true", help="the loop with all layers")
     arguments = parser.parse_args()
     print(
-        f"{'case':18} {'ranks':>6} {'plan s':>7} {'CPU s':>6} {'plan GiB':>9} {'loop GiB':>9} {'ratio':>6}", flush=True
+        f"{'case':18} {'ranks':>6} {'plan s':>7} {'CPU s':>6} {'plan GiB':>9} {'loop GiB':>9} {'ratio':>6}",
+        flush=True,
     )
     for case in (case for case in CASES if case.name.startswith(arguments.only)):
-        start, processor = time.perf_counter(), time.process_time()
+        start = time.perf_counter()
+        processor = time.process_time()
         use = planned(case)
-        seconds, processor = time.perf_counter() - start, time.process_time() - processor
+        seconds = time.perf_counter() - start
+        processor = time.process_time() - processor
         size = sum(use.updating.values())
         line = f"{case.name:18} {case.ranks:6} {seconds:7.1f} {processor:6.1f} {size / 2**30:9.2f}"
         print(line, end=" ", flush=True)

@@ -1,11 +1,13 @@
-"""The documentation's pictures of the plans, drawn from what the plans' own classes did in simulation.
+"""The documentation's pictures of the plans, drawn from what the plans' own classes did in
+simulation.
 
     uv run -m benchmarks.plan_pictures [--out docs/pictures] [PLAN ...]
 
-Writes plan-<name>.svg for each plan (by default the library's; module:Class draws a plan of yours). All of them see the
-same responses on the same scale: 4 prompts of 2 samples per step, one engine of 8 slots, training as expensive as
-generation, 6 steps, max_staleness 2. A bar of the engine is a response, its colour the policy version that computed the
-tokens; a bar of the trainer is a training step; a vertical line is a weight sync.
+Writes plan-<name>.svg for each plan (by default the library's; module:Class draws a plan of yours).
+All of them see the same responses on the same scale: 4 prompts of 2 samples per step, one engine of
+8 slots, training as expensive as generation, 6 steps, max_staleness 2. A bar of the engine is a
+response, its colour the policy version that computed the tokens; a bar of the trainer is a training
+step; a vertical line is a weight sync.
 """
 
 from __future__ import annotations
@@ -25,8 +27,14 @@ from skyasync.simulate.run import make_trainer
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.trainer.plans import PLANS
 
-STEPS, SLOTS = 6, 8
-WIDTH, LEFT, ROW, BAR, SCALE = 900, 62, 15, 12, 3.9  # pixels; SCALE per second
+STEPS = 6
+SLOTS = 8
+# pixels; SCALE per second
+WIDTH = 900
+LEFT = 62
+ROW = 15
+BAR = 12
+SCALE = 3.9
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#9d755d", "#e45756")
 GREY = "#8a8a8a"  # readable on light and on dark
 OUT = Path(__file__).parents[1] / "docs" / "pictures"
@@ -34,9 +42,11 @@ OUT = Path(__file__).parents[1] / "docs" / "pictures"
 
 @dataclass
 class Drawn:
-    """What happened: responses as (slot, start, end), syncs as (time, version), trained steps as (start, end).
+    """What happened: responses as (slot, start, end), syncs as (time, version), trained steps as
+    (start, end).
 
-    An interrupted response has several bars; ``slots`` are of all engines, ``ended`` are the responses.
+    An interrupted response has several bars; ``slots`` are of all engines, ``ended`` are the
+    responses.
     """
 
     slots: int = 0
@@ -65,7 +75,8 @@ class WatchedEngine(VirtualEngine):
         self._draw()
 
     def _draw(self) -> None:
-        now, running = asyncio.get_running_loop().time(), {id(sequence) for *_, sequence in self._running}
+        now = asyncio.get_running_loop().time()
+        running = {id(sequence) for *_, sequence in self._running}
         for key in self._started.keys() - running:
             slot, start, sequence = self._started.pop(key)
             self._free.append(slot)
@@ -89,12 +100,20 @@ def _arrival(entry: tuple[float, int, Sequence]) -> int:
 def configuration() -> SimulationConfig:
     """Small enough for a picture."""
     cfg = SimulationConfig()
-    cfg.trainer.max_training_steps, cfg.trainer.train_batch_size, cfg.trainer.max_staleness = STEPS, 4, 2
+    cfg.trainer.max_training_steps = STEPS
+    cfg.trainer.train_batch_size = 4
+    cfg.trainer.max_staleness = 2
     cfg.trainer.seed = 3
-    cfg.generator.num_inference_engines, cfg.generator.n_samples_per_prompt = 1, 2
+    cfg.generator.num_inference_engines = 1
+    cfg.generator.n_samples_per_prompt = 2
     settings = cfg.simulate
-    settings.slots, settings.token_s, settings.prefill, settings.sync_s = SLOTS, 1.0, 0.0, 0.6
-    settings.length_mean, settings.length_max, settings.length_sigma = 9.0, 22, 0.6
+    settings.slots = SLOTS
+    settings.token_s = 1.0
+    settings.prefill = 0.0
+    settings.sync_s = 0.6
+    settings.length_mean = 9.0
+    settings.length_max = 22
+    settings.length_sigma = 0.6
     settings.train_s_per_token = 0.14
     return cfg
 
@@ -110,8 +129,13 @@ def watch(plan: str) -> Drawn:
         loop = asyncio.get_running_loop()
         trainer.context.phases.timeline = timeline = Timeline(None, clock=loop.time)
         await trainer.run()
-        work = "update" if any(span.name == "update" for span in timeline.spans()) else "train"
-        drawn.trained += [(span.start_s, span.end_s) for span in timeline.spans() if span.name == work]
+        if any(span.name == "update" for span in timeline.spans()):
+            work = "update"
+        else:
+            work = "train"
+        drawn.trained += [
+            (span.start_s, span.end_s) for span in timeline.spans() if span.name == work
+        ]
 
     run_virtual(run())
     return drawn
@@ -137,31 +161,57 @@ def picture(name: str, drawn: Drawn) -> str:
         _bar(svg, (slots + 0.6) * ROW, start, stop, GREY)
     for time, version in drawn.swaps[1:]:
         x = LEFT + time * SCALE
-        _add(svg, "line", x1=x, x2=x, y1=0, y2=(slots + 1.6) * ROW, stroke=COLOURS[version % len(COLOURS)])
+        _add(
+            svg,
+            "line",
+            x1=x,
+            x2=x,
+            y1=0,
+            y2=(slots + 1.6) * ROW,
+            stroke=COLOURS[version % len(COLOURS)],
+        )
         _add(svg, "text", x=x - 4, y=(slots + 1.6) * ROW + 13, text=f"v{version}")
     _add(svg, "text", x=LEFT + end * SCALE + 8, y=ROW * (slots + 1) + 6, text=f"{end:.0f} s")
     ElementTree.indent(svg)
     return ElementTree.tostring(svg, encoding="unicode") + "\n"
 
 
-def _by_version(swaps: list[tuple[float, int]], start: float, stop: float) -> list[tuple[int, float, float]]:
+def _by_version(
+    swaps: list[tuple[float, int]], start: float, stop: float
+) -> list[tuple[int, float, float]]:
     """The parts of a response by the version that computed them."""
     ends = [time for time, _ in swaps[1:]] + [float("inf")]
-    parts = [(version, max(start, time), min(stop, until)) for (time, version), until in zip(swaps, ends, strict=True)]
+    parts = [
+        (version, max(start, time), min(stop, until))
+        for (time, version), until in zip(swaps, ends, strict=True)
+    ]
     return [(version, begin, until) for version, begin, until in parts if until - begin > 1e-6]
 
 
 def _bar(svg: ElementTree.Element, y: float, start: float, stop: float, colour: str) -> None:
-    _add(svg, "rect", x=LEFT + start * SCALE, y=y, width=max((stop - start) * SCALE - 1, 0.5), height=BAR, fill=colour)
+    _add(
+        svg,
+        "rect",
+        x=LEFT + start * SCALE,
+        y=y,
+        width=max((stop - start) * SCALE - 1, 0.5),
+        height=BAR,
+        fill=colour,
+    )
 
 
 def _add(svg: ElementTree.Element, tag: str, *, text: str = "", **attributes: object) -> None:
-    written = {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in attributes.items()}
+    written = {
+        name: f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in attributes.items()
+    }
     ElementTree.SubElement(svg, tag, written).text = text or None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.plan_pictures", description="Draw the plans.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.plan_pictures", description="Draw the plans."
+    )
     parser.add_argument("plans", nargs="*", default=PLANS.names(), help="names or module:Class")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()

@@ -1,17 +1,20 @@
-"""The cost of a failed engine, and of a failed worker: killed in the middle of a rollout, three times a run.
+"""The cost of a failed engine, and of a failed worker: killed in the middle of a rollout, three
+times a run.
 
-    uv run -m benchmarks.recovery [key=value ...] [--plans sync fully_async] [--backends transformers]
+    uv run -m benchmarks.recovery [key=value ...] [--plans sync fully_async] [--backends
+    transformers]
 
 The first command's model and task, two engines. Per run in which engines are killed:
 
 - step: median seconds of a step with both engines;
-- step with a failure: seconds of the slowest step with a failure, including requests that continued at the other
-  engine;
-- one engine: median seconds of the steps in which one engine worked alone while the other one's process started
-  (which takes CPU time from both, the more the fewer cores there are);
-- recovery: seconds from the detection of the failure until the replacement engine takes requests: its process, imports,
-  model, and the verified weights;
-- lost: additional seconds of all steps from the failure to the recovery, compared with as many usual ones, per failure.
+- step with a failure: seconds of the slowest step with a failure, including requests that continued
+  at the other engine;
+- one engine: median seconds of the steps in which one engine worked alone while the other one's
+  process started (which takes CPU time from both, the more the fewer cores there are);
+- recovery: seconds from the detection of the failure until the replacement engine takes requests:
+  its process, imports, model, and the verified weights;
+- lost: additional seconds of all steps from the failure to the recovery, compared with as many
+  usual ones, per failure.
 
 Per run in which one worker is killed, medians:
 
@@ -51,7 +54,8 @@ KILLS = (6, 18, 30)  # after these steps
 STEPS = 40
 CKPT_INTERVAL = 5
 DELAY_S = 0.1  # from the end of a step into the next one's rollout
-ENGINE, WORKER = "_EngineActor", "PolicyWorker"
+ENGINE = "_EngineActor"
+WORKER = "PolicyWorker"
 TIMES = "times.jsonl"  # in the run's folder, if one worker is killed
 
 
@@ -92,7 +96,8 @@ class Killed(BasePPOExp):
         return [Kill(self._actor_class)]
 
     def get_dispatch(self) -> RayWorkerDispatch:
-        began, dispatch = time.time(), super().get_dispatch()
+        began = time.time()
+        dispatch = super().get_dispatch()
         assert self.run_dir is not None
         folder = self.run_dir.path
         dispatch.start = _timed(dispatch.start, folder, "start", began)  # type: ignore[method-assign]
@@ -115,18 +120,41 @@ def _timed(call: Call, folder: Path, what: str, began: float | None = None) -> C
 
 
 @contextmanager
-def _folder_of_a_run(plan: str, backend: str, actor_class: str, options: list[str]) -> Iterator[Path]:
+def _folder_of_a_run(
+    plan: str, backend: str, actor_class: str, options: list[str]
+) -> Iterator[Path]:
     """The folder of a run with every prompt and step once."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"trainer.plan={plan}", f"generator.backend={backend}", "generator.num_inference_engines=2"]
-        arguments += [f"trainer.runs_dir={folder}", "trainer.run_name=run", f"trainer.max_training_steps={STEPS}"]
-        arguments += ["trainer.epochs=99", "trainer.eval_before_train=false", "trainer.eval_interval=0"]
-        arguments += ["generator.max_engine_restarts=9", "trainer.max_restarts=9", "trainer.terminal=lines", *options]
-        Killed(load_config(["--config", "examples/tiny/config.yaml", *arguments]), actor_class).run()
+        arguments = [
+            f"trainer.plan={plan}",
+            f"generator.backend={backend}",
+            "generator.num_inference_engines=2",
+        ]
+        arguments += [
+            f"trainer.runs_dir={folder}",
+            "trainer.run_name=run",
+            f"trainer.max_training_steps={STEPS}",
+        ]
+        arguments += [
+            "trainer.epochs=99",
+            "trainer.eval_before_train=false",
+            "trainer.eval_interval=0",
+        ]
+        arguments += [
+            "generator.max_engine_restarts=9",
+            "trainer.max_restarts=9",
+            "trainer.terminal=lines",
+            *options,
+        ]
+        Killed(
+            load_config(["--config", "examples/tiny/config.yaml", *arguments]), actor_class
+        ).run()
         run = Path(folder, "run")
         ledger = audit(read_rows(run / "ledger.jsonl"))
         assert all(len(ends) == 1 for ends in ledger.values()), "a prompt was trained twice"
-        assert [row["step"] for row in read_rows(run / "metrics.jsonl") if row["step"] > 0] == list(range(1, STEPS + 1))
+        assert [row["step"] for row in read_rows(run / "metrics.jsonl") if row["step"] > 0] == list(
+            range(1, STEPS + 1)
+        )
         yield run
 
 
@@ -135,15 +163,25 @@ def engines(plan: str, backend: str, options: list[str]) -> str:
     with _folder_of_a_run(plan, backend, ENGINE, options) as run:
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > 0]
     took = step_times(rows)
-    away = {row["step"] for row in rows if row.get("engines/deaths", 0) > row.get("engines/restarts", 0)}
+    away = {
+        row["step"] for row in rows if row.get("engines/deaths", 0) > row.get("engines/restarts", 0)
+    }
     back = {row["step"] for row in rows if "engines/recovery_s" in row}
     hit = {kill + 1 for kill in KILLS}
-    usual = median(seconds for step, seconds in took.items() if step > 3 and step not in away | back | hit)
+    usual = median(
+        seconds for step, seconds in took.items() if step > 3 and step not in away | back | hit
+    )
     lost = sum(took[step] - usual for step in away | back | hit) / len(KILLS)
     alone = [took[step] for step in away - hit]
     recovery = ", ".join(f"{row['engines/recovery_s']:.1f}" for row in rows if row["step"] in back)
-    cells = [f"{usual:.2f} s", f"{max(took[step] for step in hit):.2f} s", f"{median(alone):.2f} s" if alone else "-"]
-    return f"| `{plan}` | {backend} | " + " | ".join([*cells, f"{recovery} s", f"{lost:.2f} s"]) + " |"
+    cells = [
+        f"{usual:.2f} s",
+        f"{max(took[step] for step in hit):.2f} s",
+        f"{median(alone):.2f} s" if alone else "-",
+    ]
+    return (
+        f"| `{plan}` | {backend} | " + " | ".join([*cells, f"{recovery} s", f"{lost:.2f} s"]) + " |"
+    )
 
 
 def workers(plan: str, backend: str, options: list[str]) -> str:
@@ -154,15 +192,23 @@ def workers(plan: str, backend: str, options: list[str]) -> str:
         times = read_rows(run / TIMES)
     assert len(noticed) == len(KILLS)
     went_on = [row["time"] for row in times if row["what"] == "goes on"][1:]
-    start, load = ([row["took_s"] for row in times if row["what"] == what] for what in ("start", "load"))
+    start, load = (
+        [row["took_s"] for row in times if row["what"] == what] for what in ("start", "load")
+    )
     goes_on = median(then - when for when, then in zip(noticed, went_on, strict=True))
     again = median(kill % CKPT_INTERVAL for kill in KILLS)
     seconds = (goes_on, median(start[1:]), median(load), start[0])
-    return f"| `{plan}` | {backend} | " + " | ".join(f"{each:.2f} s" for each in seconds) + f" | {again} |"
+    return (
+        f"| `{plan}` | {backend} | "
+        + " | ".join(f"{each:.2f} s" for each in seconds)
+        + f" | {again} |"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--plans", nargs="+", default=["sync", "fully_async"])
     parser.add_argument("--backends", nargs="+", default=["transformers"])
     arguments, options = parser.parse_known_args()
@@ -171,7 +217,10 @@ def main() -> None:
             "| plan | engine | step | step with a failure | one engine | recovery | lost |",
             "|---|---|---|---|---|---|---|",
         ],
-        workers: ["| plan | engine | resumes | start | load | first start | again |", "|---|---|---|---|---|---|---|"],
+        workers: [
+            "| plan | engine | resumes | start | load | first start | again |",
+            "|---|---|---|---|---|---|---|",
+        ],
     }
     for row, lines in tables.items():
         for backend in arguments.backends:

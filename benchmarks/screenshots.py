@@ -1,9 +1,10 @@
-"""The documentation's pictures of a run's page, taken in a real browser without a window (Debian: chromium).
+"""The documentation's pictures of a run's page, taken in a real browser without a window (Debian:
+chromium).
 
     uv run -m benchmarks.screenshots runs/NAME [--live] [--out docs]
 
-Writes report.png (light, 1280 px wide), report-dark.png and report-phone.png (500 px wide); with --live those of the
-live page, live-page.png and so on.
+Writes report.png (light, 1280 px wide), report-dark.png and report-phone.png (500 px wide); with
+--live those of the live page, live-page.png and so on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def ask(page: Path | str, *flags: str, width: int = 1280, height: int = 900, dark: bool = False) -> str:
+def ask(
+    page: Path | str, *flags: str, width: int = 1280, height: int = 900, dark: bool = False
+) -> str:
     """Open a page, a file or an address; returns what the browser prints.
 
     Raises:
@@ -33,7 +36,9 @@ def ask(page: Path | str, *flags: str, width: int = 1280, height: int = 900, dar
     """
     program = browser()
     if program is None:
-        raise FileNotFoundError(f"no browser here (one of {', '.join(BROWSERS)}): apt-get install chromium")
+        raise FileNotFoundError(
+            f"no browser here (one of {', '.join(BROWSERS)}): apt-get install chromium"
+        )
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [
             program, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run",
@@ -62,7 +67,9 @@ def _shrink(picture: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--live", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("docs"))
@@ -73,7 +80,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         made = Path(scratch) / "page.html"
         # Without its script, which would look for the server of the page.
-        made.write_text(re.sub(r"<script>.*?</script>", "", page([given.run], live=given.live), flags=re.DOTALL))
+        made.write_text(
+            re.sub(r"<script>.*?</script>", "", page([given.run], live=given.live), flags=re.DOTALL)
+        )
         for suffix, width, height, dark in SHOTS:
             picture = given.out / f"{name}{suffix}.png"
             shoot(made, picture, width, height, dark=dark)

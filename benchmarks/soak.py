@@ -2,10 +2,11 @@
 
     uv run -m benchmarks.soak [--minutes 30] [--plan fully_async] [key=value ...]
 
-The first command's model and task, with checkpoints every 20 steps, two of which are kept. It ends after ``--minutes``.
-Per metric the table has the value after the first fifth of the run (earlier growth does not count), at the end, and the
-slope between, by Theil and Sen's estimator (the median of all pairs' slopes, which single readings do not move), per
-hour. Fails if the memory of any kind of process would grow by more than ``--limit`` GiB in an hour.
+The first command's model and task, with checkpoints every 20 steps, two of which are kept. It ends
+after ``--minutes``. Per metric the table has the value after the first fifth of the run (earlier
+growth does not count), at the end, and the slope between, by Theil and Sen's estimator (the median
+of all pairs' slopes, which single readings do not move), per hour. Fails if the memory of any kind
+of process would grow by more than ``--limit`` GiB in an hour.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def soak(arguments: Sequence[str], minutes: float) -> None:
     Raises:
         RuntimeError: if it ended by itself.
     """
-    process = subprocess.Popen([sys.executable, "-m", "skyasync", "train", *arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "skyasync", "train", *arguments], start_new_session=True
+    )
     try:
         process.wait(60 * minutes)
         raise RuntimeError(f"the run ended by itself, with status {process.returncode}")
@@ -54,18 +57,25 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 def table(rows: Sequence[Row]) -> dict[str, tuple[float, float, float]]:
     """By metric: after the first fifth, at the end, growth per hour."""
-    started, found = rows[0]["time"], {}
+    started = rows[0]["time"]
+    found = {}
     settled = started + SETTLED * (rows[-1]["time"] - started)
     names = [*(f"memory/{name}_gib" for name in HELD), "disk/run_gib", "time/step_s"]
     for name in names:
-        points = [((row["time"] - started) / 3600, row[name]) for row in rows if row["time"] > settled and name in row]
+        points = [
+            ((row["time"] - started) / 3600, row[name])
+            for row in rows
+            if row["time"] > settled and name in row
+        ]
         if len(points) > 2:
             found[name] = points[0][1], points[-1][1], slope(points)
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--plan", default="fully_async")
     parser.add_argument("--limit", type=float, default=0.1, help="GiB per hour")
@@ -73,19 +83,40 @@ def main() -> int:
     options, settings = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(options.keep or temporary, "soak")
-        given = ["--config", str(TINY_CONFIG), f"trainer.plan={options.plan}", "trainer.epochs=100000"]
-        given += [f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}", "trainer.ckpt_interval=20"]
+        given = [
+            "--config",
+            str(TINY_CONFIG),
+            f"trainer.plan={options.plan}",
+            "trainer.epochs=100000",
+        ]
+        given += [
+            f"trainer.runs_dir={run.parent}",
+            f"trainer.run_name={run.name}",
+            "trainer.ckpt_interval=20",
+        ]
         soak([*given, "trainer.max_training_steps=1000000", *settings], options.minutes)
         rows = [row for row in read_rows(run / "metrics.jsonl") if row["step"] > 0]
-        twice = [name for name, ends in audit(read_rows(run / "ledger.jsonl")).items() if len(ends) > 1]
+        twice = [
+            name for name, ends in audit(read_rows(run / "ledger.jsonl")).items() if len(ends) > 1
+        ]
     found = table(rows)
-    print(f"{len(rows)} steps of {options.plan} in {(rows[-1]['time'] - rows[0]['time']) / 60:.1f} minutes")
+    print(
+        f"{len(rows)} steps of {options.plan} in {(rows[-1]['time'] - rows[0]['time']) / 60:.1f} minutes"
+    )
     print("| metric | behind the first fifth | at the end | growth per hour |\n|---|---|---|---|")
     for name, (first, last, growth) in found.items():
         print(f"| {name} | {first:.3f} | {last:.3f} | {growth:+.3f} |")
-    grown = [name for name, (_, _, growth) in found.items() if name.startswith("memory/") and growth > options.limit]
-    print(f"trained twice: {', '.join(twice) or 'no prompt'}; grown: {', '.join(grown) or 'nothing'}")
-    return 1 if grown or twice else 0
+    grown = [
+        name
+        for name, (_, _, growth) in found.items()
+        if name.startswith("memory/") and growth > options.limit
+    ]
+    print(
+        f"trained twice: {', '.join(twice) or 'no prompt'}; grown: {', '.join(grown) or 'nothing'}"
+    )
+    if grown or twice:
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
-"""Final reward by objective and staleness, with and without correction: does it fall, and does a correction help?
+"""Final reward by objective and staleness, with and without correction: does it fall, and does a
+correction help?
 
-    uv run -m benchmarks.staleness [--seeds 3] [--steps 40] [--plan one_step_off] [--processes 2] [--markdown out.md]
-    uv run -m benchmarks.staleness --objectives "ppo + token_tis" --control none divided auto
+    uv run -m benchmarks.staleness [--seeds 3] [--steps 40] [--plan one_step_off] [--processes 2]
+    [--markdown out.md] uv run -m benchmarks.staleness --objectives "ppo + token_tis" --control none
+    divided auto
 
-The tiny model learns to sort (32 prompts x 8 samples). With ``one_step_off`` staleness is exactly the queue's depth
-(``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' policy versions; with ``fully_async`` it is at
-most ``trainer.max_staleness``, and its measured value is printed with each run. Real engine, real updates, real weight
-syncs, all in one process per run. The result is the mean held-out reward (256 prompts, temperature 1) of the last two
-evaluations, ten steps apart; the table shows mean and range over seeds.
+The tiny model learns to sort (32 prompts x 8 samples). With ``one_step_off`` staleness is exactly
+the queue's depth (``trainer.async_queue_size``; 0 is the synchronous plan), by the tokens' policy
+versions; with ``fully_async`` it is at most ``trainer.max_staleness``, and its measured value is
+printed with each run. Real engine, real updates, real weight syncs, all in one process per run. The
+result is the mean held-out reward (256 prompts, temperature 1) of the last two evaluations, ten
+steps apart; the table shows mean and range over seeds.
 
-``--control`` repeats the table with other step sizes: ``divided`` is the learning rate over 1 + staleness, and ``auto``
-is ``trainer.staleness_control=auto``. Further ``key=value`` arguments are settings of all runs; with
-``trainer.policy.optimizer_config.lr=...`` they make a grid. If ``trainer.policy.optimizer_config.max_grad_cosine`` is
-set, the table and each run's line also have the mean cosine of consecutive gradients (1 only measures it).
+``--control`` repeats the table with other step sizes: ``divided`` is the learning rate over 1 +
+staleness, and ``auto`` is ``trainer.staleness_control=auto``. Further ``key=value`` arguments are
+settings of all runs; with ``trainer.policy.optimizer_config.lr=...`` they make a grid. If
+``trainer.policy.optimizer_config.max_grad_cosine`` is set, the table and each run's line also have
+the mean cosine of consecutive gradients (1 only measures it).
 """
 
 from __future__ import annotations
@@ -36,7 +40,11 @@ OBJECTIVES: dict[str, tuple[str, ...]] = {
     "decoupled_ppo": ("policy_loss_type=decoupled_ppo", "off_policy_correction=auto"),
     "rollout_is": ("policy_loss_type=rollout_is", "off_policy_correction=auto"),
 }
-CONTROLS = {"none": "", "divided": ", learning rate / (1 + staleness)", "auto": ", staleness_control=auto"}
+CONTROLS = {
+    "none": "",
+    "divided": ", learning rate / (1 + staleness)",
+    "auto": ", staleness_control=auto",
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +83,12 @@ def run(job: Job) -> dict[str, Any]:
     import torch
 
     torch.set_num_threads(1)
-    identity = {"objective": job.objective, "control": job.control, "depth": job.depth, "seed": job.seed}
+    identity = {
+        "objective": job.objective,
+        "control": job.control,
+        "depth": job.depth,
+        "seed": job.seed,
+    }
     memory = Memory()
     asyncio.run(train(configuration(job), memory))
     return identity | {
@@ -91,7 +104,8 @@ async def train(
     mixins: Sequence[type] = (),
     callbacks: Sequence[Any] = (),
 ) -> None:
-    """A run of ``cfg`` in this process; by default with one embedded engine, and the plan's class as it is."""
+    """A run of ``cfg`` in this process; by default with one embedded engine, and the plan's class
+    as it is."""
     from transformers import AutoTokenizer
 
     from skyasync.data.datasets import load_prompts
@@ -108,15 +122,20 @@ async def train(
     path = cfg.trainer.policy.model.path
     tokenizer = AutoTokenizer.from_pretrained(path)
     datasets = [load_prompts(s, cfg, tokenizer) for s in (cfg.data.train_data, cfg.data.val_data)]
-    engines = engines or [TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=cfg.trainer.seed))]
-    client, dispatch = InferenceClient(list(engines)), LocalDispatch(cfg)
+    engines = engines or [
+        TransformersEngine(EngineConfig(path, max_model_len=64, threads=1, seed=cfg.trainer.seed))
+    ]
+    client = InferenceClient(list(engines))
+    dispatch = LocalDispatch(cfg)
     await client.start()
     plan: Any = type("Plan", (*mixins, PLANS[cfg.trainer.plan]), {})
     trainer = plan(
         cfg, tracker, tokenizer, datasets[0], client, EpisodeGenerator(client, local_pool(), tokenizer, 64),
         eval_dataset=datasets[1], callbacks=list(callbacks),
     )  # fmt: skip
-    probe = [ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]]
+    probe = [
+        ChatTokenizer(tokenizer).prompt(prompt.messages).tolist() for prompt in datasets[0][:4]
+    ]
     trainer.attach(dispatch, WeightSync(dispatch, client, probe, 1e-3))
     try:
         await trainer.run()
@@ -130,8 +149,15 @@ def configuration(job: Job) -> Any:
 
     settings = [f"trainer.algorithm.{setting}" for setting in OBJECTIVES[job.objective]]
     if job.depth:
-        bound = "async_queue_size" if job.plan == "one_step_off" else "max_staleness"
-        settings += [f"trainer.plan={job.plan}", f"trainer.{bound}={job.depth}", "trainer.allow_uncorrected=true"]
+        if job.plan == "one_step_off":
+            bound = "async_queue_size"
+        else:
+            bound = "max_staleness"
+        settings += [
+            f"trainer.plan={job.plan}",
+            f"trainer.{bound}={job.depth}",
+            "trainer.allow_uncorrected=true",
+        ]
     if job.control == "auto":
         settings.append("trainer.staleness_control=auto")
     cfg = load_config([
@@ -149,26 +175,35 @@ def configuration(job: Job) -> Any:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Markdown: objectives by depth, mean and range over seeds."""
     depths = sorted({r["depth"] for r in results})
-    lines = ["| objective | " + " | ".join(f"staleness {d}" for d in depths) + " |", "|---" * (len(depths) + 1) + "|"]
+    lines = [
+        "| objective | " + " | ".join(f"staleness {d}" for d in depths) + " |",
+        "|---" * (len(depths) + 1) + "|",
+    ]
     for objective, control in dict.fromkeys((r["objective"], r["control"]) for r in results):
         own = [r for r in results if (r["objective"], r["control"]) == (objective, control)]
         cells = []
         for depth in depths:
             scores = [r["score"] for r in own if r["depth"] == depth]
             cosines = [r["cosine"] for r in own if r["depth"] == depth and "cosine" in r]
-            cells.append(f"{fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})" if scores else "")
+            cells.append(
+                f"{fmean(scores):.2f} ({min(scores):.2f} to {max(scores):.2f})" if scores else ""
+            )
             cells[-1] += f", cosine {fmean(cosines):.2f}" if cosines else ""
         lines.append(f"| {objective}{CONTROLS[control]} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--plan", default="one_step_off", choices=["one_step_off", "fully_async"])
     parser.add_argument("--depths", type=int, nargs="+", default=DEPTHS)
-    parser.add_argument("--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES))
+    parser.add_argument(
+        "--objectives", nargs="+", default=list(OBJECTIVES), choices=list(OBJECTIVES)
+    )
     parser.add_argument("--control", nargs="+", default=["none"], choices=list(CONTROLS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--markdown", type=Path, help="write the table here too")
@@ -189,7 +224,11 @@ def main() -> None:
             results.append(result)
             print(f"{len(results)}/{len(jobs)} {json.dumps(result)}", flush=True)
     order = [list(OBJECTIVES), list(CONTROLS)]
-    text = table(sorted(results, key=lambda r: (order[0].index(r["objective"]), order[1].index(r["control"]))))
+    text = table(
+        sorted(
+            results, key=lambda r: (order[0].index(r["objective"]), order[1].index(r["control"]))
+        )
+    )
     print(text)
     if arguments.markdown:
         arguments.markdown.write_text(text + "\n")

@@ -1,4 +1,5 @@
-"""Step times by a watch: the time from the end of one step to the end of the next, whatever happened between."""
+"""Step times by a watch: the time from the end of one step to the end of the next, whatever
+happened between."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ Row = Mapping[str, Any]
 
 
 def step_times(rows: Sequence[Row]) -> dict[int, float]:
-    """Seconds of each step of ``metrics.jsonl`` but the first, by the ``time`` at which rows were logged.
+    """Seconds of each step of ``metrics.jsonl`` but the first, by the ``time`` at which rows were
+    logged.
 
     An evaluation, a checkpoint or an export that followed the step is a part of it.
     """

@@ -3,11 +3,12 @@
     uv run -m benchmarks.stopwatch [key=value ...] [--steps 25] [--plans sync fully_async ...]
     uv run -m benchmarks.stopwatch generator.backend=vllm
 
-Each plan trains the tiny model in a process tree of its own, with the first command's settings and its evaluations.
-"By the watch" is the difference of ``time`` between the first and last row of ``metrics.jsonl``. "By time/step_s" is
-the sum over the rows after the first, and "between" that of ``time/eval_s``, ``time/checkpoint_s`` and
-``time/export_s``. Together they should be what the watch says: "difference" is how far they are from it, and "largest"
-the largest difference of one step, which may be the time of a callback. "Reported" is the summary's rate.
+Each plan trains the tiny model in a process tree of its own, with the first command's settings and
+its evaluations. "By the watch" is the difference of ``time`` between the first and last row of
+``metrics.jsonl``. "By time/step_s" is the sum over the rows after the first, and "between" that of
+``time/eval_s``, ``time/checkpoint_s`` and ``time/export_s``. Together they should be what the watch
+says: "difference" is how far they are from it, and "largest" the largest difference of one step,
+which may be the time of a callback. "Reported" is the summary's rate.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ def rows_of_a_run(plan: str, steps: int, options: list[str]) -> list[dict[str, A
         RuntimeError: with the last line that the run has printed, if it failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        arguments = [f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", "trainer.eval_interval=5"]
+        arguments = [
+            f"trainer.plan={plan}",
+            f"trainer.max_training_steps={steps}",
+            "trainer.eval_interval=5",
+        ]
         arguments += [f"trainer.runs_dir={folder}", "trainer.run_name=run", *PLANS[plan], *options]
         command = [sys.executable, "-m", "skyasync", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -57,7 +62,10 @@ def line(plan: str, rows: list[dict[str, Any]]) -> str:
     watch_s = rows[-1]["time"] - rows[0]["time"]
     steps_s = sum(row["time/step_s"] for row in later)
     between_s = sum(row.get(name, 0.0) for row in later for name in BETWEEN)
-    reported = {row["step"]: row["time/step_s"] + sum(row.get(name, 0.0) for name in BETWEEN) for row in later}
+    reported = {
+        row["step"]: row["time/step_s"] + sum(row.get(name, 0.0) for name in BETWEEN)
+        for row in later
+    }
     largest_s = max(abs(seconds - reported[step]) for step, seconds in step_times(rows).items())
     samples = sum(row["throughput/samples_per_s"] * row["time/interval_s"] for row in later)
     rate = summarise(rows).means["throughput/samples_per_s"]
@@ -74,7 +82,9 @@ def line(plan: str, rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--plans", nargs="+", default=list(PLANS), choices=PLANS)
     arguments, options = parser.parse_known_args()

@@ -1,5 +1,5 @@
-"""The Tinker server on the tiny model: its time per step compared with ``sync`` on the same work, and a client under
-kills.
+"""The Tinker server on the tiny model: its time per step compared with ``sync`` on the same work,
+and a client under kills.
 
     python -m benchmarks.tinker ratio --turns 3                            # both train one adapter on the same prompts
     python -m benchmarks.tinker ratio --turns 3 --hidden 512 --layers 8    # of a larger model
@@ -31,7 +31,11 @@ from benchmarks.step_ends import step_times
 from skyasync.examples.tiny.model import build
 from skyasync.examples.tiny.tasks import train_prompts
 
-PROMPTS, SAMPLES, TOKENS, RANK, RATE = 32, 8, 9, 16, 3e-3
+PROMPTS = 32
+SAMPLES = 8
+TOKENS = 9
+RANK = 16
+RATE = 3e-3
 WARM = 2  # steps that are not timed
 KEY = "tml-local"
 COMMON = (
@@ -47,9 +51,18 @@ PORT = 20000 + os.getpid() % 10000
 def server(folder: Path, model: str) -> Iterator[tuple[str, psutil.Process]]:
     """The server's address, and its process."""
     log = folder / f"server.{time.monotonic_ns()}.log"
-    words = ["--folder", str(folder / "state"), "--port", str(PORT), f"trainer.policy.model.path={model}", *COMMON]
+    words = [
+        "--folder",
+        str(folder / "state"),
+        "--port",
+        str(PORT),
+        f"trainer.policy.model.path={model}",
+        *COMMON,
+    ]
     with log.open("w") as out:
-        process = subprocess.Popen([sys.executable, "-m", "skyasync", "tinker", *words], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "skyasync", "tinker", *words], stdout=out, stderr=out
+        )
     try:
         said: dict[str, str] = {}
         while "base_model" not in said:
@@ -64,28 +77,42 @@ def server(folder: Path, model: str) -> Iterator[tuple[str, psutil.Process]]:
 
 
 def train(base_url: str, base_model: str, steps: int) -> list[dict[str, float]]:
-    """Of each step: samples of every prompt, a gradient, a step of the optimizer, the next sampler."""
+    """Of each step: samples of every prompt, a gradient, a step of the optimizer, the next
+    sampler."""
     service = tinker.ServiceClient(base_url=base_url, api_key=KEY)
     client = service.create_lora_training_client(base_model=base_model, rank=RANK, seed=0).result()
     tokenizer: Any = client.get_tokenizer()
     rows = cycle(train_prompts())
-    sampler, seconds = client.save_weights_and_get_sampling_client().result(), list[dict[str, float]]()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    seconds = list[dict[str, float]]()
     for _ in range(steps):
-        began, computed = time.perf_counter(), time.process_time()
+        began = time.perf_counter()
+        computed = time.process_time()
         asked = [next(rows) for _ in range(PROMPTS)]
         prompts = [
-            list(tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)["input_ids"]) for row in asked
+            list(
+                tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True)[
+                    "input_ids"
+                ]
+            )
+            for row in asked
         ]
         params = types.SamplingParams(max_tokens=TOKENS)
-        answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
+        answers = [
+            sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params)
+            for prompt in prompts
+        ]
         sampled = [answer.result().sequences for answer in answers]
         sampling = time.perf_counter() - began
         data = []
         for row, prompt, sequences in zip(asked, prompts, sampled, strict=True):
-            texts = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences]
+            texts = [
+                tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences
+            ]
             rewards = [float(text.strip() == row["answer"]) for text in texts]
             for sequence, reward in zip(sequences, rewards, strict=True):
-                whole, zeros = [*prompt, *sequence.tokens], [0.0] * (len(prompt) - 1)
+                whole = [*prompt, *sequence.tokens]
+                zeros = [0.0] * (len(prompt) - 1)
                 advantage = (reward - statistics.fmean(rewards)) / PROMPTS
                 inputs: dict[str, Any] = {
                     "target_tokens": whole[1:],
@@ -98,7 +125,8 @@ def train(base_url: str, base_model: str, steps: int) -> list[dict[str, float]]:
         sampler = client.save_weights_and_get_sampling_client().result()
         step.result()
         gradient.result()
-        step_s, own_s = time.perf_counter() - began, time.process_time() - computed
+        step_s = time.perf_counter() - began
+        own_s = time.process_time() - computed
         seconds.append({"s/step": step_s, "sampling": sampling, "CPU of the client": own_s})
     service.close("success").result()
     return seconds
@@ -114,13 +142,19 @@ def train_sync(base_model: str, steps: int, folder: Path) -> list[dict[str, floa
         f"trainer.runs_dir={folder}", *COMMON,
         "data.train_data=[skyasync.examples.tiny.tasks:train_prompts]",
     ]  # fmt: skip
-    done = subprocess.run([sys.executable, "-m", "skyasync", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "skyasync", *words], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
     [metrics] = folder.glob("*/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     times = step_times(rows)
-    return [{"s/step": times[row["step"]], "sampling": row["time/generate_s"]} for row in rows if row["step"] in times]
+    return [
+        {"s/step": times[row["step"]], "sampling": row["time/generate_s"]}
+        for row in rows
+        if row["step"] in times
+    ]
 
 
 def medians(name: str, steps: list[dict[str, float]]) -> float:
@@ -157,7 +191,8 @@ def kill(process: psutil.Process, title: str) -> None:
 
 
 def kills(times: int, model: str, folder: Path) -> None:
-    """The losses of a model during kills of processes must be those of the same model without kills."""
+    """The losses of a model during kills of processes must be those of the same model without
+    kills."""
     tokens = list(range(40, 60))
     target: Any = {"target_tokens": tokens[1:]}
     rows = [types.Datum(types.ModelInput.from_ints(tokens[:-1]), target)]
@@ -166,11 +201,15 @@ def kills(times: int, model: str, folder: Path) -> None:
         future = started or client.forward_backward(rows, "cross_entropy")
         client.optim_step(types.AdamParams(learning_rate=1e-3)).result()
         sampler = client.save_weights_and_get_sampling_client().result()
-        answer = sampler.sample(types.ModelInput.from_ints(tokens[:5]), 2, types.SamplingParams(max_tokens=12))
+        answer = sampler.sample(
+            types.ModelInput.from_ints(tokens[:5]), 2, types.SamplingParams(max_tokens=12)
+        )
         assert len(answer.result().sequences) == 2
         return float(future.result().metrics["loss:sum"])
 
-    wanted, found, killed = list[float](), list[float](), 0
+    wanted = list[float]()
+    found = list[float]()
+    killed = 0
     titles = ("ray::_EngineActor", "ray::MultiAdapterWorker")
     client: Any = None
     started: Any = None  # a request that the server has lost
@@ -187,7 +226,10 @@ def kills(times: int, model: str, folder: Path) -> None:
                 kill(process, title)
                 found.append(step(client))
                 killed += 1
-                print(f"{killed:2} {title}: the next step took {time.perf_counter() - began:.1f} s", flush=True)
+                print(
+                    f"{killed:2} {title}: the next step took {time.perf_counter() - began:.1f} s",
+                    flush=True,
+                )
             if killed < times:
                 started = client.forward_backward(rows, "cross_entropy")
                 process.send_signal(signal.SIGKILL)
@@ -204,7 +246,9 @@ def main() -> None:
     parser.add_argument("what", choices=("ratio", "kills"))
     parser.add_argument("--steps", type=int, default=22)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--hidden", type=int, default=0, help="of an untrained model instead of the tiny one")
+    parser.add_argument(
+        "--hidden", type=int, default=0, help="of an untrained model instead of the tiny one"
+    )
     parser.add_argument("--layers", type=int, default=8, help="of an untrained model")
     parser.add_argument("--times", type=int, default=20)
     given = parser.parse_args()
@@ -213,7 +257,13 @@ def main() -> None:
         model = build()
         if given.hidden:
             wide = given.hidden * 11 // 4
-            model = build(out=f"{folder}/model", steps=1, hidden=given.hidden, intermediate=wide, layers=given.layers)
+            model = build(
+                out=f"{folder}/model",
+                steps=1,
+                hidden=given.hidden,
+                intermediate=wide,
+                layers=given.layers,
+            )
         if given.what == "ratio":
             ratio(given.steps, given.turns, model, Path(folder))
         else:

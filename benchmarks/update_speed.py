@@ -5,8 +5,9 @@
     python -m benchmarks.update_speed --trees    # agents' episodes of 8 turns x 4 branches
     python -m benchmarks.update_speed --profile  # where the time goes
 
-All variants run in turn, several rounds, in one process. The table shows the medians of their CPU seconds (of one core)
-and of the ratios to the library's defaults in the same round, token by token, which are stable on a noisy machine.
+All variants run in turn, several rounds, in one process. The table shows the medians of their CPU
+seconds (of one core) and of the ratios to the library's defaults in the same round, token by token,
+which are stable on a noisy machine.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def tiny_llama(folder: str) -> str:
     return folder
 
 
-def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_length: int = 15) -> UpdateBatch:
+def grouped_batch(
+    prompts: int, samples: int, prompt_length: int = 40, response_length: int = 15
+) -> UpdateBatch:
     """Groups that share a prompt; lengths vary by a quarter around the given means."""
     generator = torch.Generator().manual_seed(0)
 
@@ -53,7 +56,9 @@ def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_
     prompt = lengths(prompt_length, prompts).repeat_interleave(samples)
     total = prompt + lengths(response_length, prompts * samples)
     columns = torch.arange(int(total.max()))
-    texts = torch.randint(0, 400, (prompts, len(columns)), generator=generator).repeat_interleave(samples, 0)
+    texts = torch.randint(0, 400, (prompts, len(columns)), generator=generator).repeat_interleave(
+        samples, 0
+    )
     answers = torch.randint(0, 400, (prompts * samples, len(columns)), generator=generator)
     attention = columns < total[:, None]
     loss_mask = attention & (columns >= prompt[:, None])
@@ -72,10 +77,13 @@ def grouped_batch(prompts: int, samples: int, prompt_length: int = 40, response_
 
 
 def ragged_batch(rows: int = 128, mean: int = 128, longest: int = 8) -> UpdateBatch:
-    """Rows of log-normal lengths, the longest ``longest`` times the mean; each has a prompt of its own."""
+    """Rows of log-normal lengths, the longest ``longest`` times the mean; each has a prompt of its
+    own."""
     generator = torch.Generator().manual_seed(0)
     normal = torch.randn(rows, generator=generator, dtype=torch.float64)
-    low, high = 0.0, 4.0  # of the logarithm's standard deviation, which determines how far the longest is from the mean
+    # of the logarithm's standard deviation, which determines how far the longest is from the mean
+    low = 0.0
+    high = 4.0
     for _ in range(50):
         middle = (low + high) / 2
         drawn = (middle * normal).exp()
@@ -83,7 +91,9 @@ def ragged_batch(rows: int = 128, mean: int = 128, longest: int = 8) -> UpdateBa
     total = (drawn * (mean * longest / drawn.max())).long().clamp(min=4)
     columns = torch.arange(int(total.max()))
     attention = columns < total[:, None]
-    loss_mask = attention & (columns >= torch.div(total, 4, rounding_mode="floor").clamp(max=16)[:, None])
+    loss_mask = attention & (
+        columns >= torch.div(total, 4, rounding_mode="floor").clamp(max=16)[:, None]
+    )
     return UpdateBatch(
         tokens=torch.randint(0, 400, attention.shape, generator=generator) * attention,
         attention_mask=attention,
@@ -99,9 +109,15 @@ def ragged_batch(rows: int = 128, mean: int = 128, longest: int = 8) -> UpdateBa
 
 
 def tree_batch(
-    episodes: int = 4, turns: int = 8, branches: int = 4, prompt: int = 64, observation: int = 48, reply: int = 16
+    episodes: int = 4,
+    turns: int = 8,
+    branches: int = 4,
+    prompt: int = 64,
+    observation: int = 48,
+    reply: int = 16,
 ) -> UpdateBatch:
-    """Samples of one prompt. In each turn rows continue the trunk, each by a reply; one of them becomes the trunk.
+    """Samples of one prompt. In each turn rows continue the trunk, each by a reply; one of them
+    becomes the trunk.
 
     A reply is trained in its own row, and the trunk's replies are context of later ones.
     """
@@ -154,8 +170,12 @@ def unshared(update: Callable[[], object]) -> None:
 def textbook(model: LlamaForCausalLM, batch: UpdateBatch, rows: int = 64) -> None:
     """The usual trainer: fixed micro-batches, a padding mask, logits at every position."""
     for piece in batch.split(rows):
-        logits = model(piece.tokens, attention_mask=piece.attention_mask.long(), use_cache=False).logits[:, :-1]
-        chosen = -F.cross_entropy(logits.flatten(0, 1), piece.tokens[:, 1:].flatten(), reduction="none")
+        logits = model(
+            piece.tokens, attention_mask=piece.attention_mask.long(), use_cache=False
+        ).logits[:, :-1]
+        chosen = -F.cross_entropy(
+            logits.flatten(0, 1), piece.tokens[:, 1:].flatten(), reduction="none"
+        )
         weights = piece.loss_weights * piece.advantages
         (-weights[:, 1:].flatten() * chosen).sum().backward()
     model.zero_grad()
@@ -164,8 +184,9 @@ def textbook(model: LlamaForCausalLM, batch: UpdateBatch, rows: int = 64) -> Non
 class Bare:
     """A minimal loop without the library: as many tokens in rows of equal length.
 
-    Per micro-batch of 4,096 tokens: forward, cross-entropy of every token, backward; then the gradient is clipped and
-    AdamW steps. There is no packing, no ratio, no advantage, no check and no metric.
+    Per micro-batch of 4,096 tokens: forward, cross-entropy of every token, backward; then the
+    gradient is clipped and AdamW steps. There is no packing, no ratio, no advantage, no check and
+    no metric.
     """
 
     def __init__(self, path: str, tokens: int, width: int, at_once: int = 4096) -> None:
@@ -186,7 +207,8 @@ class Bare:
 
 def ragged_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
     lengths = batch.attention_mask.sum(1)
-    tokens, same_attention = int(lengths.sum()), int(lengths.square().sum() / lengths.sum())
+    tokens = int(lengths.sum())
+    same_attention = int(lengths.square().sum() / lengths.sum())
     padded = LlamaForCausalLM.from_pretrained(path)
     return {
         OWN: partial(worker(path, 4096).update_policy, batch),
@@ -203,11 +225,19 @@ def variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
         found[f"update, {thousand}k tokens per micro-batch"] = partial(
             worker(path, thousand * 1024).update_policy, batch
         )
-    found["update, prompts not shared, 4k"] = partial(unshared, partial(worker(path, 4096).update_policy, batch))
-    found["update, FSDP on one rank, 4k"] = partial(worker(path, 4096, sharded=True).update_policy, batch)
-    found["update, gradient checkpointing, 4k"] = partial(worker(path, 4096, checkpointing=True).update_policy, batch)
+    found["update, prompts not shared, 4k"] = partial(
+        unshared, partial(worker(path, 4096).update_policy, batch)
+    )
+    found["update, FSDP on one rank, 4k"] = partial(
+        worker(path, 4096, sharded=True).update_policy, batch
+    )
+    found["update, gradient checkpointing, 4k"] = partial(
+        worker(path, 4096, checkpointing=True).update_policy, batch
+    )
     found["log-probabilities only, 4k"] = partial(worker(path, 4096).logprobs, batch)
-    found["forward and backward by the textbook"] = partial(textbook, LlamaForCausalLM.from_pretrained(path), batch)
+    found["forward and backward by the textbook"] = partial(
+        textbook, LlamaForCausalLM.from_pretrained(path), batch
+    )
     return found
 
 
@@ -215,19 +245,27 @@ ROWS = "update, rows packed one by one, 4k"
 
 
 def tree_variants(path: str, batch: UpdateBatch) -> dict[str, Callable[[], object]]:
-    """Each worker is first updated once, and the differences of their results and weights are printed."""
-    trees, rows = worker(path, 4096), worker(path, 4096)
+    """Each worker is first updated once, and the differences of their results and weights are
+    printed."""
+    trees = worker(path, 4096)
+    rows = worker(path, 4096)
     weights = {"before": all_weights(worker(path, 4096))}
     for name, policy in ((OWN, trees), (ROWS, rows)):
         with patch.object(fsdp, "can_share_prefixes", lambda config, shares=name == OWN: shares):
-            print(f"{name:42} {policy.update_policy(batch)['computed_tokens']:,.0f} tokens computed")
+            print(
+                f"{name:42} {policy.update_policy(batch)['computed_tokens']:,.0f} tokens computed"
+            )
         weights[name] = all_weights(policy)
     change = (weights[OWN] - weights["before"]).norm()
-    print(f"weights differ by {float((weights[OWN] - weights[ROWS]).norm() / change):.1e} of the update")
+    print(
+        f"weights differ by {float((weights[OWN] - weights[ROWS]).norm() / change):.1e} of the update"
+    )
     return {
         OWN: partial(trees.update_policy, batch),
         ROWS: partial(unshared, partial(rows.update_policy, batch)),
-        "forward and backward by the textbook": partial(textbook, LlamaForCausalLM.from_pretrained(path), batch),
+        "forward and backward by the textbook": partial(
+            textbook, LlamaForCausalLM.from_pretrained(path), batch
+        ),
     }
 
 
@@ -243,34 +281,59 @@ def main() -> None:
     parser.add_argument("--trees", action="store_true", help="agents' episodes with branches")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    batch = ragged_batch() if arguments.ragged else grouped_batch(prompts=64, samples=16)
+    if arguments.ragged:
+        batch = ragged_batch()
+    else:
+        batch = grouped_batch(prompts=64, samples=16)
     if arguments.trees:
         batch = tree_batch()
-    tokens, trained = int(batch.attention_mask.sum()), int(batch.loss_mask.sum())
+    tokens = int(batch.attention_mask.sum())
+    trained = int(batch.loss_mask.sum())
     print(f"{len(batch)} sequences, {tokens} tokens, {trained} of them trained")
     with tempfile.TemporaryDirectory() as folder:
         path = tiny_llama(folder)
         if arguments.profile:
             policy = worker(path, 4096)
             policy.update_policy(batch)
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            with torch.profiler.profile(
+                activities=[torch.profiler.ProfilerActivity.CPU]
+            ) as profile:
                 policy.update_policy(batch)
-            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40))
+            print(
+                profile.key_averages().table(
+                    sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=40
+                )
+            )
             return
-        made = tree_variants if arguments.trees else ragged_variants if arguments.ragged else variants
+        if arguments.trees:
+            made = tree_variants
+        elif arguments.ragged:
+            made = ragged_variants
+        else:
+            made = variants
         functions = made(path, batch)
         took = list(rounds(functions, arguments.rounds))
     for name, function in functions.items():
         seconds = statistics.median(each[name] for each in took if name in each)
         times = statistics.median(each[name] / each[OWN] for each in took if name in each)
-        own = function.tokens.numel() if isinstance(function, Bare) else tokens
-        print(f"{name:42} {seconds:7.3f} s  {times * tokens / own:5.2f}  {own / seconds:9,.0f} tokens/s")
+        if isinstance(function, Bare):
+            own = function.tokens.numel()
+        else:
+            own = tokens
+        print(
+            f"{name:42} {seconds:7.3f} s  {times * tokens / own:5.2f}  {own / seconds:9,.0f} tokens/s"
+        )
 
 
 def rounds(functions: dict[str, Callable[[], object]], count: int) -> Iterator[dict[str, float]]:
-    """Seconds of each; the padded batches, which take most of the time, are in every fifth round."""
+    """Seconds of each; the padded batches, which take most of the time, are in every fifth
+    round."""
     for number in range(count):
-        chosen = {name: function for name, function in functions.items() if number % 5 == 0 or name != PADDED}
+        chosen = {
+            name: function
+            for name, function in functions.items()
+            if number % 5 == 0 or name != PADDED
+        }
         yield {name: cpu_seconds(function) for name, function in chosen.items()}
 
 

@@ -1,7 +1,7 @@
 """The time of vLLM's own loading of weights, which ``benchmarks.weight_sync`` compares with.
 
-Measured with tensors in its worker's memory (``reload``), and within a weight sync, so that other load on the machine
-affects both alike (``watch``).
+Measured with tensors in its worker's memory (``reload``), and within a weight sync, so that other
+load on the machine affects both alike (``watch``).
 
 Needs ``VLLM_ALLOW_INSECURE_SERIALIZATION=1``: these functions run in vLLM's workers.
 """
@@ -25,7 +25,10 @@ def hold(worker: Any, path: str) -> None:
 def reload(worker: Any) -> None:
     """Load the copied weights; nothing is read meanwhile, and nothing verified."""
     from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     from skyasync.weight_sync.transfers.vllm_worker import reset_expert_kernels, retie
 
@@ -40,7 +43,8 @@ def reload(worker: Any) -> None:
 
 
 def watch(worker: Any) -> None:
-    """From now on measure updates: vLLM's own functions, digests of bytes, and comparisons of layers."""
+    """From now on measure updates: vLLM's own functions, digests of bytes, and comparisons of
+    layers."""
     from skyasync.weight_sync.transfers import vllm_worker as ours
 
     engine = worker.weight_transfer_engine
@@ -54,8 +58,11 @@ def watch(worker: Any) -> None:
 
 
 def spent(worker: Any) -> dict[str, float]:
-    """CPU milliseconds by kind since the last call. Digests are computed while vLLM's own load waits."""
-    found = {kind: 1000 * worker.spent.pop(kind, 0.0) for kind in ("all", "own", "digests", "asking")}
+    """CPU milliseconds by kind since the last call. Digests are computed while vLLM's own load
+    waits."""
+    found = {
+        kind: 1000 * worker.spent.pop(kind, 0.0) for kind in ("all", "own", "digests", "asking")
+    }
     found["own"] -= found["digests"]
     return found
 
@@ -73,7 +80,11 @@ def counted(into: Counter[str], kind: str, call: Callable[..., Any]) -> Callable
     return counting
 
 
-async def in_workers(engines: Sequence[Any], function: Callable[..., Any], *args: object) -> list[Any]:
+async def in_workers(
+    engines: Sequence[Any], function: Callable[..., Any], *args: object
+) -> list[Any]:
     """In the workers of all engines, at the same time; the answers of the first worker of each."""
-    answers = await asyncio.gather(*(each.llm.collective_rpc(function, args=args) for each in engines))
+    answers = await asyncio.gather(
+        *(each.llm.collective_rpc(function, args=args) for each in engines)
+    )
     return [found[0] for found in answers]

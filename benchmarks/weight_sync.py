@@ -1,28 +1,34 @@
-"""The cost of a weight sync on this machine, part by part, relative to one plain copy of the weights.
+"""The cost of a weight sync on this machine, part by part, relative to one plain copy of the
+weights.
 
-    OMP_NUM_THREADS=1 uv run -m benchmarks.weight_sync [--model FOLDER] [--dtype float32] [--backends transformers vllm]
+    OMP_NUM_THREADS=1 uv run -m benchmarks.weight_sync [--model FOLDER] [--dtype float32]
+    [--backends transformers vllm]
         [--engines 1 2] [--ways memory file]
 
 Policy and engines with one thread each; medians of some syncs, in milliseconds:
 
 - memcpy: one copy of the weights from memory to memory, the unit of the rest;
-- reload: vLLM's own, of tensors in the memory of its worker, in all engines at the same time: nothing is read, and
-  nothing verified;
+- reload: vLLM's own, of tensors in the memory of its worker, in all engines at the same time:
+  nothing is read, and nothing verified;
 - publish: the trainer gathers, converts, digests and writes them;
-- update: the engines read them, load them and verify them (if the embedded engine computes on the trainer's buffer, the
-  trainer reads it again meanwhile, in sync);
-- sync: both, as a run does them: the wait of a step; and the CPU time of this process, and of those of the engines,
-  meanwhile, which other programs on the machine change less (as do the columns with ", CPU");
-- over, over CPU: the time of a sync beyond vLLM's own reload, in memcpys per engine; the same of CPU time;
+- update: the engines read them, load them and verify them (if the embedded engine computes on the
+  trainer's buffer, the trainer reads it again meanwhile, in sync);
+- sync: both, as a run does them: the wait of a step; and the CPU time of this process, and of those
+  of the engines, meanwhile, which other programs on the machine change less (as do the columns with
+  ", CPU");
+- over, over CPU: the time of a sync beyond vLLM's own reload, in memcpys per engine; the same of
+  CPU time;
 
 and of that sync, in CPU time of all engines together:
 
 - own: vLLM's own functions; asking: comparing each layer's weights; digests: of bytes that it read;
-- write, prove: the trainer's copy and its digests, and its second digests of the buffer, both once for all engines;
+- write, prove: the trainer's copy and its digests, and its second digests of the buffer, both once
+  for all engines;
 - parts: all but vLLM's own, in memcpys per engine: the rest is messages, and processes that wait;
 
 - digest: one of all weights;
-- probe: the comparison of log-probabilities, in the first two syncs and every ``generator.verify_interval``-th.
+- probe: the comparison of log-probabilities, in the first two syncs and every
+  ``generator.verify_interval``-th.
 """
 
 from __future__ import annotations
@@ -77,21 +83,32 @@ class Bench:
     def __init__(self, backend: str, engines: int, path: str, dtype: str, folder: str) -> None:
         cfg = Config()
         cfg.generator.weight_sync_dir = folder
-        cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
+        cfg.trainer.policy.model.path = path
+        cfg.trainer.policy.model.dtype = dtype
+        cfg.trainer.policy.threads = 1
         cfg.generator.backend = backend
         self.dispatch = LocalDispatch(cfg)
-        config = EngineConfig(path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5)
+        config = EngineConfig(
+            path, dtype=dtype, threads=1, max_model_len=512, max_num_seqs=64, kv_cache_gb=0.5
+        )
         self.client = InferenceClient([ENGINES[backend](config) for _ in range(engines)])
-        self.sync = WeightSync(self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16)
-        self.sync.expects_late_engines = True  # as in a run that replaces failed engines, which is the default
+        self.sync = WeightSync(
+            self.dispatch, self.client, PROBE, rounding=FLOAT32 if dtype == "float32" else BFLOAT16
+        )
+        self.sync.expects_late_engines = (
+            True  # as in a run that replaces failed engines, which is the default
+        )
         model = self.dispatch._policy.backend.model.model
-        self.weights = {name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()}
+        self.weights = {
+            name: p.detach().to(getattr(torch, dtype)) for name, p in model.named_parameters()
+        }
         self.copies = [torch.zeros_like(tensor) for tensor in self.weights.values()]
         self.reloads = backend == "vllm"
         self.spent: Counter[str] = Counter()
 
     async def row(self, version: int) -> dict[str, float]:
-        sync, row = self.sync, {}
+        sync = self.sync
+        row = {}
         used = time.process_time()
         row["memcpy"], _ = await timed(self.copy)
         row["memcpy, CPU"] = 1000 * (time.process_time() - used)
@@ -124,9 +141,14 @@ class Bench:
     async def parts(self) -> dict[str, float]:
         """CPU milliseconds by kind since the last call, of all engines together."""
         kinds = ("own", "asking", "digests", "write", "prove")
-        engines = await in_workers(self.client.engines, spent) if self.reloads else []
+        if self.reloads:
+            engines = await in_workers(self.client.engines, spent)
+        else:
+            engines = []
         own = {kind: 1000 * self.spent.pop(kind, 0.0) for kind in kinds}
-        return {kind: own[kind] + sum(engine.get(kind, 0.0) for engine in engines) for kind in kinds}
+        return {
+            kind: own[kind] + sum(engine.get(kind, 0.0) for engine in engines) for kind in kinds
+        }
 
     async def copy(self) -> None:
         for into, tensor in zip(self.copies, self.weights.values(), strict=True):
@@ -155,9 +177,13 @@ def cpu_seconds() -> float:
     return used
 
 
-async def measure(backend: str, engines: int, way: str, options: argparse.Namespace) -> list[dict[str, float]]:
+async def measure(
+    backend: str, engines: int, way: str, options: argparse.Namespace
+) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory(dir=directories()[0]) as folder:
-        bench = Bench(backend, engines, options.model, options.dtype, folder if way == "file" else "")
+        bench = Bench(
+            backend, engines, options.model, options.dtype, folder if way == "file" else ""
+        )
         await bench.start()
         try:
             return [await bench.row(version) for version in range(1, options.syncs + 1)][1:]
@@ -167,7 +193,9 @@ async def measure(backend: str, engines: int, way: str, options: argparse.Namesp
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a Hugging Face folder; without it, SmolLM2 from the cache")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--backends", nargs="+", default=["transformers", "vllm"])
@@ -183,7 +211,10 @@ def main() -> None:
     print(f"| engines, {options.dtype} | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
     for backend, engines, way in product(options.backends, options.engines, options.ways):
         rows = asyncio.run(measure(backend, engines, way, options))
-        cells = [f"{median(r[c] for r in rows):.{1 if c.startswith(('over', 'parts')) else 0}f}" for c in COLUMNS]
+        cells = [
+            f"{median(r[c] for r in rows):.{1 if c.startswith(('over', 'parts')) else 0}f}"
+            for c in COLUMNS
+        ]
         print(f"| {engines} x {backend}, by {way} | {' | '.join(cells)} |", flush=True)
 
 

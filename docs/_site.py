@@ -36,19 +36,24 @@ def picture(latex: str) -> str:
         path = TextPath((0, 0), f"${latex}$", prop=FontProperties(size=em))
     box = path.get_extents()
     drawn = "".join(
-        "_MLQC"[code] + " ".join(f"{number:.0f}" for number in points * FLIPPED[: len(points)]) if code < 5 else "Z"
+        "_MLQC"[code] + " ".join(f"{number:.0f}" for number in points * FLIPPED[: len(points)])
+        if code < 5
+        else "Z"
         for points, code in path.iter_segments(simplify=False, curves=True)
     )
     where = f"{box.x0 - 2:.0f} {-box.y1 - 2:.0f} {box.width + 4:.0f} {box.height + 4:.0f}"
     size = f"width: {(box.width + 4) / em:.3f}em; height: {(box.height + 4) / em:.3f}em"
-    style = f"{size}; vertical-align: {(box.y0 - 2) / em:.3f}em; fill: currentColor; max-width: 100%"
+    style = (
+        f"{size}; vertical-align: {(box.y0 - 2) / em:.3f}em; fill: currentColor; max-width: 100%"
+    )
     return f'<svg role="img" aria-label="{escape(latex)}" viewBox="{where}" style="{style}"><path d="{drawn}"/></svg>'
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
     """Formulas become pictures."""
     markdown = FORMULA.sub(
-        lambda found: f'<p style="margin-left: 1.5em; font-size: 1.25em">{picture(found[1])}</p>', markdown
+        lambda found: f'<p style="margin-left: 1.5em; font-size: 1.25em">{picture(found[1])}</p>',
+        markdown,
     )
     parts = FENCED.split(markdown)
     parts[::2] = [IN_LINE.sub(lambda found: picture(found[1]), part) for part in parts[::2]]
@@ -71,19 +76,30 @@ def llms(name: str, about: str, nav: list[dict[str, Any]], docs: Path) -> str:
             lines += ["", f"## {section}", ""]
             for title, file in _flat(entries):
                 text = FENCED.sub("", (docs / file).read_text(encoding="utf-8"))
-                prose = [" ".join(block.split()) for block in text.split("\n\n")[1:] if re.match(r"[\w`]", block)]
+                prose = [
+                    " ".join(block.split())
+                    for block in text.split("\n\n")[1:]
+                    if re.match(r"[\w`]", block)
+                ]
                 plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", block) for block in prose)
                 sentences = (s for block in plain for s in re.split(r"(?<=[.:]) ", block))
-                fits = (s for s in sentences if len(s.split()) > 3 and not s.startswith("This page is"))
+                fits = (
+                    s for s in sentences if len(s.split()) > 3 and not s.startswith("This page is")
+                )
                 sentence = next(fits, "").rstrip(":.")
-                lines.append(f"- [{title}]({file.removesuffix('.md')}.html)" + (f": {sentence}." if sentence else ""))
+                lines.append(
+                    f"- [{title}]({file.removesuffix('.md')}.html)"
+                    + (f": {sentence}." if sentence else "")
+                )
     return "\n".join(lines) + "\n"
 
 
 def on_post_build(config: dict[str, Any], **_: object) -> None:
     """A warning, which ``--strict`` counts as an error, for whatever a page or a style would fetch; ``llms.txt``."""
     site = Path(config["site_dir"])
-    pages = llms(config["site_name"], config["site_description"], config["nav"], Path(config["docs_dir"]))
+    pages = llms(
+        config["site_name"], config["site_description"], config["nav"], Path(config["docs_dir"])
+    )
     (site / "llms.txt").write_text(pages, encoding="utf-8")
     for script in sorted(site.rglob("*.js")):
         text = script.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """skyasync: reinforcement learning of language models with a swappable execution plan.
 
-The public names, nothing else. They are imported when first used, so that a wrong setting on the command
-line is refused before torch is loaded.
+The public names, nothing else. They are imported when first used, so that a wrong setting on the
+command line is refused before torch is loaded.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
     from skyasync.trainer.plans.streamed import StreamedRayPPOTrainer
 
-# Under `uv run` Ray would start every worker through uv again, in a new environment, which may lack what this one
-# has. Ray reads the variable when it is imported.
+# Under `uv run` Ray would start every worker through uv again, in a new environment, which may lack
+# what this one has. Ray reads the variable when it is imported.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 
-# The processes of a run share the cores, and a thread that waits for work by spinning takes them from the others
-# (with more threads than cores that is most of the time). OpenMP reads the variable when torch is loaded.
+# The processes of a run share the cores, and a thread that waits for work by spinning takes them
+# from the others (with more threads than cores that is most of the time). OpenMP reads the variable
+# when torch is loaded.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 _HOMES = {

@@ -1,4 +1,5 @@
-"""``skyasync [COMMAND] key=value ...``, and ``python -m skyasync``, which is the same; without a subcommand it trains.
+"""``skyasync [COMMAND] key=value ...``, and ``python -m skyasync``, which is the same; without a
+subcommand it trains.
 
 Invariant: nothing is imported before it is known what is to be done.
 """
@@ -25,13 +26,18 @@ def command(argv: Sequence[str]) -> None:
     elif first in SUBCOMMANDS:
         _carry_out(first, rest)
     elif re.fullmatch(r"[a-z][a-z_-]*", first):
-        _exit_with(UserError(unknown("subcommand", first, SUBCOMMANDS) + "; without one, key=value starts a run"))
+        _exit_with(
+            UserError(
+                unknown("subcommand", first, SUBCOMMANDS) + "; without one, key=value starts a run"
+            )
+        )
     else:
         _carry_out("train", argv)
 
 
 def program() -> None:
-    """The console script. Files named on the command line are found as by ``python -m``: from the folder one is in."""
+    """The console script. Files named on the command line are found as by ``python -m``: from the
+    folder one is in."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     command(sys.argv[1:])
@@ -71,8 +77,10 @@ def _end_without_reader(error: BrokenPipeError) -> NoReturn:
 
 
 def _reader_gone() -> bool:
-    """Whether nothing reads standard output any more, as after ``| head``; from then on it leads nowhere."""
-    output, poll = sys.stdout.fileno(), select.poll()
+    """Whether nothing reads standard output any more, as after ``| head``; from then on it leads
+    nowhere."""
+    output = sys.stdout.fileno()
+    poll = select.poll()
     poll.register(output, 0)
     gone = bool(poll.poll(0))
     if gone:

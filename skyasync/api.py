@@ -1,8 +1,9 @@
-"""The Python entry point: training, evaluation and rollouts as one call each, in a script or a notebook.
+"""The Python entry point: training, evaluation and rollouts as one call each, in a script or a
+notebook.
 
-Invariant: a call is the command with the same settings. Its arguments become settings, and ``configuration`` checks
-them. The caller's functions, classes and rows are registered under names for the time of the call, and travel with
-the run to its processes.
+Invariant: a call is the command with the same settings. Its arguments become settings, and
+``configuration`` checks them. The caller's functions, classes and rows are registered under names
+for the time of the call, and travel with the run to its processes.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ Prompts = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 OneReward = Callable[..., Any] | str
 Reward = OneReward | Mapping[OneReward, float] | Sequence[OneReward | tuple[OneReward, float]]
 MODEL = "trainer.policy.model.path"
-TRAIN, EVALUATION = "data.train_data", "data.val_data"
+TRAIN = "data.train_data"
+EVALUATION = "data.val_data"
 
 #: Settings of a run by which its model answers a prompt: prefixes of their keys.
 OF_ENGINES = (
@@ -88,35 +90,52 @@ def train(
     callbacks: Sequence[RunExtension] = (),
     tracker: object = (),
 ) -> TrainResult:
-    """Train a model; blocks until the run has ended. Ctrl-C, or stopping the cell, ends the run and is raised.
+    """Train a model; blocks until the run has ended. Ctrl-C, or stopping the cell, ends the run and
+    is raised.
 
     Args:
-        model: a Hugging Face name or folder; the tiny example model by default, with its own task if there are no
-            ``prompts`` either.
-        prompts: rows with a ``prompt`` (text or a conversation) and any other columns: a list of mappings, a
-            ``datasets.Dataset``, a function that returns rows, or a source as in ``data.train_data`` (a file, ...).
-        reward: a function that takes ``response`` and any columns by name; or several, or a mapping or pairs with
-            weights. A string is a name as in ``environment.reward_funcs``.
+        model: a Hugging Face name or folder; the tiny example model by default, with its own task
+            if there are no ``prompts`` either.
+        prompts: rows with a ``prompt`` (text or a conversation) and any other columns: a list of
+            mappings, a ``datasets.Dataset``, a function that returns rows, or a source as in
+            ``data.train_data`` (a file, ...).
+        reward: a function that takes ``response`` and any columns by name; or several, or a mapping
+            or pairs with weights. A string is a name as in ``environment.reward_funcs``.
         environment: an environment class or its name, in place of ``reward``.
         plan: the name or the class of the execution plan; ``sync`` by default.
         steps: training steps; one pass over the prompts by default.
         eval_prompts: held-out rows, in the same forms.
-        settings: any other setting, dotted or nested. A string value is read as on the command line.
+        settings: any other setting, dotted or nested. A string value is read as on the command
+            line.
         callbacks: accompany the run (``skyasync.TrainerCallback``).
-        tracker: in addition to ``metrics.jsonl``, which is always written: a name as in ``trainer.logger``, a class, an
-            object with ``log(metrics, step)`` and ``close()``, or several of them.
+        tracker: in addition to ``metrics.jsonl``, which is always written: a name as in
+            ``trainer.logger``, a class, an object with ``log(metrics, step)`` and ``close()``, or
+            several of them.
 
     Raises:
         UserError: for everything that is wrong with the arguments, before any process starts.
     """
     with ExitStack() as stack:
         given: dict[str, object] = {"trainer.max_training_steps": steps}
-        given["trainer.plan"] = None if plan is None else _named(stack, PLANS, plan)
-        trackers = list(tracker) if isinstance(tracker, list | tuple) else [tracker] if tracker is not None else []
+        if plan is None:
+            given["trainer.plan"] = None
+        else:
+            given["trainer.plan"] = _named(stack, PLANS, plan)
+        if isinstance(tracker, list | tuple):
+            trackers = list(tracker)
+        elif tracker is not None:
+            trackers = [tracker]
+        else:
+            trackers = []
         if trackers:
-            given["trainer.logger"] = ["jsonl", *(_named(stack, TRACKERS, each) for each in trackers)]
+            given["trainer.logger"] = [
+                "jsonl",
+                *(_named(stack, TRACKERS, each) for each in trackers),
+            ]
         sources = {TRAIN: prompts, EVALUATION: eval_prompts}
-        cfg, rows = stack.enter_context(_configured(model, sources, reward, environment, given, settings))
+        cfg, rows = stack.enter_context(
+            _configured(model, sources, reward, environment, given, settings)
+        )
         if "jsonl" not in cfg.trainer.logger:  # the history of the result is read from its file
             cfg.trainer.logger = ["jsonl", *cfg.trainer.logger]
         experiment = _ExportingExperiment(cfg)
@@ -169,8 +188,8 @@ class TrainResult:
         model: the trained policy, a Hugging Face folder.
         report: the page about the run; None without ``trainer.report``.
         settings: those that the run was given, and those of the tiny example if it was that.
-        alarms: problems that the last steps show, causes first; each has a ``name`` and a ``text`` that says what to
-            change. Empty for a healthy run, and before 10 steps.
+        alarms: problems that the last steps show, causes first; each has a ``name`` and a ``text``
+            that says what to change. Empty for a healthy run, and before 10 steps.
     """
 
     metrics: dict[str, float] = field(repr=False)
@@ -184,20 +203,29 @@ class TrainResult:
     def generate(self, prompts: Sequence[str | Sequence[Mapping[str, Any]]]) -> list[str]:
         """One response of the trained policy to each prompt (text, or a conversation).
 
-        An engine starts for this call, so pass all prompts at once. It is the transformers engine, which starts in a
-        fraction of vLLM's time, unless the run's settings chose an engine. Sampling is that of evaluation. Agents and
-        environments are left out: the model answers each prompt once.
+        An engine starts for this call, so pass all prompts at once. It is the transformers engine,
+        which starts in a fraction of vLLM's time, unless the run's settings chose an engine.
+        Sampling is that of evaluation. Agents and environments are left out: the model answers each
+        prompt once.
 
         Raises:
             UserError: if a prompt has more than ``trainer.max_prompt_length`` tokens.
         """
-        rows = [{"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)]
+        rows = [
+            {"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)
+        ]
         of_plans = {key for about in PLANS.builtins().values() for key in about.can["reads"]}
-        settings = {key: value for key, value in _flat(self.settings) if key not in of_plans and key != MODEL}
+        settings = {
+            key: value
+            for key, value in _flat(self.settings)
+            if key not in of_plans and key != MODEL
+        }
         engines = {key: value for key, value in settings.items() if key.startswith(OF_ENGINES)}
         one = {key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)}
         one["generator.eval_n_samples_per_prompt"] = 1
-        one["trainer.algorithm.off_policy_correction"] = "none"  # nothing is trained: any sampling is allowed
+        one["trainer.algorithm.off_policy_correction"] = (
+            "none"  # nothing is trained: any sampling is allowed
+        )
         of_vllm = tuple(f".{name}" for name in ENGINES.about("vllm").can["sampling"])
         if not any(key in OF_CHOSEN_ENGINES or key.endswith(of_vllm) for key in one):
             one["generator.backend"] = "transformers"
@@ -214,7 +242,9 @@ class TrainResult:
         try:
             import pandas
         except ModuleNotFoundError as error:
-            raise UserError("pandas is not installed; add it with: uv pip install pandas") from error
+            raise UserError(
+                "pandas is not installed; add it with: uv pip install pandas"
+            ) from error
         return pandas.DataFrame(self.history)
 
 
@@ -226,7 +256,8 @@ def evaluate(
     environment: type | Callable[..., Any] | str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``; arguments as for ``train``."""
+    """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``; arguments as for
+    ``train``."""
     from skyasync.cli.evaluate import measure
     from skyasync.cli.rollout_experiment import RolloutExperiment
 
@@ -244,7 +275,8 @@ def rollouts(
     settings: Mapping[str, Any] | None = None,
     evaluation: bool = False,
 ) -> list[dict[str, Any]]:
-    """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments; nothing is trained.
+    """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments; nothing
+    is trained.
 
     Args:
         evaluation: with the sampling of evaluation. The other arguments are as for ``train``.
@@ -255,7 +287,8 @@ def rollouts(
     sources = {EVALUATION if evaluation else TRAIN: prompts}
     with _configured(model, sources, reward, environment, {}, settings) as (cfg, rows):
         experiment = RolloutExperiment(cfg, evaluation=evaluation, data_rows=rows)
-        groups, tokenizer = experiment.play(experiment.prompts()), experiment.get_tokenizer()
+        groups = experiment.play(experiment.prompts())
+        tokenizer = experiment.get_tokenizer()
     episodes = []
     for group in groups:
         for trajectory in group.trajectories:
@@ -277,7 +310,8 @@ def _configured(
     given: Mapping[str, object],
     settings: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Config, dict[str, Iterable[Row]]]]:
-    """The configuration, and the caller's own rows by source. The caller's parts are registered inside."""
+    """The configuration, and the caller's own rows by source. The caller's parts are registered
+    inside."""
     every: dict[str, object] = {MODEL: None if model is None else str(model), **given}
     rows: dict[str, Iterable[Row]] = {}
     with ExitStack() as stack:
@@ -286,12 +320,17 @@ def _configured(
                 every[key] = [str(prompts)]
             elif prompts is not None:
                 name = f"<{key.rpartition('.')[2]}>"
-                rows[name], every[key] = _rows(prompts), [name]
+                rows[name] = _rows(prompts)
+                every[key] = [name]
         if reward is not None and environment is not None:
-            raise UserError("reward and environment are both given: an environment gives its own reward")
+            raise UserError(
+                "reward and environment are both given: an environment gives its own reward"
+            )
         if reward is not None:
             weights = _weights(reward)
-            every["environment.reward_funcs"] = [_named(stack, REWARDS, each) for each, _ in weights]
+            every["environment.reward_funcs"] = [
+                _named(stack, REWARDS, each) for each, _ in weights
+            ]
             every["environment.reward_weights"] = [weight for _, weight in weights]
             every["environment.env_class"] = "reward"
         if environment is not None:
@@ -300,27 +339,41 @@ def _configured(
             every["environment.env_class_from_rows"] = False
         every = {key: value for key, value in every.items() if value is not None}
         own = dict(_flat(settings or {}))
-        if twice := sorted(every.keys() & own.keys()):
+        twice = sorted(every.keys() & own.keys())
+        if twice:
             raise UserError(f"{twice[0]} is set twice, by an argument and by settings")
-        cfg: Config = configuration([f"{key}={_text(key, value)}" for key, value in {**every, **own}.items()])
+        cfg: Config = configuration(
+            [f"{key}={_text(key, value)}" for key, value in {**every, **own}.items()]
+        )
         if cfg.data.streaming and rows.keys() & set(cfg.data.train_data):
-            raise UserError("data.streaming=true reads from a source: prompts must be a path or module:function")
+            raise UserError(
+                "data.streaming=true reads from a source: prompts must be a path or module:function"
+            )
         yield cfg, rows
 
 
 def _rows(prompts: Iterable[Row] | Callable[[], Iterable[Row]]) -> Iterable[Row]:
     made = prompts() if callable(prompts) else prompts
     if isinstance(made, Mapping) or not isinstance(made, Iterable):
-        names = f" with {', '.join(map(str, made))}: pass one of its splits" if isinstance(made, Mapping) else ""
-        raise UserError(f"prompts must be rows, a path or a function; found {type(made).__name__}{names}")
-    return made if isinstance(made, Sized) else list(made)
+        if isinstance(made, Mapping):
+            names = f" with {', '.join(map(str, made))}: pass one of its splits"
+        else:
+            names = ""
+        raise UserError(
+            f"prompts must be rows, a path or a function; found {type(made).__name__}{names}"
+        )
+    if isinstance(made, Sized):
+        return made
+    return list(made)
 
 
 def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
     if isinstance(reward, Mapping):
         pairs = list(reward.items())
     else:
-        several = [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
+        several = (
+            [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
+        )
         pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
     for each, _ in pairs:
         if not isinstance(each, str) and not callable(each):
@@ -329,26 +382,43 @@ def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
 
 
 def _named(stack: ExitStack, registry: Registry, part: object) -> str:
-    """The name of a part; one that is no name is registered under its own until the stack closes."""
+    """The name of a part; one that is no name is registered under its own until the stack
+    closes."""
     if isinstance(part, str):
         return part
     if not callable(part) and not (registry is TRACKERS and hasattr(part, "log")):
         raise UserError(f"{part!r} is no {registry.kind}: pass a name, a class or a function")
-    usual = part.__name__ if isinstance(part, type | FunctionType) else type(part).__name__
-    usual = usual if usual.isidentifier() else registry.kind.replace(" ", "_")  # a lambda
-    name, number = usual, 1
+    if isinstance(part, type | FunctionType):
+        usual = part.__name__
+    else:
+        usual = type(part).__name__
+    # a lambda
+    if usual.isidentifier():
+        usual = usual
+    else:
+        usual = registry.kind.replace(" ", "_")
+    name = usual
+    number = 1
     while name in registry or name in registry.names():
         number += 1
         name = f"{usual}_{number}"
     made = registry is TRACKERS and not isinstance(part, type)
-    registry[name] = (lambda context: part) if made else part  # a tracker is built from its context
+    # a tracker is built from its context
+    if made:
+        registry[name] = lambda context: part
+    else:
+        registry[name] = part
     stack.callback(registry.pop, name)
     return name
 
 
 def _of_recipe(cfg: Config) -> dict[str, Any]:
     """The settings of the tiny example, if the run is that."""
-    return {key: attrgetter(key)(cfg) for key, origin in origins(cfg).items() if origin == RECIPE and key != MODEL}
+    return {
+        key: attrgetter(key)(cfg)
+        for key, origin in origins(cfg).items()
+        if origin == RECIPE and key != MODEL
+    }
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -361,7 +431,11 @@ def _text(key: str, value: object) -> str:
     if isinstance(value, str | Path):
         return str(value) or '""'
     try:
-        text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=float("inf"))
+        text = yaml.safe_dump(
+            value, default_flow_style=True, allow_unicode=True, width=float("inf")
+        )
     except yaml.representer.RepresenterError:
-        raise UserError(f"{key}={value!r}: a setting is a number, text, a list or a mapping") from None
+        raise UserError(
+            f"{key}={value!r}: a setting is a number, text, a list or a mapping"
+        ) from None
     return text.removesuffix("\n").removesuffix("\n...")

@@ -1,7 +1,8 @@
 """Arrays of one number per token, so that no token costs Python work.
 
-Invariant: ids and versions are int32, log-probabilities float32 (which is what engines compute), so nothing is lost
-between the engine and the loss. Arrays are replaced, never changed: several owners may share one.
+Invariant: ids and versions are int32, log-probabilities float32 (which is what engines compute), so
+nothing is lost between the engine and the loss. Arrays are replaced, never changed: several owners
+may share one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 Ints = NDArray[np.int32]
 Floats = NDArray[np.float32]
 Experts = NDArray[np.integer[Any]]
-"""``[tokens, layers, top_k]``: the experts that the routers chose; the dtype's largest number is unknown."""
+"""``[tokens, layers, top_k]``: the experts that the routers chose; the dtype's largest number is
+unknown."""
 
 NO_INTS: Ints = np.zeros(0, dtype=np.int32)
 NO_FLOATS: Floats = np.zeros(0, dtype=np.float32)
@@ -43,8 +45,12 @@ def splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
     """Concatenated; None if no part is known."""
     known = [part for part in parts if part is not None]
-    return np.concatenate(known) if known else None
+    if known:
+        return np.concatenate(known)
+    return None
 
 
 def joined(*parts: Ints) -> Ints:
-    return np.concatenate(parts) if parts else NO_INTS
+    if parts:
+        return np.concatenate(parts)
+    return NO_INTS

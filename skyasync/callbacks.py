@@ -1,4 +1,5 @@
-"""The interface of code that accompanies a run without being part of its plan; see ``skyasync.trainer.extensions``."""
+"""The interface of code that accompanies a run without being part of its plan; see
+``skyasync.trainer.extensions``."""
 
 from __future__ import annotations
 
@@ -28,20 +29,23 @@ class Watched(Protocol):
 
 
 class RunExtension:
-    """Override what you need, with ``def`` or ``async def``; ``trainer`` is the running ``RayPPOTrainer``.
+    """Override what you need, with ``def`` or ``async def``; ``trainer`` is the running
+    ``RayPPOTrainer``.
 
-    The run waits for each method, at most ``trainer.step_timeout_s`` if it is asynchronous. An exception ends the run.
-    ``trainer.stop(reason)`` ends it well, after the step.
+    The run waits for each method, at most ``trainer.step_timeout_s`` if it is asynchronous. An
+    exception ends the run. ``trainer.stop(reason)`` ends it well, after the step.
     """
 
     def on_start(self, trainer: Watched) -> Answer:
         """Parts are up, a checkpoint is loaded, weights are synced; nothing has been generated."""
 
     def on_step_begin(self, trainer: Watched, step: int) -> Answer:
-        """A step begins; the first is 1. With asynchronous plans its rollouts may have begun before."""
+        """A step begins; the first is 1. With asynchronous plans its rollouts may have begun
+        before."""
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Any]) -> Answer:
-        """After each rollout, with each ``skyasync.rollout.types.Group`` as it was generated; do not change them."""
+        """After each rollout, with each ``skyasync.rollout.types.Group`` as it was generated; do
+        not change them."""
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> Answer:
         """After each step, with everything that is about to be logged; may add metrics."""
@@ -62,14 +66,16 @@ class RunExtension:
         """After the last step, if nothing failed."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them.
+        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of
+        them.
 
         Keys of mappings are text when they are loaded.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave to the checkpoint that the run resumes from, before ``on_start``."""
+        """Take over what ``state_dict`` gave to the checkpoint that the run resumes from, before
+        ``on_start``."""
 
 
 class TrainerCallback(RunExtension):

@@ -1,4 +1,5 @@
-"""Errors a user can act on: one line that says what was found, what is allowed, and the nearest name."""
+"""Errors a user can act on: one line that says what was found, what is allowed, and the nearest
+name."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ class UserError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, from a scheduler or a machine that shuts down: as Ctrl-C, with a time limit and a message of its own."""
+    """SIGTERM, from a scheduler or a machine that shuts down: as Ctrl-C, with a time limit and a
+    message of its own."""
 
 
 class RayEndedError(RuntimeError):
@@ -31,17 +33,21 @@ class NonFiniteRewardError(UserError, ValueError):
 
 
 class TransientError(Exception):
-    """Raised by an environment, a tool, a reward or an agent program: the same call may well succeed later.
+    """Raised by an environment, a tool, a reward or an agent program: the same call may well
+    succeed later.
 
     A step that raises it must have changed nothing: it is called again with the same action.
     """
 
 
 class MissingExtraError(UserError):
-    """An optional package is not installed; the message carries the command that adds it, and keeps all others."""
+    """An optional package is not installed; the message carries the command that adds it, and keeps
+    all others."""
 
     def __init__(self, what: str, extra: str) -> None:
-        super().__init__(f'{what} is not installed; add it with: uv pip install "skyasync[{extra}]"')
+        super().__init__(
+            f'{what} is not installed; add it with: uv pip install "skyasync[{extra}]"'
+        )
 
 
 class MissingVLLMError(MissingExtraError):
@@ -56,18 +62,29 @@ class MissingVLLMError(MissingExtraError):
 
 
 def headline(error: BaseException) -> str:
-    """One line about an error, perhaps of another process: the first cause's kind and message, the reward function and
-    the episode."""
+    """One line about an error, perhaps of another process: the first cause's kind and message, the
+    reward function and the episode."""
     seen = error
-    while isinstance(cause := getattr(seen, "cause", None), BaseException):  # Ray's errors carry the original
+    while isinstance(
+        cause := getattr(seen, "cause", None), BaseException
+    ):  # Ray's errors carry the original
         seen = cause
     lines = [line.strip() for line in str(seen).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
     kind = type(seen).__name__
-    summary = text if isinstance(seen, UserError) and text else f"{kind}: {text}" if text else kind
-    notes = (note for note in vars(seen).get("__notes__", ()) if note.startswith((RAISED_BY, WHILE_PLAYING)))
+    if isinstance(seen, UserError) and text:
+        summary = text
+    elif text:
+        summary = f"{kind}: {text}"
+    else:
+        summary = kind
+    notes = (
+        note
+        for note in vars(seen).get("__notes__", ())
+        if note.startswith((RAISED_BY, WHILE_PLAYING))
+    )
     return ", ".join([summary, *notes])
 
 
@@ -77,8 +94,12 @@ def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:
 
 
 def unknown(kind: str, name: str, options: Iterable[str]) -> str:
-    """One line for a name that is not among ``options``: what was found, the nearest, what is allowed."""
+    """One line for a name that is not among ``options``: what was found, the nearest, what is
+    allowed."""
     options = sorted(options)
     close = nearest(name, options)
-    hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
+    if close:
+        hint = f"did you mean {' or '.join(repr(c) for c in close)}? "
+    else:
+        hint = ""
     return f"unknown {kind} {name!r}: {hint}allowed: {', '.join(options)}"

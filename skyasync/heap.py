@@ -1,10 +1,12 @@
-"""What happens to memory that a process frees: of the host, where C's library is GNU's, and of a GPU.
+"""What happens to memory that a process frees: of the host, where C's library is GNU's, and of a
+GPU.
 
 Invariant: only the cost of memory changes, never a number.
 
-By default the library gives large tensors back to the system as soon as they are freed. The next ones are new pages of
-zeros, each of which must be faulted in: 170,000 of them in an update of SmolLM2-135M on a CPU, a tenth of its time. A
-process that computes the same again and again retains them instead.
+By default the library gives large tensors back to the system as soon as they are freed. The next
+ones are new pages of zeros, each of which must be faulted in: 170,000 of them in an update of
+SmolLM2-135M on a CPU, a tenth of its time. A process that computes the same again and again retains
+them instead.
 """
 
 from __future__ import annotations
@@ -17,12 +19,17 @@ import os
 
 log = logging.getLogger(__name__)
 
-RETAINED = (1 << 31) - 1  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
+RETAINED = (
+    (1 << 31) - 1
+)  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
+# of <malloc.h>
+_TRIM_THRESHOLD = -1
+_MMAP_THRESHOLD = -3
 
 
 def keep_freed() -> None:
-    """From now on this process retains about ``RETAINED`` bytes of what it frees, for its next allocations."""
+    """From now on this process retains about ``RETAINED`` bytes of what it frees, for its next
+    allocations."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETAINED)
@@ -30,10 +37,11 @@ def keep_freed() -> None:
 
 
 def freeze_start() -> None:
-    """Exclude all objects that the process has now from garbage collection; they stay until it ends.
+    """Exclude all objects that the process has now from garbage collection; they stay until it
+    ends.
 
-    Libraries that an engine or the controller loads at its start are a million objects. Python walks them again and
-    again while requests and answers come and go.
+    Libraries that an engine or the controller loads at its start are a million objects. Python
+    walks them again and again while requests and answers come and go.
     """
     gc.collect()
     gc.freeze()
@@ -44,7 +52,8 @@ _SEGMENTS_OPTION = "expandable_segments"
 
 
 def use_expandable_segments() -> None:
-    """Set torch's allocator for this process, before it uses a GPU, unless the environment configures it.
+    """Set torch's allocator for this process, before it uses a GPU, unless the environment
+    configures it.
 
     Micro-batches differ in size, and a freed block of a fixed segment fits none of the next ones.
     """
@@ -53,14 +62,18 @@ def use_expandable_segments() -> None:
 
 
 def use_fixed_segments() -> None:
-    """Remove expandable segments from torch's settings in the environment, before this process uses a GPU.
+    """Remove expandable segments from torch's settings in the environment, before this process uses
+    a GPU.
 
-    Engines map the memory of a policy on the same GPU. A handle to an expandable segment is a file descriptor, which
-    containers usually do not let another process open. vLLM rejects such segments where its engines sleep.
+    Engines map the memory of a policy on the same GPU. A handle to an expandable segment is a file
+    descriptor, which containers usually do not let another process open. vLLM rejects such segments
+    where its engines sleep.
     """
     for name in ALLOCATOR_VARIABLES:
         options = os.environ.get(name, "").split(",")
-        remaining = [option for option in options if option.partition(":")[0].strip() != _SEGMENTS_OPTION]
+        remaining = [
+            option for option in options if option.partition(":")[0].strip() != _SEGMENTS_OPTION
+        ]
         if len(remaining) == len(options):
             continue
         log.warning(

@@ -1,4 +1,5 @@
-"""``torch``, imported at the first use of one of its names, so that the algorithms can be listed without it."""
+"""``torch``, imported at the first use of one of its names, so that the algorithms can be listed
+without it."""
 
 from __future__ import annotations
 

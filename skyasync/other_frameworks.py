@@ -1,6 +1,8 @@
-"""What the library asks about code and recipes of other frameworks: ``skyasync.interop`` answers, if it is installed.
+"""What the library asks about code and recipes of other frameworks: ``skyasync.interop`` answers,
+if it is installed.
 
-Invariant: no other module outside of ``skyasync.interop`` imports it, and the library trains without it.
+Invariant: no other module outside of ``skyasync.interop`` imports it, and the library trains
+without it.
 """
 
 from __future__ import annotations
@@ -37,7 +39,13 @@ class OtherFrameworks:
         """What the known frameworks call themselves."""
         return []
 
-    def key_hint(self, path: str, value: Foreign, given: Mapping[str, Foreign], defaults: Mapping[str, Foreign]) -> str:
+    def key_hint(
+        self,
+        path: str,
+        value: Foreign,
+        given: Mapping[str, Foreign],
+        defaults: Mapping[str, Foreign],
+    ) -> str:
         """Our setting for a key of another framework, "" if none has this key.
 
         Args:
@@ -48,11 +56,13 @@ class OtherFrameworks:
         return ""
 
     def value_hint(self, path: str, value: Foreign) -> str:
-        """Our value for another framework's value of our key ``path``, "" if none has this value."""
+        """Our value for another framework's value of our key ``path``, "" if none has this
+        value."""
         return ""
 
     def variables(self) -> Mapping[str, tuple[str, str]]:
-        """Environment variables that only another framework reads: name -> its title and our key."""
+        """Environment variables that only another framework reads: name -> its title and our
+        key."""
         return {}
 
     def translate(self, argv: Sequence[str]) -> None:
@@ -68,14 +78,17 @@ class OtherFrameworks:
         _missing(f"environment.reward_funcs={addresses}")
 
     def modules_for_user_files(self) -> AbstractContextManager[None]:
-        """While it is entered, files can import what they need of a framework that is not installed."""
+        """While it is entered, files can import what they need of a framework that is not
+        installed."""
         return nullcontext()
 
     def settle_agent_file(self, cfg: Foreign) -> None:
         """Choose what plays the file of ``generator.agent_func_path``."""
         _missing(f"generator.agent_func_path={cfg.generator.agent_func_path}")
 
-    def agent_program(self, agent_class: type, settings: Mapping[str, object]) -> Callable[..., Foreign]:
+    def agent_program(
+        self, agent_class: type, settings: Mapping[str, object]
+    ) -> Callable[..., Foreign]:
         """A program that plays episodes with an object of this class, made with these settings."""
         _missing(f"the class {agent_class.__name__} in generator.agent_program")
 

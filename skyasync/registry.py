@@ -1,12 +1,13 @@
 """Named parts that a configuration key selects.
 
-A registry is a plain dictionary with a ``register`` decorator. ``about`` says of every part, built in, registered or
-named by ``module:attribute``, what it takes and what it can do: its signature, ``configured``, what it hands to
-``register`` or has as class attributes. Modules that import torch or an engine are described in tables instead, so that
-a wrong name or setting is refused without importing them.
+A registry is a plain dictionary with a ``register`` decorator. ``about`` says of every part, built
+in, registered or named by ``module:attribute``, what it takes and what it can do: its signature,
+``configured``, what it hands to ``register`` or has as class attributes. Modules that import torch
+or an engine are described in tables instead, so that a wrong name or setting is refused without
+importing them.
 
-Invariant: a part that a user registers in the program exists in every process of the run. A process that looks parts
-up is sent ``user_parts()`` at its start, and begins with ``add_user_parts``.
+Invariant: a part that a user registers in the program exists in every process of the run. A process
+that looks parts up is sent ``user_parts()`` at its start, and begins with ``add_user_parts``.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class About:
         keys: setting -> the key under ``trainer.algorithm`` that feeds it.
         can: its capabilities, those of its registry.
         selector: what it chooses tokens by beforehand, if it does (``prepared_by``).
-        odd: parameters that have no name to be fed by: positional-only ones, ``*args`` and ``**kwargs``.
+        odd: parameters that have no name to be fed by: positional-only ones, ``*args`` and
+            ``**kwargs``.
     """
 
     inputs: tuple[str, ...] = ()
@@ -81,15 +83,16 @@ class About:
 
 
 class Registry(dict[str, Any]):
-    """``REGISTRY["name"]`` (or ``["file.py:name"]``) gives the part; ``@REGISTRY.register("name")`` adds one.
+    """``REGISTRY["name"]`` (or ``["file.py:name"]``) gives the part; ``@REGISTRY.register("name")``
+    adds one.
 
     Args:
         kind: what the parts are, in the singular, for error messages ("policy loss").
-        homes: modules that register the built-in ones when they are imported. Either with the names that each
-            registers, separated by spaces; it is then imported when one of these is looked up. Or modules alone, all of
-            which are imported with the first look.
-        capabilities: what parts may say of themselves, with the defaults: keyword arguments of ``register``, or class
-            attributes.
+        homes: modules that register the built-in ones when they are imported. Either with the names
+            that each registers, separated by spaces; it is then imported when one of these is
+            looked up. Or modules alone, all of which are imported with the first look.
+        capabilities: what parts may say of themselves, with the defaults: keyword arguments of
+            ``register``, or class attributes.
         inputs: names that the parts' positional parameters may have; none leaves them free.
         needs: those of them that every part must have.
 
@@ -107,20 +110,27 @@ class Registry(dict[str, Any]):
         needs: str = "",
     ) -> None:
         super().__init__()
-        self.kind, self.homes = kind, homes
+        self.kind = kind
+        self.homes = homes
         self._capabilities = dict(capabilities or {})
-        self._inputs, self._needs = frozenset(inputs.split()), frozenset(needs.split())
+        self._inputs = frozenset(inputs.split())
+        self._needs = frozenset(needs.split())
 
     def register(self, name: str, **capabilities: Any) -> Callable[[T], T]:
-        """Add the decorated part; ``capabilities`` are its own among those that the registry knows."""
+        """Add the decorated part; ``capabilities`` are its own among those that the registry
+        knows."""
         for capability in capabilities:
             if capability not in self._capabilities:
-                raise UserError(f"{self.kind} {name!r}: {unknown('capability', capability, self._capabilities)}")
+                raise UserError(
+                    f"{self.kind} {name!r}: {unknown('capability', capability, self._capabilities)}"
+                )
 
         def add(part: T) -> T:
             for capability, value in capabilities.items():
                 setattr(part, capability, value)
-            if not _is_ours(part) or name not in self or _is_ours(self[name]):  # a user's part of the name stays
+            if (
+                not _is_ours(part) or name not in self or _is_ours(self[name])
+            ):  # a user's part of the name stays
                 self[name] = part
             return part
 
@@ -144,7 +154,10 @@ class Registry(dict[str, Any]):
         Raises:
             UserError: if there is no such part.
         """
-        known = self._builtins[name][1] if name not in self and name in self._builtins else None
+        if name not in self and name in self._builtins:
+            known = self._builtins[name][1]
+        else:
+            known = None
         return known or self.describe(self[name])
 
     def describe(self, part: object) -> About:
@@ -162,7 +175,11 @@ class Registry(dict[str, Any]):
             keys=dict(declared(part, "configuration_keys", {})),
             can=can,
             selector=self.describe(select) if select else None,
-            odd=tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)),
+            odd=tuple(
+                p.name
+                for p in parameters
+                if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            ),
         )
 
     def problem(self, name: str) -> str:
@@ -171,15 +188,19 @@ class Registry(dict[str, Any]):
             return ""
         if not callable(self[name]):
             return f"{self.kind} {name!r} cannot be called"
-        about, what = self.about(name), f"{self.kind} {name!r}"
+        about = self.about(name)
+        what = f"{self.kind} {name!r}"
         for function in about:
             if function.odd:
                 return f"{what} takes {', '.join(function.odd)} without a name of its own: name what it takes"
-            if wrong := [name for name in function.inputs if name not in self._inputs]:
+            wrong = [name for name in function.inputs if name not in self._inputs]
+            if wrong:
                 return f"{what}: {unknown('parameter', wrong[0], self._inputs)} (settings stand behind a *)"
-            if missing := [name for name in function.required if name not in function.keys]:
+            missing = [name for name in function.required if name not in function.keys]
+            if missing:
                 return f"{what}: its setting {missing[0]!r} has no default and no key (@configured)"
-        if missing := sorted(self._needs - set(about.inputs)):
+        missing = sorted(self._needs - set(about.inputs))
+        if missing:
             return f"{what} has no parameter {missing[0]!r}; it may take: {', '.join(sorted(self._inputs))}"
         return ""
 
@@ -188,9 +209,14 @@ class Registry(dict[str, Any]):
         return {name: about or self.about(name) for name, (_, about) in self._builtins.items()}
 
     def user_parts(self) -> dict[str, Any]:
-        """The parts that are not the library's: new names, and built-in names that were replaced."""
+        """The parts that are not the library's: new names, and built-in names that were
+        replaced."""
         builtins = self._builtins  # which imports modules that may register more
-        return {name: part for name, part in list(self.items()) if not _is_ours(part) or name not in builtins}
+        return {
+            name: part
+            for name, part in list(self.items())
+            if not _is_ours(part) or name not in builtins
+        }
 
     @cached_property
     def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
@@ -215,7 +241,8 @@ class Registry(dict[str, Any]):
 
 
 def declared(part: object, name: str, default: Any = None) -> Any:
-    """What a decorator or a class says of a part by an attribute. The user's functions and classes may not have it."""
+    """What a decorator or a class says of a part by an attribute. The user's functions and classes
+    may not have it."""
     return getattr(part, name, default)
 
 
@@ -236,10 +263,19 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
     what = f"{kind} {reference!r}"
     if not module_name or module_name.startswith("."):
         raise UserError(f"{what} must be module:attribute, with the module's full name")
-    file = python_file(module_name, what) if module_name.endswith(".py") else None
+    if module_name.endswith(".py"):
+        file = python_file(module_name, what)
+    else:
+        file = None
     try:
-        module = _file_module(file) if file else importlib.import_module(module_name)
-    except (ModuleNotFoundError, SyntaxError) as error:  # other errors of the user's code keep their traceback
+        if file:
+            module = _file_module(file)
+        else:
+            module = importlib.import_module(module_name)
+    except (
+        ModuleNotFoundError,
+        SyntaxError,
+    ) as error:  # other errors of the user's code keep their traceback
         raise UserError(f"{what} cannot be imported: {error}") from error
     try:
         return getattr(module, attribute)
@@ -251,14 +287,21 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
 
 
 def absolute_reference(reference: str) -> str:
-    """``path/to/file.py:attribute`` with the file's absolute path, for processes that work in another folder."""
+    """``path/to/file.py:attribute`` with the file's absolute path, for processes that work in
+    another folder."""
     file, colon, attribute = reference.rpartition(":")
-    return f"{Path(file).expanduser().resolve()}:{attribute}" if colon and file.endswith(".py") else reference
+    if colon and file.endswith(".py"):
+        return f"{Path(file).expanduser().resolve()}:{attribute}"
+    return reference
 
 
 def user_parts() -> UserParts:
-    """Registry -> name -> part, for everything that the library did not bring; it travels to other processes."""
-    return {reference: resolve_reference(reference, kind="registry").user_parts() for reference in REGISTRIES}
+    """Registry -> name -> part, for everything that the library did not bring; it travels to other
+    processes."""
+    return {
+        reference: resolve_reference(reference, kind="registry").user_parts()
+        for reference in REGISTRIES
+    }
 
 
 def add_user_parts(parts: UserParts) -> None:
@@ -276,14 +319,18 @@ def python_file(file: str, what: str) -> Path:
     path = Path(file).expanduser().resolve()
     if not path.is_file():
         close = nearest(path.stem, [sibling.stem for sibling in path.parent.glob("*.py")], count=1)
-        raise UserError(f"{what}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}")
+        raise UserError(
+            f"{what}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}"
+        )
     return path
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The module that a file makes, once per process; it finds the files in its folder, as a program does.
+    """The module that a file makes, once per process; it finds the files in its folder, as a
+    program does.
 
-    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not by a module's name.
+    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not
+    by a module's name.
     """
     with _LOADING:
         if path in _FILE_MODULES:
@@ -291,7 +338,9 @@ def _file_module(path: Path) -> ModuleType:
         name = f"{path.stem}@{path}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses look for it while it loads
+        module = sys.modules[name] = importlib.util.module_from_spec(
+            spec
+        )  # dataclasses look for it while it loads
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:

@@ -29,7 +29,9 @@ from tests.fork_server import (
 )
 
 # Examples take longer on a busy machine; their time is no property of the code under test.
-settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
@@ -116,7 +118,9 @@ def ray_session(fork_socket: Path) -> Iterator[None]:
         before = os.environ.get("TMPDIR")
         os.environ["TMPDIR"] = folder
         start_on_loopback(num_cpus=8, object_store_memory=1 << 28, log_to_driver=False)
-        del os.environ["TMPDIR"]  # Ray has set other variables too, which are for programs that join
+        del os.environ[
+            "TMPDIR"
+        ]  # Ray has set other variables too, which are for programs that join
         os.environ |= {"TMPDIR": before} if before is not None else {}
         yield
         ray.shutdown()
@@ -133,7 +137,9 @@ def engines_on_ray(ray_session: None, fork_socket: Path) -> Iterator[None]:
 def process_group_of_one_test() -> Iterator[None]:
     """A sharded model on one rank creates torch's default process group in the test's own process."""
     yield
-    if (distributed := sys.modules.get("torch.distributed")) is not None and distributed.is_initialized():
+    if (
+        distributed := sys.modules.get("torch.distributed")
+    ) is not None and distributed.is_initialized():
         distributed.destroy_process_group()
 
 

@@ -31,10 +31,16 @@ def never_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("settings", [{"trainer.train_batch_sise": 8}, {"trainer": {"train_batch_sise": 8}}])
+@pytest.mark.parametrize(
+    "settings", [{"trainer.train_batch_sise": 8}, {"trainer": {"train_batch_sise": 8}}]
+)
 @pytest.mark.parametrize("call", [train, evaluate, rollouts])
-def test_a_wrong_key_is_rejected_with_the_nearest(call: Callable[..., Any], settings: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"train_batch_sise.*did you mean trainer\.train_batch_size\?"):
+def test_a_wrong_key_is_rejected_with_the_nearest(
+    call: Callable[..., Any], settings: dict[str, Any]
+) -> None:
+    with pytest.raises(
+        UserError, match=r"train_batch_sise.*did you mean trainer\.train_batch_size\?"
+    ):
         call(prompts=ROWS, reward=right, settings=settings)
 
 
@@ -65,12 +71,20 @@ def test_a_wrong_key_is_rejected_with_the_nearest(call: Callable[..., Any], sett
 def test_what_is_wrong_is_one_error(arguments: dict[str, Any], problem: str) -> None:
     before = user_parts()
     with pytest.raises(UserError, match=problem):
-        train(**{"prompts": ROWS, "reward": None if "environment" in arguments else right, **arguments})
+        train(
+            **{
+                "prompts": ROWS,
+                "reward": None if "environment" in arguments else right,
+                **arguments,
+            }
+        )
     assert user_parts() == before
     assert list(Path.cwd().iterdir()) == []
 
 
-def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     kept = {
         "trainer.policy.model.dtype": "bfloat16", "generator.max_turns": 2, "data.system_prompt": "Be brief.",
         "trainer.max_prompt_length": 2000, "generator.sampling_params.frequency_penalty": 0.5,
@@ -89,8 +103,13 @@ def test_the_engine_of_a_run_is_made_again_from_its_own_settings_alone(monkeypat
     assert asked == kept | fixed
 
 
-def test_the_transformers_engine_answers_unless_the_run_chose_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _asked_of_engines(monkeypatch, {"generator.max_num_seqs": 8}, ["1+1"])["generator.backend"] == "transformers"
+def test_the_transformers_engine_answers_unless_the_run_chose_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert (
+        _asked_of_engines(monkeypatch, {"generator.max_num_seqs": 8}, ["1+1"])["generator.backend"]
+        == "transformers"
+    )
     # vLLM need not be installed: the settings are not checked.
     monkeypatch.setitem(globals(), "_configured", lambda *arguments: nullcontext())
     for chosen in (
@@ -98,30 +117,48 @@ def test_the_transformers_engine_answers_unless_the_run_chose_an_engine(monkeypa
         {"generator.engine_kwargs": {"enforce_eager": True}},
         {"generator.sampling_params.structured_outputs": {"regex": "[0-9]+"}},
     ):
-        assert _asked_of_engines(monkeypatch, chosen, ["1+1"]).get("generator.backend", "vllm") == "vllm"
+        assert (
+            _asked_of_engines(monkeypatch, chosen, ["1+1"]).get("generator.backend", "vllm")
+            == "vllm"
+        )
 
 
 def test_empty_text_is_a_value() -> None:
-    with _configured(None, {}, None, None, {}, {"data.system_prompt": "", "environment.env_config": {"a": ""}}) as (
+    with _configured(
+        None, {}, None, None, {}, {"data.system_prompt": "", "environment.env_config": {"a": ""}}
+    ) as (
         cfg,
         _,
     ):
         assert cfg.data.system_prompt == "" and cfg.environment.env_config == {"a": ""}
 
 
-def test_the_engine_of_the_tiny_example_samples_as_its_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = {**_of_recipe(configuration([])), "generator": {"sampling_params": {"max_generate_length": 12}}}
+def test_the_engine_of_the_tiny_example_samples_as_its_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = {
+        **_of_recipe(configuration([])),
+        "generator": {"sampling_params": {"max_generate_length": 12}},
+    }
     asked = _asked_of_engines(monkeypatch, settings, ["Sort: 21"])
     assert asked["generator.sampling_params.max_generate_length"] == 12
     assert asked["generator.eval_sampling_params"]["temperature"] is None, "as in training"
     assert asked["trainer.max_prompt_length"] == 32
-    assert _of_recipe(configuration(["trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl"])) == {}
+    assert (
+        _of_recipe(
+            configuration(["trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl"])
+        )
+        == {}
+    )
 
 
 def test_a_prompt_that_the_run_would_leave_out_is_an_error_and_moves_no_other_response(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with pytest.raises(UserError, match=r"1 of 2 prompts have more tokens than the run's trainer\.max_prompt_length"):
+    with pytest.raises(
+        UserError,
+        match=r"1 of 2 prompts have more tokens than the run's trainer\.max_prompt_length",
+    ):
         _asked_of_engines(monkeypatch, {}, ["long " * 1000, "1+1"], left_out=1)
 
 
@@ -132,7 +169,12 @@ def _asked_of_engines(
     asked: dict[str, Any] = {}
 
     def episodes(
-        model: Path, rows: list[dict[str, Any]], reward: str, *, settings: dict[str, Any], evaluation: bool
+        model: Path,
+        rows: list[dict[str, Any]],
+        reward: str,
+        *,
+        settings: dict[str, Any],
+        evaluation: bool,
     ) -> list[dict[str, Any]]:
         asked.update(settings)
         with _configured(model, {EVALUATION: rows}, reward, None, {}, settings):
@@ -143,9 +185,13 @@ def _asked_of_engines(
     return asked
 
 
-def test_the_metrics_that_become_the_history_are_written_with_any_trackers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_metrics_that_become_the_history_are_written_with_any_trackers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen = []
-    monkeypatch.setattr(BasePPOExp, "__init__", lambda self, cfg: chosen.append(cfg.trainer.logger) or 1 / 0)
+    monkeypatch.setattr(
+        BasePPOExp, "__init__", lambda self, cfg: chosen.append(cfg.trainer.logger) or 1 / 0
+    )
     for trackers in (["console"], ["console", "jsonl"]):
         with pytest.raises(ZeroDivisionError):
             train(settings={"trainer.logger": trackers})
@@ -157,5 +203,7 @@ def test_a_history_is_a_data_frame_if_pandas_is_installed(monkeypatch: pytest.Mo
     result = TrainResult({}, history, Path("runs/a"), Path("runs/a/model"), None, {})
     assert list(result.to_pandas()["reward/mean"]) == [0.5, 0.75]
     monkeypatch.setitem(__import__("sys").modules, "pandas", None)
-    with pytest.raises(UserError, match="pandas is not installed; add it with: uv pip install pandas"):
+    with pytest.raises(
+        UserError, match="pandas is not installed; add it with: uv pip install pandas"
+    ):
         result.to_pandas()

@@ -9,7 +9,9 @@ import pytest
 
 from skyasync.heap import use_fixed_segments
 
-pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="C's library is not GNU's")
+pytestmark = pytest.mark.skipif(
+    not hasattr(ctypes.CDLL(None), "mallopt"), reason="C's library is not GNU's"
+)
 
 PAGES = 8192
 SCRIPT = f"""
@@ -35,7 +37,9 @@ print(given_back, again, before - held())
 
 
 def test_what_is_freed_is_allocated_again_without_new_pages() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True
+    )
     given_back, again, returned = map(int, done.stdout.split())
     assert again < 100 < PAGES // 2 < min(given_back, returned)
 

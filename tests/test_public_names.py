@@ -11,7 +11,11 @@ import skyasync
 def imported(code):
     """The heavy packages that this code imports."""
     heavy = "[m for m in ('torch', 'ray', 'transformers', 'vllm', 'datasets', 'matplotlib') if m in sys.modules]"
-    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\nprint({heavy})"],
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -22,7 +26,17 @@ def test_every_public_name_resolves_without_loading_torch_ray_or_transformers():
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "registry", "errors", "trainer.plans", "envs", "inference", "algorithms", "cli.train"]
+    "module",
+    [
+        "config",
+        "registry",
+        "errors",
+        "trainer.plans",
+        "envs",
+        "inference",
+        "algorithms",
+        "cli.train",
+    ],
 )
 def test_what_a_wrong_setting_passes_through_is_light(module):
     assert imported(f"import skyasync.{module}") == "[]"

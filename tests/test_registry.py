@@ -44,12 +44,17 @@ def test_an_unknown_name_is_refused_with_the_nearest_and_all_names():
     parts.update(one_step_off=1, sync=2)
     with pytest.raises(UserError) as refused:
         parts["one_step_of"]
-    assert str(refused.value) == "unknown plan 'one_step_of': did you mean 'one_step_off'? allowed: one_step_off, sync"
+    assert (
+        str(refused.value)
+        == "unknown plan 'one_step_of': did you mean 'one_step_off'? allowed: one_step_off, sync"
+    )
 
 
 def test_a_capability_that_the_registry_does_not_know_is_refused():
     parts = Registry("part", capabilities={"group_relative": False})
-    with pytest.raises(UserError, match="part 'mine': unknown capability 'group': did you mean 'group_relative'"):
+    with pytest.raises(
+        UserError, match="part 'mine': unknown capability 'group': did you mean 'group_relative'"
+    ):
         parts.register("mine", group=True)
 
 
@@ -76,7 +81,9 @@ def test_every_built_in_name_of_every_registry_exists(reference):
 
 
 def test_every_role_has_a_worker():
-    assert all(callable(role.worker_class()) for role in resolve_reference(ROLES, kind="registry").values())
+    assert all(
+        callable(role.worker_class()) for role in resolve_reference(ROLES, kind="registry").values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,7 +129,9 @@ def test_a_module_registers_the_names_that_are_said_of_it(reference):
 
 def test_threads_that_want_a_file_at_once_all_get_the_module_that_it_makes_once(tmp_path):
     file = tmp_path / "slow.py"
-    file.write_text("import time\ntime.sleep(0.2)\nruns = [0]\nruns[0] += 1\n\ndef reward(response): ...\n")
+    file.write_text(
+        "import time\ntime.sleep(0.2)\nruns = [0]\nruns[0] += 1\n\ndef reward(response): ...\n"
+    )
     start = threading.Barrier(16)
 
     def find():

@@ -33,10 +33,19 @@ def losses() -> Iterator[Registry]:
 
 def test_every_registry_that_a_run_reads_is_listed() -> None:
     names = [m.name for m in pkgutil.walk_packages(skyasync.__path__, "skyasync.")]
-    modules = [import_module(name) for name in names if "vllm" not in name and "__main__" not in name]
+    modules = [
+        import_module(name) for name in names if "vllm" not in name and "__main__" not in name
+    ]
     listed = [resolve_reference(reference, kind="registry") for reference in REGISTRIES]
-    held = {id(held): held for module in modules for held in vars(module).values() if type(held) is Registry}
-    unlisted = [registry.kind for registry in held.values() if not any(registry is r for r in listed)]
+    held = {
+        id(held): held
+        for module in modules
+        for held in vars(module).values()
+        if type(held) is Registry
+    }
+    unlisted = [
+        registry.kind for registry in held.values() if not any(registry is r for r in listed)
+    ]
     assert unlisted == ["preset"]  # read by the program only
 
 
@@ -45,7 +54,9 @@ def test_what_the_library_brought_is_not_the_users(reference: str) -> None:
     found = resolve_reference(reference, kind="registry")
     for name in found.names():
         found[name]
-    assert [name for name in found.user_parts() if found[name].__module__.startswith("skyasync")] == []
+    assert [
+        name for name in found.user_parts() if found[name].__module__.startswith("skyasync")
+    ] == []
 
 
 def test_new_and_replaced_parts_are_the_users(losses: Registry) -> None:
@@ -70,5 +81,7 @@ def test_added_parts_are_found_by_name(losses: Registry) -> None:
 
 def test_listing_the_users_parts_imports_no_torch() -> None:
     program = "import sys; from skyasync.registry import user_parts; user_parts(); print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "False"

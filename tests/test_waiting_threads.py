@@ -9,7 +9,11 @@ def started(code: str, **env: str) -> str:
     environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
     code = f"import os, sys; import skyasync; {code}; print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
     return subprocess.run(
-        [sys.executable, "-c", code], env=environment | env, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code],
+        env=environment | env,
+        capture_output=True,
+        text=True,
+        check=True,
     ).stdout.strip()
 
 

@@ -1,1 +1,2 @@
-"""Agents as programs: a calculator agent that learns to use its tool, through the OpenAI-compatible endpoint."""
+"""Agents as programs: a calculator agent that learns to use its tool, through the OpenAI-compatible
+endpoint."""

@@ -1,4 +1,5 @@
-"""An agent with OpenAI's own client: it calls the model, runs the calculator if it is called, and checks the answer.
+"""An agent with OpenAI's own client: it calls the model, runs the calculator if it is called, and
+checks the answer.
 
     uv run --extra openai -m skyasync --config examples/agents/config.yaml
 
@@ -20,7 +21,8 @@ MOST_TURNS = 3
 
 @cache
 def connections() -> DefaultAsyncHttpxClient:
-    """Shared by all episodes of a process: making a client for each takes longer than an episode."""
+    """Shared by all episodes of a process: making a client for each takes longer than an
+    episode."""
     return DefaultAsyncHttpxClient()
 
 
@@ -29,7 +31,9 @@ async def run_agent(data: dict[str, Any], base_url: str, api_key: str) -> dict[s
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     messages = list(data["prompt"])
     for turn in range(MOST_TURNS):
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[CALCULATOR])
+        reply = await client.chat.completions.create(
+            model="policy", messages=messages, tools=[CALCULATOR]
+        )
         message = reply.choices[0].message
         if not message.tool_calls:
             score = float((message.content or "").strip() == data["answer"])

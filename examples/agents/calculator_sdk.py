@@ -1,4 +1,5 @@
-"""The same agent in a framework, OpenAI's Agents SDK: only the client that it is given tells it where the model is.
+"""The same agent in a framework, OpenAI's Agents SDK: only the client that it is given tells it
+where the model is.
 
 uv run --extra openai-agents -m skyasync --config examples/agents/config.yaml \
     generator.agent_program=examples.agents.calculator_sdk:run_agent
@@ -38,7 +39,9 @@ async def run_agent(data: dict[str, Any], base_url: str, api_key: str) -> float:
     model = OpenAIChatCompletionsModel(model="policy", openai_client=client)
     agent = Agent(name="calculator", tools=[calculator], model=model)
     try:
-        result = await Runner.run(agent, data["prompt"], max_turns=MOST_TURNS, run_config=RunConfig())
+        result = await Runner.run(
+            agent, data["prompt"], max_turns=MOST_TURNS, run_config=RunConfig()
+        )
     except (MaxTurnsExceeded, ModelBehaviorError):  # too many calls, or a call of an unknown tool
         return 0.0
     return float(str(result.final_output).strip() == data["answer"])

@@ -12,7 +12,8 @@ from skyasync.envs import BaseTextEnv, tool
 
 
 class CalculatorEnv(BaseTextEnv):
-    """The model may call the calculator; a reply without a call is its answer, and ends the episode."""
+    """The model may call the calculator; a reply without a call is its answer, and ends the
+    episode."""
 
     @tool
     def calculator(self, expression: str) -> str:

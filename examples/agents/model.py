@@ -1,11 +1,13 @@
-"""A tiny chat model that knows the form of a tool call, but rarely makes one: it would rather guess.
+"""A tiny chat model that knows the form of a tool call, but rarely makes one: it would rather
+guess.
 
 Invariant: that of ``skyasync.examples.tiny_models``, which makes it.
 
     python -m examples.agents.model --out DIR
 
-The supervised warm start shows two ways to answer: a guess, which is nearly always wrong, and a call of the calculator
-followed by its result. Reinforcement learning has to find out which one pays.
+The supervised warm start shows two ways to answer: a guess, which is nearly always wrong, and a
+call of the calculator followed by its result. Reinforcement learning has to find out which one
+pays.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 #: Not special tokens: decoding must keep the text of a call.
-CALL_TAGS = [AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")]
+CALL_TAGS = [
+    AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")
+]
 
 
 @dataclass(frozen=True)
@@ -57,10 +61,15 @@ class Recipe(WarmStartRecipe):
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
         corpus = (
-            "\n".join(f"{m['role']}\n{m['content']}{json.dumps(m.get('tool_calls', ''))}" for m in messages)
+            "\n".join(
+                f"{m['role']}\n{m['content']}{json.dumps(m.get('tool_calls', ''))}"
+                for m in messages
+            )
             for messages in islice(self.conversations(), self.corpus_size)
         )
-        return byte_level_bpe(corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, added=CALL_TAGS)
+        return byte_level_bpe(
+            corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, added=CALL_TAGS
+        )
 
     def rows(self) -> Iterator[Row]:
         return ({"messages": messages, "tools": [CALCULATOR]} for messages in self.conversations())
@@ -91,7 +100,9 @@ def guessed(a: int, b: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.agents.model", description="Make the agents' model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.agents.model", description="Make the agents' model."
+    )
     parser.add_argument("--out", help="folder to make it in; without it, its place in the cache")
     print(build(out=parser.parse_args().out))
 

@@ -1,7 +1,7 @@
 """Products of two-digit numbers, which a tiny model cannot compute by itself but with a calculator.
 
-They have four digits, so that the number to copy from the calculator is always at the same distance: the model has two
-layers and a short warm start.
+They have four digits, so that the number to copy from the calculator is always at the same
+distance: the model has two layers and a short warm start.
 
 Invariant: training and held-out products are disjoint: a checksum of the question decides its side.
 """
@@ -34,15 +34,21 @@ _PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
 
 def calculate(expression: Any) -> str:
     """The tool's answer."""
-    found = _PRODUCT.fullmatch(expression) if isinstance(expression, str) else None
-    return str(int(found[1]) * int(found[2])) if found else "error"
+    if isinstance(expression, str):
+        found = _PRODUCT.fullmatch(expression)
+    else:
+        found = None
+    if found:
+        return str(int(found[1]) * int(found[2]))
+    return "error"
 
 
 def questions(split: Split, seed: int) -> Iterator[tuple[int, int]]:
     """Endless pairs of factors of one side; the same seed gives the same ones."""
     rng = random.Random(seed)
     while True:
-        a, b = rng.randint(10, 99), rng.randint(10, 99)
+        a = rng.randint(10, 99)
+        b = rng.randint(10, 99)
         held_out = zlib.crc32(text(a, b).encode()) % HELD_OUT_ONE_IN == 0
         if a * b >= 1000 and held_out == (split == "held_out"):
             yield a, b
@@ -59,7 +65,10 @@ def prompts(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
         found.setdefault(text(a, b), str(a * b))
         if len(found) == count:
             break
-    return [{"prompt": [{"role": "user", "content": question}], "answer": found[question]} for question in found]
+    return [
+        {"prompt": [{"role": "user", "content": question}], "answer": found[question]}
+        for question in found
+    ]
 
 
 def train_prompts() -> list[dict[str, Any]]:

@@ -8,8 +8,8 @@ python -m skyasync trainer.plan=examples.custom_plan.main_double:TwoStepsPerSync
 | generation loop | room for two batches in a queue | training loop, which takes one per step                |
 | training loop   | a batch in the queue            | generation loop, which never waits while it is empty   |
 
-A weight update pauses the engines for a moment. Two generated batches are in the queue and one is being generated, and
-weights change every other step: the staleness of a sample is at most 4.
+A weight update pauses the engines for a moment. Two generated batches are in the queue and one is
+being generated, and weights change every other step: the staleness of a sample is at most 4.
 """
 
 import asyncio

@@ -1,7 +1,8 @@
-"""Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher that knows the way.
+"""Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher that
+knows the way.
 
-Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as one that is trained
-on: a checksum of the map decides its side.
+Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as
+one that is trained on: a checksum of the map decides its side.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def most_steps(size: int = SIZE) -> int:
 
 
 def split_of(seed: int, size: int = SIZE) -> Split:
-    return "held_out" if zlib.crc32("".join(lake(seed, size)).encode()) % HELD_OUT_ONE_IN == 0 else "train"
+    if zlib.crc32("".join(lake(seed, size)).encode()) % HELD_OUT_ONE_IN == 0:
+        return "held_out"
+    return "train"
 
 
 def seeds(split: Split, start: int = 0, size: int = SIZE) -> Iterator[int]:
@@ -74,7 +77,8 @@ def moved(at: Place, action: str, size: int = SIZE) -> Place:
 
 def best_actions(board: tuple[str, ...], at: Place) -> list[str]:
     """The first moves of all shortest ways to the goal."""
-    distances, size = _distances(board), len(board)
+    distances = _distances(board)
+    size = len(board)
     near = {action: distances.get(moved(at, action, size), size**2 + 1) for action in MOVES}
     return [action for action in MOVES if near[action] == min(near.values())]
 
@@ -84,7 +88,8 @@ def _distances(board: tuple[str, ...]) -> dict[Place, int]:
     """Steps to the goal from every field that has a way to it."""
     size = len(board)
     goal = (size - 1, size - 1)
-    found, queue = {goal: 0}, deque([goal])
+    found = {goal: 0}
+    queue = deque([goal])
     while queue:
         at = queue.popleft()
         for action in MOVES:
@@ -96,15 +101,25 @@ def _distances(board: tuple[str, ...]) -> dict[Place, int]:
 
 
 def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> list[dict[str, str]]:
-    """A game played by its teacher: a best move with probability ``careful``, otherwise any; it may fall into a hole.
+    """A game played by its teacher: a best move with probability ``careful``, otherwise any; it may
+    fall into a hole.
 
-    Every answer is a move of a good or a careless player, so a model that learns from it plays like one.
+    Every answer is a move of a good or a careless player, so a model that learns from it plays like
+    one.
     """
-    board, at, messages = lake(seed, size), (0, 0), []
+    board = lake(seed, size)
+    at = (0, 0)
+    messages = []
     for _ in range(most_steps(size)):
-        choices = best_actions(board, at) if rng.random() < careful else list(MOVES)
+        if rng.random() < careful:
+            choices = best_actions(board, at)
+        else:
+            choices = list(MOVES)
         action = rng.choice(choices)
-        messages += [{"role": "user", "content": near_view(board, at)}, {"role": "assistant", "content": action}]
+        messages += [
+            {"role": "user", "content": near_view(board, at)},
+            {"role": "assistant", "content": action},
+        ]
         at = moved(at, action, size)
         if board[at[0]][at[1]] in "HG":
             break

@@ -1,4 +1,5 @@
-"""A chat model that plays FrozenLake like a careless beginner, made on this machine in a minute or two.
+"""A chat model that plays FrozenLake like a careless beginner, made on this machine in a minute or
+two.
 
 Invariant: that of ``skyasync.examples.tiny_models``, which makes it. Every line that the game or
 the player says is one token.
@@ -17,7 +18,13 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.frozen_lake.lakes import MOVES, SIZE, lesson, seeds
 from skyasync.envs.adapters.gymnasium import FIELDS
-from skyasync.examples.tiny_models import CHATML, SPECIAL_TOKENS, Row, WarmStartRecipe, chat_tokenizer
+from skyasync.examples.tiny_models import (
+    CHATML,
+    SPECIAL_TOKENS,
+    Row,
+    WarmStartRecipe,
+    chat_tokenizer,
+)
 
 POSITIONS = [f"row {row} column {column}" for row in range(SIZE) for column in range(SIZE)]
 SIDES = [f"{move} {field}" for move in MOVES for field in ("edge", *FIELDS.values())]
@@ -41,15 +48,21 @@ class Recipe(WarmStartRecipe):
     careful: float = 0.7  # how often the teacher makes a best move on purpose
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>"))
+        tokenizer = Tokenizer(
+            models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
+        )
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\w ]+|\n"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         start_of_message = SPECIAL_TOKENS[1]
-        return chat_tokenizer(tokenizer, CHATML, unk_token="<unk>", additional_special_tokens=[start_of_message])
+        return chat_tokenizer(
+            tokenizer, CHATML, unk_token="<unk>", additional_special_tokens=[start_of_message]
+        )
 
     def rows(self) -> Iterator[Row]:
         rng = random.Random(self.seed)
-        games = (lesson(seed, rng, self.careful, self.size) for seed in seeds("train", size=self.size))
+        games = (
+            lesson(seed, rng, self.careful, self.size) for seed in seeds("train", size=self.size)
+        )
         return ({"messages": game} for game in games)
 
 

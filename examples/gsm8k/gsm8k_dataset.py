@@ -1,7 +1,7 @@
 """GSM8K as ``train.parquet`` and ``validation.parquet``, in SkyRL's row form.
 
-Invariant: one row per question, in the source's order; a question whose solution has no final number after ``####``
-is an error, never left out.
+Invariant: one row per question, in the source's order; a question whose solution has no final
+number after ``####`` is an error, never left out.
 
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k                  # from the hub
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k --source DIR     # DIR/train.jsonl, DIR/test.jsonl
@@ -29,7 +29,8 @@ def prepare(output_dir: Path, source: Path | None = None) -> dict[str, Path]:
     """Write the parquet files; returns our split's name -> its file.
 
     Args:
-        source: folder with ``train.jsonl`` and ``test.jsonl`` (columns question, answer); None asks the hub.
+        source: folder with ``train.jsonl`` and ``test.jsonl`` (columns question, answer); None asks
+            the hub.
 
     Raises:
         UserError: if a file is missing in ``source``, or a solution has no final number.
@@ -45,16 +46,24 @@ def prepare(output_dir: Path, source: Path | None = None) -> dict[str, Path]:
 
 
 def to_row(question: dict[str, str], split: str, index: int) -> dict[str, Any]:
-    """One question as the conversation to answer, the environment that rewards it, and the answer that it needs."""
+    """One question as the conversation to answer, the environment that rewards it, and the answer
+    that it needs."""
     truth = final_number(question["answer"])
     if truth is None:
-        raise UserError(f"{split} row {index}: no number after '####' in the solution {question['answer']!r}")
+        raise UserError(
+            f"{split} row {index}: no number after '####' in the solution {question['answer']!r}"
+        )
     return {
         "data_source": HUB_NAME,
         "prompt": [{"role": "user", "content": f"{question['question']} {INSTRUCTION}"}],
         "env_class": "gsm8k",
         "reward_spec": {"method": "rule", "ground_truth": truth},
-        "extra_info": {"split": split, "index": index, "question": question["question"], "answer": question["answer"]},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "question": question["question"],
+            "answer": question["answer"],
+        },
     }
 
 
@@ -63,14 +72,22 @@ def _load(split: str, source: Path | None) -> Dataset:
         return load_dataset(HUB_NAME, "main", split=split)
     file = source / f"{split}.jsonl"
     if not file.is_file():
-        raise UserError(f"{file}: no such file; --source needs a folder with train.jsonl and test.jsonl")
+        raise UserError(
+            f"{file}: no such file; --source needs a folder with train.jsonl and test.jsonl"
+        )
     return load_dataset("json", data_files=str(file), split="train")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Write GSM8K as train.parquet and validation.parquet.")
-    parser.add_argument("--output_dir", type=Path, required=True, help="folder for the parquet files")
-    parser.add_argument("--source", type=Path, help="folder with train.jsonl and test.jsonl; without it, the hub")
+    parser = argparse.ArgumentParser(
+        description="Write GSM8K as train.parquet and validation.parquet."
+    )
+    parser.add_argument(
+        "--output_dir", type=Path, required=True, help="folder for the parquet files"
+    )
+    parser.add_argument(
+        "--source", type=Path, help="folder with train.jsonl and test.jsonl; without it, the hub"
+    )
     args = parser.parse_args()
     try:
         for file in prepare(args.output_dir.expanduser(), args.source).values():

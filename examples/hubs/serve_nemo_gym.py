@@ -1,7 +1,8 @@
-"""Serve one resources server of an installed nemo-gym, unchanged: ``python serve_nemo_gym.py blackjack 8000``.
+"""Serve one resources server of an installed nemo-gym, unchanged:
+``python serve_nemo_gym.py blackjack 8000``.
 
-Runs in the Python environment of nemo-gym, which this library does not share. Its own ``ng_run`` starts agents and
-models too, which the trainer replaces.
+Runs in the Python environment of nemo-gym, which this library does not share. Its own ``ng_run``
+starts agents and models too, which the trainer replaces.
 """
 
 import importlib
@@ -18,7 +19,11 @@ from nemo_gym.server_utils import ServerClient
 
 def main(name: str, port: int) -> None:
     module = importlib.import_module(f"resources_servers.{name}.app")
-    classes = [one for _, one in inspect.getmembers(module, inspect.isclass) if one.__module__ == module.__name__]
+    classes = [
+        one
+        for _, one in inspect.getmembers(module, inspect.isclass)
+        if one.__module__ == module.__name__
+    ]
     server_class = next(one for one in classes if issubclass(one, BaseResourcesServer))
     files = sorted((Path(module.__file__).parent / "configs").glob("*.yaml"))
     entries = [entry for file in files for entry in yaml.safe_load(file.read_text()).values()]

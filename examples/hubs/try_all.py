@@ -1,8 +1,11 @@
-"""Train the tiny model for a few steps in environments of other programs, all in one run; prints the rewards of each.
+"""Train the tiny model for a few steps in environments of other programs, all in one run; prints
+the rewards of each.
 
-    python -m examples.hubs.try_all --openenv VENV --envs OPENENV_REPOSITORY/envs --nemo-gym VENV [NAME ...]
+    python -m examples.hubs.try_all --openenv VENV --envs OPENENV_REPOSITORY/envs --nemo-gym VENV
+    [NAME ...]
 
-See README.md for how to make the two Python environments. This program starts and ends every server.
+See README.md for how to make the two Python environments. This program starts and ends every
+server.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ START_S = 300
 
 
 class Trial(NamedTuple):
-    """An environment: its hub, and the columns of its row; without any, the first row of the server's own data."""
+    """An environment: its hub, and the columns of its row; without any, the first row of the
+    server's own data."""
 
     hub: str
     row: dict[str, Any] = {}  # noqa: RUF012  (of a tuple, never changed)
@@ -41,7 +45,12 @@ TRIALS = {
     "maze_env": Trial("openenv", {"seed": 1, "execution_errors": "show", "prompt": "Play."}),
     "reasoning_gym_env": Trial("openenv", {"seed": 1, "reset": SORTING, "prompt": "Play."}),
     "wildfire_env": Trial(
-        "openenv", {"show": ["burning_count", "remaining_water"], "action_with": {"x": 1, "y": 1}, "prompt": "Play."}
+        "openenv",
+        {
+            "show": ["burning_count", "remaining_water"],
+            "action_with": {"x": 1, "y": 1},
+            "prompt": "Play.",
+        },
     ),
     "string_match": Trial("nemo_gym"),
     "mcqa": Trial("nemo_gym"),
@@ -52,7 +61,9 @@ TRIALS = {
     "example_multi_turn_gymnasium": Trial("nemo_gym"),
     "GuessTheNumber-v0": Trial("textarena", {"prompt": "", "textarena_id": "GuessTheNumber-v0"}),
     "FrozenLake-v1": Trial("gymnasium", {"prompt": "", "gym_id": "FrozenLake-v1"}),
-    "game:GuessTheNumber-v0-easy": Trial("gem", {"prompt": "", "gem_env": "game:GuessTheNumber-v0-easy"}),
+    "game:GuessTheNumber-v0-easy": Trial(
+        "gem", {"prompt": "", "gem_env": "game:GuessTheNumber-v0-easy"}
+    ),
     "rg:chain_sum": Trial("gem", {"prompt": "", "gem_env": "rg:chain_sum"}),
 }
 SERVED = ("openenv", "nemo_gym")
@@ -63,16 +74,29 @@ class Servers(ExitStack):
 
     def __init__(self, given: argparse.Namespace, folder: Path) -> None:
         super().__init__()
-        self._given, self._folder, self._count = given, folder, 0
+        self._given = given
+        self._folder = folder
+        self._count = 0
 
     def serve(self, name: str) -> tuple[str, subprocess.Popen[bytes]]:
         """The address that will answer, and the server."""
-        port, self._count = PORT + self._count, self._count + 1
+        port = PORT + self._count
+        self._count = self._count + 1
         where: dict[str, Any] = {}
         if TRIALS[name].hub == "nemo_gym":
-            command = [f"{self._given.nemo_gym}/bin/python", str(HERE / "serve_nemo_gym.py"), name, str(port)]
+            command = [
+                f"{self._given.nemo_gym}/bin/python",
+                str(HERE / "serve_nemo_gym.py"),
+                name,
+                str(port),
+            ]
         else:
-            command = [f"{self._given.openenv}/bin/python", "-m", "uvicorn", f"{name}.server.app:app"]
+            command = [
+                f"{self._given.openenv}/bin/python",
+                "-m",
+                "uvicorn",
+                f"{name}.server.app:app",
+            ]
             command += ["--port", str(port)]
             environ = {**os.environ, "PYTHONPATH": str(self._given.envs)}
             where = {"cwd": self._given.envs / name, "env": environ}
@@ -85,7 +109,11 @@ class Servers(ExitStack):
 
 def own_data(name: str, given: argparse.Namespace) -> Path:
     """The rows that NeMo Gym's wheel has for a server."""
-    return next(given.nemo_gym.glob(f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"))
+    return next(
+        given.nemo_gym.glob(
+            f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"
+        )
+    )
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
@@ -101,7 +129,9 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
     raise RuntimeError(f"the server did not start: {server.args!r}")
 
 
-def train(config: str, run: Path, given: argparse.Namespace, *settings: str) -> list[dict[str, float]]:
+def train(
+    config: str, run: Path, given: argparse.Namespace, *settings: str
+) -> list[dict[str, float]]:
     """The metrics of each step."""
     command = [
         sys.executable, "-m", "skyasync", "--config", str(HERE / config),
@@ -123,7 +153,10 @@ def try_environments(names: Sequence[str], given: argparse.Namespace, folder: Pa
         for name in names:
             trial = TRIALS[name]
             row = trial.row or json.loads(own_data(name, given).read_text().splitlines()[0])
-            env_class = f"{trial.hub}:{servers[name][0]}" if name in servers else trial.hub
+            if name in servers:
+                env_class = f"{trial.hub}:{servers[name][0]}"
+            else:
+                env_class = trial.hub
             sources.append(folder / f"{name.replace(':', '_')}.jsonl")
             sources[-1].write_text(json.dumps({**row, "env_class": env_class, "domain": name}))
         for url, server in servers.values():
@@ -137,12 +170,20 @@ def try_environments(names: Sequence[str], given: argparse.Namespace, folder: Pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", default=[], metavar="NAME", help="environments; without any, all of them")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        default=[],
+        metavar="NAME",
+        help="environments; without any, all of them",
+    )
     parser.add_argument("--openenv", type=Path, help="the virtual environment that has openenv")
     parser.add_argument("--envs", type=Path, help="the folder envs of OpenEnv's repository")
     parser.add_argument("--nemo-gym", type=Path, help="the virtual environment that has nemo-gym")
     parser.add_argument("--folder", type=Path, help="where logs go; without it, a temporary folder")
-    parser.add_argument("--set", dest="settings", action="append", default=[], help="key=value, for the run")
+    parser.add_argument(
+        "--set", dest="settings", action="append", default=[], help="key=value, for the run"
+    )
     given = parser.parse_args()
     folder = given.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)

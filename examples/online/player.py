@@ -1,9 +1,11 @@
-"""A separate program that trains the model it talks to: it opens a session, asks, and sends a reward for the answer.
+"""A separate program that trains the model it talks to: it opens a session, asks, and sends a
+reward for the answer.
 
     uv run -m skyasync --config examples/online/config.yaml trainer.run_name=online   # in one terminal
     python -m examples.online.player runs/online                                      # in another
 
-It needs neither this library nor another one: sessions are three requests over HTTP. It ends when the run does.
+It needs neither this library nor another one: sessions are three requests over HTTP. It ends when
+the run does.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ AT_ONCE = 64  # sessions that are played at the same time
 
 
 def post(url: str, key: str, **body: Any) -> dict[str, Any]:
-    request = urllib.request.Request(url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"})
+    request = urllib.request.Request(
+        url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"}
+    )
     with urllib.request.urlopen(request, timeout=700) as answer:
         found: dict[str, Any] = json.load(answer)
         return found
@@ -30,7 +34,8 @@ def post(url: str, key: str, **body: Any) -> dict[str, Any]:
 def play(base_url: str, sessions_key: str) -> None:
     """One session: a row of the run's data, one answer, one reward."""
     session = post(f"{base_url}/sessions", sessions_key, wait_s=600)
-    key, row = session["api_key"], session["data"]
+    key = session["api_key"]
+    row = session["data"]
     answer = post(f"{base_url}/chat/completions", key, messages=row["prompt"])
     said = answer["choices"][0]["message"]["content"]
     post(f"{base_url}/sessions/end", key, reward=float(said.strip() == row["answer"]))
@@ -42,7 +47,10 @@ def play_on(base_url: str, sessions_key: str) -> None:
         try:
             play(base_url, sessions_key)
         except urllib.error.HTTPError as error:
-            if error.code not in (401, 503):  # the session timed out; the trainer needs none at present
+            if error.code not in (
+                401,
+                503,
+            ):  # the session timed out; the trainer needs none at present
                 raise RuntimeError(error.read().decode()) from error
         except OSError:
             return

@@ -1,4 +1,5 @@
-"""Sorting with a second try, as an OpenRLHF agent: this file runs there and here (``generator.agent_func_path``)."""
+"""Sorting with a second try, as an OpenRLHF agent: this file runs there and here
+(``generator.agent_func_path``)."""
 
 from typing import Any
 

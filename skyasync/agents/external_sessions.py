@@ -9,13 +9,14 @@
 | POST /v1/sessions/score | the session's | ``reward``, and ``id`` if it is that of one answer            |
 | POST /v1/sessions/end   | the session's | ``reward`` or ``rewards`` by answer, ``metrics``; ``error``   |
 
-Other systems' names for the same (``/rl/start_session``, ``/rl/set_reward``, ``/rl/end_session``) work too.
+Other systems' names for the same (``/rl/start_session``, ``/rl/set_reward``, ``/rl/end_session``)
+work too.
 
-Invariant: a session is given out only for a trajectory that the plan has requested, so that what arrives is trained
-under its admission and its staleness; a trajectory is played by one session. One that is not ended within
-``generator.episode_timeout_s`` fails, as an agent program would; so do the free slots of a task if no session is opened
-for them in that time. The run's key opens sessions and reads none; a session's key reads its own. A wrong request
-changes nothing: the session goes on.
+Invariant: a session is given out only for a trajectory that the plan has requested, so that what
+arrives is trained under its admission and its staleness; a trajectory is played by one session. One
+that is not ended within ``generator.episode_timeout_s`` fails, as an agent program would; so do the
+free slots of a task if no session is opened for them in that time. The run's key opens sessions and
+reads none; a session's key reads its own. A wrong request changes nothing: the session goes on.
 
 | who waits           | for what             | woken by                                                            |
 |---------------------|----------------------|---------------------------------------------------------------------|
@@ -45,7 +46,9 @@ from skyasync.agents.server import Endpoint, key_of, same_key
 from skyasync.config.keys import Key
 from skyasync.errors import UserError
 
-KEY_VARIABLE = "SKYASYNC_SESSIONS_KEY"  # the key that opens sessions, if it is to be the same in every run
+KEY_VARIABLE = (
+    "SKYASYNC_SESSIONS_KEY"  # the key that opens sessions, if it is to be the same in every run
+)
 FILE = "endpoint.json"  # in the run's folder: the endpoint's address, and this key
 WAIT_S = 30.0  # of a request for a session, by default
 _WAIT = Key("", float, low=0.0, high=600.0)
@@ -60,9 +63,15 @@ class SessionSlot:
     api_key: str
     is_eval: bool
     timeout_s: float
-    taken: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    score: asyncio.Future[AgentScore] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    rewards: dict[str, float] = field(default_factory=dict)  # by answer; "" is that of the whole session
+    taken: asyncio.Future[None] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    score: asyncio.Future[AgentScore] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+    rewards: dict[str, float] = field(
+        default_factory=dict
+    )  # by answer; "" is that of the whole session
 
     @property
     def group(self) -> str:
@@ -94,13 +103,20 @@ class SessionBroker:
         self._closed = False
 
     async def play(
-        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
+        self,
+        episode: str,
+        data: dict[str, Any],
+        base_url: str,
+        api_key: str,
+        *,
+        is_eval: bool,
+        timeout_s: float,
     ) -> AgentScore:
         """The score of the session that takes this slot.
 
         Raises:
-            AgentError: if the session fails or is not ended in time; or if the other slots of its task were played, and
-                no session was opened for this one.
+            AgentError: if the session fails or is not ended in time; or if the other slots of its
+                task were played, and no session was opened for this one.
         """
         row = json.loads(json.dumps(data, default=str))  # dates, for example, which JSON lacks
         slot = SessionSlot(episode, row, api_key, is_eval, timeout_s)
@@ -128,7 +144,8 @@ class SessionBroker:
                 self._tasks.pop(slot.group, None)
 
     async def close(self) -> None:
-        """End the run: requests for a session are answered that there is none, and the keys of sessions are invalid."""
+        """End the run: requests for a session are answered that there is none, and the keys of
+        sessions are invalid."""
         self._closed = True
         async with self._offered:
             self._offered.notify_all()
@@ -151,12 +168,17 @@ class SessionBroker:
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 json.dump({"base_url": base_url, "sessions_key": self.key}, file)
-        print(f"sessions are opened at {base_url}/sessions, by the key in {self._file or KEY_VARIABLE}", flush=True)
+        print(
+            f"sessions are opened at {base_url}/sessions, by the key in {self._file or KEY_VARIABLE}",
+            flush=True,
+        )
 
     def _next(self, task: str) -> SessionSlot | None:
         """The first free slot of the task's group; else the first of a group without a task."""
         if not task:
-            return next((slot for slot in self._free.values() if not self._tasks.get(slot.group)), None)
+            return next(
+                (slot for slot in self._free.values() if not self._tasks.get(slot.group)), None
+            )
         own = (slot for slot in self._free.values() if self._tasks.get(slot.group) == task)
         new = (slot for slot in self._free.values() if slot.group not in self._tasks)
         return next(own, None) or next(new, None)
@@ -168,7 +190,9 @@ class SessionBroker:
         def expire() -> None:
             if not slot.taken.done():
                 problem = f"no session was opened for it within {slot.timeout_s:g} s of the first of task {task!r}"
-                slot.taken.set_exception(AgentError(f"{slot.episode}: {problem} (generator.episode_timeout_s)"))
+                slot.taken.set_exception(
+                    AgentError(f"{slot.episode}: {problem} (generator.episode_timeout_s)")
+                )
 
         if slot.timeout_s:
             asyncio.get_running_loop().call_later(slot.timeout_s, expire)
@@ -181,14 +205,18 @@ class SessionBroker:
             raise RequestError(problem, code="invalid_api_key", status=401)
         body = await _body(request, {"task", "task_id", "wait_s", "group_size", "api_key"})
         if body.get("group_size", 1) != 1 or body.get("api_key"):
-            raise RequestError("a session is opened alone, with a key of the endpoint's choice", "group_size")
+            raise RequestError(
+                "a session is opened alone, with a key of the endpoint's choice", "group_size"
+            )
         task = given(body, "task", str, "a name", "") or given(body, "task_id", str, "a name", "")
         wait_s = number(body, "wait_s", _WAIT)
         slot = None
         async with self._offered:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S if wait_s is None else wait_s):
-                    await self._offered.wait_for(lambda: self._closed or self._next(task) is not None)
+                    await self._offered.wait_for(
+                        lambda: self._closed or self._next(task) is not None
+                    )
                 slot = self._next(task)
             if slot is None:
                 problem = "the trainer asks for no trajectory at present: try again"
@@ -208,7 +236,11 @@ class SessionBroker:
     async def _score_session(self, request: web.Request) -> web.Response:
         with self._played(request) as (session, slot):
             body = await _body(request, {"reward", "id", "interaction_id", "completion_id"})
-            names = [body[name] for name in ("id", "interaction_id", "completion_id") if body.get(name) is not None]
+            names = [
+                body[name]
+                for name in ("id", "interaction_id", "completion_id")
+                if body.get(name) is not None
+            ]
             answer = str(names[0]) if names else ""
             _check_answers(session, [answer] if answer else [])
             slot.rewards[answer] = _checked({"reward": body.get("reward")}).reward
@@ -227,7 +259,9 @@ class SessionBroker:
                 score = _scored(body, slot)
                 _check_answers(session, score.rewards)
                 if not session.recorder.calls:
-                    raise RequestError("the session has made no call of the model: there is nothing to score")
+                    raise RequestError(
+                        "the session has made no call of the model: there is nothing to score"
+                    )
             session.over = True
             self._playing.pop(slot.api_key, None)
             if not slot.score.done():
@@ -253,9 +287,13 @@ def _scored(body: Body, slot: SessionSlot) -> AgentScore:
     rewards = {**{name: value for name, value in slot.rewards.items() if name}, **by_answer}
     reward = body.get("reward", slot.rewards.get(""))
     if reward is not None and rewards:
-        raise RequestError("the session has both a reward and rewards of its answers: give one of them", "reward")
+        raise RequestError(
+            "the session has both a reward and rewards of its answers: give one of them", "reward"
+        )
     if reward is None and not rewards:
-        raise RequestError("the session has no reward: give reward, or rewards by the answers' ids", "reward")
+        raise RequestError(
+            "the session has no reward: give reward, or rewards by the answers' ids", "reward"
+        )
     whole = _checked({"reward": 0.0 if reward is None else reward, "metrics": body.get("metrics")})
     checked = {str(name): _checked({"reward": value}).reward for name, value in rewards.items()}
     return AgentScore(whole.reward, whole.metrics, checked)
@@ -265,19 +303,27 @@ def _checked(result: object) -> AgentScore:
     try:
         return check_score(result)
     except ValueError as error:
-        raise RequestError(str(error).replace("the program returned", "the request has"), "reward") from error
+        raise RequestError(
+            str(error).replace("the program returned", "the request has"), "reward"
+        ) from error
 
 
 def _check_answers(session: Session, names: Iterable[str]) -> None:
     known = {call.id for call in session.recorder.calls}
     for name in names:
         if name not in known:
-            raise RequestError(f"{name} is the id of none of the session's {len(known)} answers", "id")
+            raise RequestError(
+                f"{name} is the id of none of the session's {len(known)} answers", "id"
+            )
 
 
 async def _body(request: web.Request, known: set[str]) -> Body:
     body = await read_json(request) if request.can_read_body else {}
     for name in body:
         if name not in known:
-            raise RequestError(f"unknown field {name}; known are {', '.join(sorted(known))}", name, "unknown_parameter")
+            raise RequestError(
+                f"unknown field {name}; known are {', '.join(sorted(known))}",
+                name,
+                "unknown_parameter",
+            )
     return body

@@ -1,8 +1,9 @@
 """Plays episodes of agent programs: a program calls the endpoint as it likes and returns a score.
 
-Invariant: every trajectory requested comes back, in the order requested, made of the calls that were recorded; the last
-of them gets the reward. An engine's failure and a wrong setting end the run. A program that fails ends its own episode,
-and with it the run, unless ``environment.on_error`` lets failed episodes be counted.
+Invariant: every trajectory requested comes back, in the order requested, made of the calls that
+were recorded; the last of them gets the reward. An engine's failure and a wrong setting end the
+run. A program that fails ends its own episode, and with it the run, unless ``environment.on_error``
+lets failed episodes be counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,12 @@ from skyasync.envs.images import read_messages, with_urls
 from skyasync.inference.client import InferenceClient
 from skyasync.models.images import images_of
 from skyasync.rollout.chat import ChatTokenizer
-from skyasync.rollout.episode_limits import MAX_ATTEMPTS, EpisodeLimits, failed_episode, nonfinite_episode
+from skyasync.rollout.episode_limits import (
+    MAX_ATTEMPTS,
+    EpisodeLimits,
+    failed_episode,
+    nonfinite_episode,
+)
 from skyasync.rollout.generator_api import TrajectoryGenerator
 from skyasync.rollout.group_sampling import GroupMonitor, play_episodes
 from skyasync.rollout.tokenizer import Tokenizer, template_text
@@ -43,7 +49,11 @@ from skyasync.utils.rpc import ProcessLostError, RetryPolicy
 
 
 def agent_generator(
-    cfg: Config, tokenizer: Tokenizer, client: InferenceClient, max_model_len: int, folder: Path | None
+    cfg: Config,
+    tokenizer: Tokenizer,
+    client: InferenceClient,
+    max_model_len: int,
+    folder: Path | None,
 ) -> AgentGenerator:
     """Programs in processes of the run, or, with ``agent_program=online``, external ones.
 
@@ -51,8 +61,12 @@ def agent_generator(
         max_model_len: tokens of a prompt and its response together.
         folder: the run's, where external programs find the endpoint's address and key.
     """
-    generator, patience = cfg.generator, RetryPolicy()
-    broker = SessionBroker(folder) if generator.agent_program == ONLINE else None
+    generator = cfg.generator
+    patience = RetryPolicy()
+    if generator.agent_program == ONLINE:
+        broker = SessionBroker(folder)
+    else:
+        broker = None
     endpoint = Endpoint(
         client,
         tokenizer,
@@ -67,24 +81,41 @@ def agent_generator(
     if broker is not None:
         runner = broker
     else:
-        program, host, patience = generator.agent_program, generator.endpoint_host, RetryPolicy.of(cfg.environment)
-        processes = ray_processes(program, agent_config(cfg, max_model_len), generator.agent_env, host, patience)
+        program = generator.agent_program
+        host = generator.endpoint_host
+        patience = RetryPolicy.of(cfg.environment)
+        processes = ray_processes(
+            program, agent_config(cfg, max_model_len), generator.agent_env, host, patience
+        )
         runner = AgentPool(processes, cfg.environment.num_workers)
     reads = reads_behaviour(cfg.trainer.algorithm)
-    return AgentGenerator(endpoint, runner, tokenizer, EpisodeLimits.of(cfg), patience, reads_behaviour=reads)
+    return AgentGenerator(
+        endpoint, runner, tokenizer, EpisodeLimits.of(cfg), patience, reads_behaviour=reads
+    )
 
 
 def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
-    """The ``config`` of agent programs: settings of the environments, and of the sampling for an agent file."""
+    """The ``config`` of agent programs: settings of the environments, and of the sampling for an
+    agent file."""
     config: dict[str, object] = dict(cfg.environment.env_config)
     if not cfg.generator.agent_func_path:
         return config
-    template = template_text(cfg.data.chat_template) if cfg.data.chat_template else ""
+    if cfg.data.chat_template:
+        template = template_text(cfg.data.chat_template)
+    else:
+        template = ""
     return config | {
-        "tokenizer": (cfg.trainer.policy.model.path, template, json.dumps(dict(cfg.data.chat_template_kwargs))),
+        "tokenizer": (
+            cfg.trainer.policy.model.path,
+            template,
+            json.dumps(dict(cfg.data.chat_template_kwargs)),
+        ),
         "chat_template": cfg.data.apply_chat_template,
         "max_length": max_length,
-        "sampling": {False: asdict(cfg.generator.sampling_params), True: asdict(evaluation(cfg.generator))},
+        "sampling": {
+            False: asdict(cfg.generator.sampling_params),
+            True: asdict(evaluation(cfg.generator)),
+        },
     }
 
 
@@ -109,7 +140,9 @@ class AgentGenerator(TrajectoryGenerator):
         *,
         reads_behaviour: str = "",
     ) -> None:
-        self._endpoint, self._runner, self._patience = endpoint, runner, patience
+        self._endpoint = endpoint
+        self._runner = runner
+        self._patience = patience
         self._reads_behaviour = reads_behaviour
         self._chat = ChatTokenizer(tokenizer)
         self._limits = limits
@@ -117,10 +150,13 @@ class AgentGenerator(TrajectoryGenerator):
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
         await self._endpoint.start()
-        requested, monitor = [request.id for request in requests], None
+        requested = [request.id for request in requests]
+        monitor = None
         if self._limits.metric and not any(request.is_eval for request in requests):
             monitor = GroupMonitor(requested, metric=self._limits.metric)
-        return await play_episodes(requested, {request.id: self._episode(request) for request in requests}, monitor)
+        return await play_episodes(
+            requested, {request.id: self._episode(request) for request in requests}, monitor
+        )
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""
@@ -128,32 +164,47 @@ class AgentGenerator(TrajectoryGenerator):
         await self._endpoint.close()
 
     async def _episode(self, request: RolloutRequest) -> Trajectory:
-        identity, messages = request.id, with_urls(request.prompt.messages)
+        identity = request.id
+        messages = with_urls(request.prompt.messages)
         data = {"messages": messages, **request.extras, "prompt": messages}
         reads = "" if request.is_eval else self._reads_behaviour
         async with self._in_flight:
-            attempt, retries = 1, 0
+            attempt = 1
+            retries = 0
             while True:
                 affinity = self._limits.session(identity)
-                async with self._endpoint.session(identity, request.sampling, affinity, reads) as session:
+                async with self._endpoint.session(
+                    identity, request.sampling, affinity, reads
+                ) as session:
                     try:
                         return await self._play(session, data, retries, is_eval=request.is_eval)
                     except PassingAgentError as error:
                         retries += 1
-                        if not await self._patience.wait(retries, f"the agent program of {identity}", error):
+                        if not await self._patience.wait(
+                            retries, f"the agent program of {identity}", error
+                        ):
                             return self._failed(session, error, data)
                     except AgentError as error:
                         return self._failed(session, error, data)
                     except ProcessLostError as error:
                         if attempt == MAX_ATTEMPTS:
-                            lost = AgentError(f"{identity}: its process was lost {MAX_ATTEMPTS} times ({error})")
+                            lost = AgentError(
+                                f"{identity}: its process was lost {MAX_ATTEMPTS} times ({error})"
+                            )
                             return self._failed(session, lost, data)
                         attempt += 1
 
-    async def _play(self, session: Session, data: dict[str, Any], retries: int, *, is_eval: bool) -> Trajectory:
-        """What the program's score makes of its calls; or the failure of an engine that it met, if that comes first."""
-        episode, url, key = str(session.identity), self._endpoint.base_url, session.api_key
-        play = self._runner.play(episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s)
+    async def _play(
+        self, session: Session, data: dict[str, Any], retries: int, *, is_eval: bool
+    ) -> Trajectory:
+        """What the program's score makes of its calls; or the failure of an engine that it met, if
+        that comes first."""
+        episode = str(session.identity)
+        url = self._endpoint.base_url
+        key = session.api_key
+        play = self._runner.play(
+            episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s
+        )
         playing = asyncio.ensure_future(play)
         waited: set[asyncio.Future[Any]] = {playing, session.failure}
         try:
@@ -168,18 +219,23 @@ class AgentGenerator(TrajectoryGenerator):
         known = {call.id for call in session.recorder.calls}
         if not known - score.left_out:
             raise AgentError(f"{episode}: the program returned a score without a call of the model")
-        if foreign := sorted(score.rewards.keys() - known):
+        foreign = sorted(score.rewards.keys() - known)
+        if foreign:
             raise AgentError(
                 f"{episode}: the program returned a reward for {foreign[0]}, which is the id of none of its "
                 f"{len(known)} answers: {', '.join(sorted(known))}"
             )
         trajectory = _recorded(session, score.left_out)
-        if score.rewards:  # of each call, on its tokens, worth less by ``turn_discount`` for every call before it
+        if (
+            score.rewards
+        ):  # of each call, on its tokens, worth less by ``turn_discount`` for every call before it
             calls = [call for call in session.recorder.calls if call.id not in score.left_out]
             last = {call.id: call for call in calls}  # an answer's choices share its id
             for number, call in enumerate(calls):
                 if call is last[call.id]:
-                    call.action.reward = score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
+                    call.action.reward = (
+                        score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
+                    )
         else:
             trajectory.segments[-1].reward = score.reward
         trajectory.metrics |= score.metrics | ({"retries": float(retries)} if retries else {})
@@ -188,11 +244,18 @@ class AgentGenerator(TrajectoryGenerator):
         return trajectory
 
     def _failed(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
-        if isinstance(error, NonFiniteAgentError) and self._limits.skips_nonfinite and session.recorder.calls:
+        if (
+            isinstance(error, NonFiniteAgentError)
+            and self._limits.skips_nonfinite
+            and session.recorder.calls
+        ):
             return nonfinite_episode(_recorded(session), error)
         if self._limits.on_error == "raise":
             raise error
-        trajectory = _recorded(session) if session.recorder.calls else Trajectory(session.identity)
+        if session.recorder.calls:
+            trajectory = _recorded(session)
+        else:
+            trajectory = Trajectory(session.identity)
         if self._limits.on_error == "mask":
             trajectory.branches = []  # without a loss they carry nothing
         messages = read_messages(data["prompt"])

@@ -1,10 +1,12 @@
-"""Agent programs, in processes of their own: many episodes at once, async ones on an event loop, others in threads.
+"""Agent programs, in processes of their own: many episodes at once, async ones on an event loop,
+others in threads.
 
-Invariant: an episode ends with its score or with an error that is its own: the program's, its time limit's, or that of
-its process, which is then replaced. A process that cannot end an episode is killed; its other episodes fail with a
-``ProcessLostError`` and may be played again. What leaves a process has been checked: a finite reward and finite
-metrics, or text that says what went wrong. A program knows its own episode's key and no other, and none of the
-environment variables that look like secrets.
+Invariant: an episode ends with its score or with an error that is its own: the program's, its time
+limit's, or that of its process, which is then replaced. A process that cannot end an episode is
+killed; its other episodes fail with a ``ProcessLostError`` and may be played again. What leaves a
+process has been checked: a finite reward and finite metrics, or text that says what went wrong. A
+program knows its own episode's key and no other, and none of the environment variables that look
+like secrets.
 """
 
 from __future__ import annotations
@@ -59,7 +61,8 @@ class NonFiniteAgentError(AgentError):
 
 @dataclass(frozen=True)
 class AgentScore:
-    """What a program has returned: the episode's reward, or (in ``rewards``) that of each call by its answer's id.
+    """What a program has returned: the episode's reward, or (in ``rewards``) that of each call by
+    its answer's id.
 
     Calls in ``left_out`` are not trained: the program says that they are no part of the episode.
     """
@@ -74,13 +77,21 @@ def check_score(result: object) -> AgentScore:
     """The score that a program has returned.
 
     Raises:
-        ValueError: if it is neither a finite number, nor a dictionary with a finite ``reward``, nor one of a finite
-            reward per answer's id.
+        ValueError: if it is neither a finite number, nor a dictionary with a finite ``reward``, nor
+            one of a finite reward per answer's id.
     """
     if isinstance(result, AgentScore):
         return result
-    if isinstance(result, dict) and result and all(str(name).startswith(ANSWER_IDS) for name in result):
-        return AgentScore(rewards={str(name): _finite(f"reward of {name}", value) for name, value in result.items()})
+    if (
+        isinstance(result, dict)
+        and result
+        and all(str(name).startswith(ANSWER_IDS) for name in result)
+    ):
+        return AgentScore(
+            rewards={
+                str(name): _finite(f"reward of {name}", value) for name, value in result.items()
+            }
+        )
     known = {"reward", "metrics"}
     if isinstance(result, dict) and (result.keys() - known or "reward" not in result):
         raise ValueError(
@@ -89,9 +100,13 @@ def check_score(result: object) -> AgentScore:
     score = result if isinstance(result, dict) else {"reward": result}
     metrics = score.get("metrics") or {}
     if not isinstance(metrics, dict):
-        raise ValueError(f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary")
+        raise ValueError(
+            f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary"
+        )
     if len(metrics) > MOST_METRICS:
-        raise ValueError(f"the program returned {len(metrics)} metrics; there may be {MOST_METRICS}")
+        raise ValueError(
+            f"the program returned {len(metrics)} metrics; there may be {MOST_METRICS}"
+        )
     return AgentScore(
         _finite("reward", score["reward"]),
         {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
@@ -99,9 +114,19 @@ def check_score(result: object) -> AgentScore:
 
 
 def _finite(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not abs(cast(float, value)) <= LARGEST:
-        kind = NonFiniteRewardError if isinstance(value, Real) and not isinstance(value, bool) else ValueError
-        raise kind(f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, Real)
+        or not abs(cast(float, value)) <= LARGEST
+    ):
+        kind = (
+            NonFiniteRewardError
+            if isinstance(value, Real) and not isinstance(value, bool)
+            else ValueError
+        )
+        raise kind(
+            f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32"
+        )
     return float(value)
 
 
@@ -114,7 +139,8 @@ class AgentProcess:
     Args:
         program: ``generator.agent_program``.
         config: free settings, for programs with a parameter ``config``.
-        allowed: in a process of its own, variables that programs may see though they look like secrets.
+        allowed: in a process of its own, variables that programs may see though they look like
+            secrets.
         patience: says which errors are transient.
     """
 
@@ -126,10 +152,14 @@ class AgentProcess:
         patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     ) -> None:
         if allowed is not None:
-            for name in [name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")]:
+            for name in [
+                name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")
+            ]:
                 if name not in allowed:
                     del os.environ[name]
-        self._reference, self._config, self._patience = program, config, patience
+        self._reference = program
+        self._config = config
+        self._patience = patience
         self._program: Callable[..., Any] | None = None
         self._playing: dict[str, asyncio.Task[AgentScore]] = {}
         self._threads = ThreadPoolExecutor(MOST_THREADS, THREAD)
@@ -145,15 +175,20 @@ class AgentProcess:
         except UserError:
             raise
         except BaseException as error:
-            problem = f"generator.agent_program={self._reference} cannot be imported: {_traceback(error)}"
+            problem = (
+                f"generator.agent_program={self._reference} cannot be imported: {_traceback(error)}"
+            )
             raise UserError(problem) from None
 
     def is_async(self, call: Call) -> bool:
         return True
 
     async def run(self, call: Call) -> Answer:
-        if call.method == "close":  # an abandoned episode; a thread goes on, with a key that is invalid
-            if task := self._playing.get(call.key):
+        if (
+            call.method == "close"
+        ):  # an abandoned episode; a thread goes on, with a key that is invalid
+            task = self._playing.get(call.key)
+            if task:
                 task.cancel()
             return Answer(call.number, None)
         task = self._playing[call.key] = asyncio.create_task(self._play(*call.args))
@@ -163,8 +198,11 @@ class AgentProcess:
             task.cancel()
             self._playing.pop(call.key, None)
         if task.cancelled():
-            return Answer(call.number, None, AgentError(f"{call.name}: the program was cancelled from within"))
-        if error := task.exception():
+            return Answer(
+                call.number, None, AgentError(f"{call.name}: the program was cancelled from within")
+            )
+        error = task.exception()
+        if error:
             kind = PassingAgentError if self._patience.is_transient(error) else AgentError
             kind = NonFiniteAgentError if isinstance(error, NonFiniteRewardError) else kind
             return Answer(call.number, None, kind(f"{call.name}: {_traceback(error)}"))
@@ -176,7 +214,9 @@ class AgentProcess:
     def give_up(self, key: str) -> None:
         self._playing.pop(key, None)
 
-    async def _play(self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool) -> AgentScore:
+    async def _play(
+        self, data: dict[str, Any], base_url: str, api_key: str, is_eval: bool
+    ) -> AgentScore:
         program = self._program
         assert program is not None
         more = accepted(program, {"config": self._config, "is_eval": is_eval})
@@ -193,7 +233,10 @@ class AgentProcess:
                 return check_score(await call())
             result = await asyncio.get_running_loop().run_in_executor(self._threads, call_in_thread)
             return check_score(await result if inspect.isawaitable(result) else result)
-        except (SystemExit, KeyboardInterrupt) as error:  # these would end the process, and all its episodes
+        except (
+            SystemExit,
+            KeyboardInterrupt,
+        ) as error:  # these would end the process, and all its episodes
             raise RuntimeError(f"the program raised {type(error).__name__}: {error}") from error
 
 
@@ -231,7 +274,8 @@ class AgentPool:
     """Spreads episodes over processes.
 
     Args:
-        start: starts a process with an ``AgentProcess``; called again for each one that must be replaced.
+        start: starts a process with an ``AgentProcess``; called again for each one that must be
+            replaced.
         count: how many there are.
     """
 
@@ -239,7 +283,14 @@ class AgentPool:
         self.pool = RpcPool(start, count, "the agent program", HEARTBEAT_S + CLOSE_S)
 
     async def play(
-        self, episode: str, data: dict[str, Any], base_url: str, api_key: str, *, is_eval: bool, timeout_s: float
+        self,
+        episode: str,
+        data: dict[str, Any],
+        base_url: str,
+        api_key: str,
+        *,
+        is_eval: bool,
+        timeout_s: float,
     ) -> AgentScore:
         """Run the program on one row; ``timeout_s=0`` is no limit.
 
@@ -248,20 +299,27 @@ class AgentPool:
             AgentError: if it raises an error, takes too long, or returns no score.
             ProcessLostError: if its process fails.
         """
-        process, key = self.pool.take(episode), key_of(episode)
+        process = self.pool.take(episode)
+        key = key_of(episode)
         try:
             await process.load("program")
             async with asyncio.timeout(timeout_s or None):
-                score: AgentScore = await process.post("play", key, data, base_url, api_key, is_eval)
+                score: AgentScore = await process.post(
+                    "play", key, data, base_url, api_key, is_eval
+                )
                 return score
         except (TimeoutError, asyncio.CancelledError) as error:
             # Its end is not waited for; a process that cannot end it is killed.
             process.post("close", key).add_done_callback(
-                lambda closed: process.kill() if not closed.cancelled() and closed.exception() else None
+                lambda closed: (
+                    process.kill() if not closed.cancelled() and closed.exception() else None
+                )
             )
             if isinstance(error, asyncio.CancelledError):
                 raise
-            problem = f"the program did not end within {timeout_s:g} s (generator.episode_timeout_s)"
+            problem = (
+                f"the program did not end within {timeout_s:g} s (generator.episode_timeout_s)"
+            )
             raise AgentError(f"{episode}: {problem}") from None
         finally:
             self.pool.give_back(process, episode)
@@ -278,7 +336,8 @@ def ray_processes(
     host: str,
     patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
 ) -> Callable[[], RpcTransport]:
-    """Starts an ``AgentProcess`` in a Ray actor: on this machine if the endpoint's ``host`` is its loopback."""
+    """Starts an ``AgentProcess`` in a Ray actor: on this machine if the endpoint's ``host`` is its
+    loopback."""
 
     def start() -> RpcTransport:
         import ray
@@ -288,6 +347,8 @@ def ray_processes(
         if host.startswith("127.") or host in ("localhost", "::1"):
             node = ray.get_runtime_context().get_node_id()
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        return RayTransport(partial(AgentProcess, program, config, allowed, patience), 0.0, options=options)
+        return RayTransport(
+            partial(AgentProcess, program, config, allowed, patience), 0.0, options=options
+        )
 
     return start

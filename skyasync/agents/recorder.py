@@ -1,9 +1,10 @@
 """The calls of one episode: recorded, continued, and as training sequences.
 
-Invariant: what is trained is what was sampled. The tokens, log-probabilities and versions of every call are in exactly
-one sequence, as one action, after exactly the tokens that the engine had read; nothing is made again from text. A
-conversation that extends a recorded call begins with exactly the tokens of that call: only what is new is tokenised.
-Any other conversation is tokenised from its text.
+Invariant: what is trained is what was sampled. The tokens, log-probabilities and versions of every
+call are in exactly one sequence, as one action, after exactly the tokens that the engine had read;
+nothing is made again from text. A conversation that extends a recorded call begins with exactly the
+tokens of that call: only what is new is tokenised. Any other conversation is tokenised from its
+text.
 
     calls (prompt | reply)           sequences
     p | a                            p a o b             a call that begins with all of an earlier one extends it;
@@ -37,8 +38,8 @@ _QUESTION: Message = {"role": "user", "content": "x"}
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One answered request: what the engine read (tokens and the images in them), what it wrote, why it stopped, and
-    the ``id`` of the answer."""
+    """One answered request: what the engine read (tokens and the images in them), what it wrote,
+    why it stopped, and the ``id`` of the answer."""
 
     prompt: Ints
     action: Segment
@@ -63,11 +64,14 @@ class Recorder:
     #: By a digest of the conversation.
     _led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = field(default_factory=dict)
 
-    def record(self, call: RecordedCall, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS) -> None:
+    def record(
+        self, call: RecordedCall, conversation: Sequence[str] = (), thoughts: Thoughts = NO_THOUGHTS
+    ) -> None:
         """Add a call.
 
         Args:
-            conversation: the messages of the request and the reply; empty for a request without messages.
+            conversation: the messages of the request and the reply; empty for a request without
+                messages.
             thoughts: the reasoning of those that have any.
         """
         self.calls.append(call)
@@ -78,20 +82,26 @@ class Recorder:
     def extended_by(
         self, conversation: Sequence[str], thoughts: Thoughts = NO_THOUGHTS
     ) -> tuple[RecordedCall, int] | None:
-        """The call whose conversation is the longest beginning of this one, and the length of that beginning.
+        """The call whose conversation is the longest beginning of this one, and the length of that
+        beginning.
 
         Reasoning may be left out of a later request; if it is sent back, it must be the same.
         """
         digests = list(_digests(conversation))
         for length in range(len(conversation), 0, -1):
             for call, known in reversed(self._led_to.get(digests[length - 1], [])):
-                if all(known.get(place, "") == thought for place, thought in thoughts.items() if place < length):
+                if all(
+                    known.get(place, "") == thought
+                    for place, thought in thoughts.items()
+                    if place < length
+                ):
                     return call, length
         return None
 
 
 def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
-    """A digest of each prefix of a conversation, in time and memory that grow linearly with its length."""
+    """A digest of each prefix of a conversation, in time and memory that grow linearly with its
+    length."""
     digest = b""
     for item in conversation:
         digest = sha256(digest + item.encode()).digest()
@@ -110,7 +120,8 @@ def conversation(messages: list[Message], tools: Tools) -> list[str]:
 
 
 def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
-    """Digests of the reasoning of the messages, by their places in the conversation, whose first item is the tools."""
+    """Digests of the reasoning of the messages, by their places in the conversation, whose first
+    item is the tools."""
     return {
         place: sha256(json.dumps(message["reasoning_content"]).encode()).hexdigest()
         for place, message in enumerate(messages, first)
@@ -119,8 +130,13 @@ def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
 
 
 def comparable(message: Message) -> str:
-    seen = {name: value for name, value in message.items() if name not in ("tool_call_id", "reasoning_content")}
-    if calls := seen.get("tool_calls"):
+    seen = {
+        name: value
+        for name, value in message.items()
+        if name not in ("tool_call_id", "reasoning_content")
+    }
+    calls = seen.get("tool_calls")
+    if calls:
         seen["tool_calls"] = [call["function"] for call in calls]
     return json.dumps(seen, sort_keys=True, default=repr)  # an image by its digest
 
@@ -128,7 +144,8 @@ def comparable(message: Message) -> str:
 class AgentChat:
     """A tokenizer's chat template for conversations with tools.
 
-    Messages are as templates read them: ``content`` is text, or parts; the ``arguments`` of tool calls are values.
+    Messages are as templates read them: ``content`` is text, or parts; the ``arguments`` of tool
+    calls are values.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -140,10 +157,17 @@ class AgentChat:
         earlier = recorder.extended_by(conversation(messages, tools), thoughts(messages))
         if earlier is not None:
             call, known = earlier  # the tools are the first item, so that ``known`` counts them too
-            # The reply of the call ends with an end-of-sequence token, if the template ends messages with one.
-            eos, reply, further = self.tokenizer.eos_token_id, messages[known - 2], messages[known - 1 :]
-            count = template_tokens(self.tokenizer, [_QUESTION, reply], None, generation=False).count(eos)
-            framed = template_tokens(self.tokenizer, [_QUESTION, reply, *further], None, generation=True)
+            # The reply of the call ends with an end-of-sequence token, if the template ends
+            # messages with one.
+            eos = self.tokenizer.eos_token_id
+            reply = messages[known - 2]
+            further = messages[known - 1 :]
+            count = template_tokens(
+                self.tokenizer, [_QUESTION, reply], None, generation=False
+            ).count(eos)
+            framed = template_tokens(
+                self.tokenizer, [_QUESTION, reply, *further], None, generation=True
+            )
             if count and framed.count(eos) >= count:
                 new = tokens_after(framed, eos, count)
                 complete = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
@@ -159,28 +183,38 @@ _SECRET = secrets.randbits(64)
 def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
     """The training sequences, in the order in which they ended: the last one has the last call.
 
-    A call's prompt is compared with all sequences at once, by a hash of each beginning of its tokens. The hash is a sum
-    of pseudo-random numbers, one for each token at its position, which a secret keeps from being predicted. It is wrong
-    with probability 2**-64.
+    A call's prompt is compared with all sequences at once, by a hash of each beginning of its
+    tokens. The hash is a sum of pseudo-random numbers, one for each token at its position, which a
+    secret keeps from being predicted. It is wrong with probability 2**-64.
     """
     chains: list[list[RecordedCall]] = []
     ended: list[int] = []  # at which call
-    lengths, sums = np.zeros(len(calls), np.int64), np.zeros(len(calls), np.uint64)  # of the chains' tokens
+    # of the chains' tokens
+    lengths = np.zeros(len(calls), np.int64)
+    sums = np.zeros(len(calls), np.uint64)
     for number, call in enumerate(calls):
         positions = np.arange(len(call.tokens), dtype=np.uint64)
-        numbers = splitmix((call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET))
+        numbers = splitmix(
+            (call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET)
+        )
         prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers, dtype=np.uint64)])
         count = len(chains)
         within = np.flatnonzero(lengths[:count] <= len(call.prompt))
         equal = within[prefixes[lengths[within]] == sums[within]].tolist()
         shown = [chains[index][-1].images for index in equal]
-        extended = [index for index, images in zip(equal, shown, strict=True) if call.images[: len(images)] == images]
+        extended = [
+            index
+            for index, images in zip(equal, shown, strict=True)
+            if call.images[: len(images)] == images
+        ]
         chain = min(extended, key=lambda index: (-lengths[index], ended[index]), default=count)
         if chain == count:
             chains.append([])
             ended.append(number)
         chains[chain].append(call)
-        ended[chain], lengths[chain], sums[chain] = number, len(call.tokens), prefixes[-1]
+        ended[chain] = number
+        lengths[chain] = len(call.tokens)
+        sums[chain] = prefixes[-1]
     return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
 
 
@@ -192,8 +226,12 @@ def _segments(chain: list[RecordedCall]) -> list[Segment]:
         if len(between):
             kind: Literal["prompt", "observation"] = "observation" if segments else "prompt"
             segments.append(Segment(kind, between, images=call.images[shown:]))
-        experts = None if call.action.experts is None else call.action.experts[known:]
+        if call.action.experts is None:
+            experts = None
+        else:
+            experts = call.action.experts[known:]
         segments.append(replace(call.action, experts=experts) if known else call.action)
         known += 0 if experts is None else len(experts)
-        done, shown = len(call.tokens), len(call.images)
+        done = len(call.tokens)
+        shown = len(call.images)
     return segments

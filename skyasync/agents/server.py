@@ -1,13 +1,15 @@
-"""An endpoint over the inference client: a program that takes a base URL and a key becomes a rollout.
+"""An endpoint over the inference client: a program that takes a base URL and a key becomes a
+rollout.
 
     agent program ── HTTP, its key ──▶ Endpoint ─ API ─▶ ModelCall ──▶ InferenceClient ──▶ engines
                                                                        └──▶ the episode's Recorder
 
-Invariant: a key opens one episode and nothing else, for as long as the episode lasts; every answer that is sent is
-recorded there, with the tokens that the engine read and wrote. When an episode ends its key is invalid, its calls are
-aborted in the engine, and nothing is recorded any more. An engine's failure is the run's, whatever the program makes of
-the error it is sent. An error that is known before the first token has an error's status; a later one is an event of
-the stream. If a client hangs up, its call ends, and what had been sent is recorded.
+Invariant: a key opens one episode and nothing else, for as long as the episode lasts; every answer
+that is sent is recorded there, with the tokens that the engine read and wrote. When an episode ends
+its key is invalid, its calls are aborted in the engine, and nothing is recorded any more. An
+engine's failure is the run's, whatever the program makes of the error it is sent. An error that is
+known before the first token has an error's status; a later one is an event of the stream. If a
+client hangs up, its call ends, and what had been sent is recorded.
 
 | who waits         | for what                | woken by                                                            |
 |-------------------|-------------------------|---------------------------------------------------------------------|
@@ -93,9 +95,13 @@ class Endpoint:
         reasoning: str = "",
         broker: SessionBroker | None = None,
     ) -> None:
-        parser = ReplyParser(tokenizer, tool_parser(tools, tokenizer), reasoning_parser(reasoning, tokenizer))
+        parser = ReplyParser(
+            tokenizer, tool_parser(tools, tokenizer), reasoning_parser(reasoning, tokenizer)
+        )
         self._calls = Calls(client, AgentChat(tokenizer), parser, max_model_len)
-        self._host, self._requested_port, self._broker = host, port, broker
+        self._host = host
+        self._requested_port = port
+        self._broker = broker
         self.port = 0  # while nothing listens
         self._sessions: dict[bytes, Session] = {}  # by a digest of their keys
         self._runner: web.AppRunner | None = None
@@ -108,7 +114,8 @@ class Endpoint:
             if self._runner is not None:
                 return
             app = web.Application(
-                client_max_size=self._calls.most_bytes, middlewares=[_api_errors, self._limits.middleware]
+                client_max_size=self._calls.most_bytes,
+                middlewares=[_api_errors, self._limits.middleware],
             )
             app.router.add_get("/v1/models", self._models)
             for path in APIS:
@@ -119,23 +126,30 @@ class Endpoint:
             runner = web.AppRunner(app, **RUNNER_OPTIONS)
             await runner.setup()
             self._runner = runner
-            self.port = await self._limits.open(runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS)
+            self.port = await self._limits.open(
+                runner, self._host, self._requested_port, backlog=WAITING_CONNECTIONS
+            )
             if self._broker is not None:
                 self._broker.publish_address(self.base_url)
 
     @property
     def base_url(self) -> str:
-        """What programs give their clients. One that listens on all addresses is reached at this machine's own."""
+        """What programs give their clients. One that listens on all addresses is reached at this
+        machine's own."""
         host = self._host
         if host in ANY_ADDRESS:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-                probe.connect(("192.0.2.1", 9))  # an address for documentation, which no machine has
+                probe.connect(
+                    ("192.0.2.1", 9)
+                )  # an address for documentation, which no machine has
                 host = str(probe.getsockname()[0])
         return f"http://{in_url(host)}:{self.port}/v1"
 
     async def close(self) -> None:
         """End all calls and stop listening. Safe to call twice."""
-        runner, self._runner, self.port = self._runner, None, 0
+        runner = self._runner
+        self._runner = None
+        self.port = 0
         await self._limits.close()
         for session in list(self._sessions.values()):
             await self._end(session)
@@ -145,9 +159,14 @@ class Endpoint:
 
     @asynccontextmanager
     async def session(
-        self, identity: TrajectoryId, sampling: SamplingParams, affinity: str | None = None, reads_behaviour: str = ""
+        self,
+        identity: TrajectoryId,
+        sampling: SamplingParams,
+        affinity: str | None = None,
+        reads_behaviour: str = "",
     ) -> AsyncIterator[Session]:
-        """An episode; ``sampling`` holds for what its requests leave out. See ``Session`` for the others."""
+        """An episode; ``sampling`` holds for what its requests leave out. See ``Session`` for the
+        others."""
         session = Session(identity, sampling, affinity, reads_behaviour)
         self._sessions[_digest(session.api_key)] = session
         async with afterwards(self._end, session):
@@ -165,7 +184,8 @@ class Endpoint:
     def entered(self, request: web.Request) -> Iterator[Session]:
         """The episode whose key the request has; the end of the episode cancels the block.
 
-        The key is looked up by its digest and then compared in constant time: neither tells how near a guess is.
+        The key is looked up by its digest and then compared in constant time: neither tells how
+        near a guess is.
         """
         key = key_of(request)
         session = self._sessions.get(_digest(key))
@@ -202,7 +222,9 @@ class Endpoint:
             if call.head.completion_tokens <= LONG_REPLY:
                 return web.json_response(api.answer(call.head, replies))
             # A thread encodes it, in Python: json.dumps would block the event loop all the same.
-            text = await asyncio.to_thread(lambda: "".join(_ENCODER.iterencode(api.answer(call.head, replies))))
+            text = await asyncio.to_thread(
+                lambda: "".join(_ENCODER.iterencode(api.answer(call.head, replies)))
+            )
             return web.Response(text=text, content_type="application/json")
 
 
@@ -211,13 +233,17 @@ class Endpoint:
 
 def in_url(host: str) -> str:
     """An address as URLs have it: those of IPv6 stand in brackets."""
-    return f"[{host}]" if ":" in host else host
+    if ":" in host:
+        return f"[{host}]"
+    return host
 
 
 def key_of(request: web.Request) -> str:
     """The key of a request, as OpenAI's clients send it or as Anthropic's do."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if scheme.lower() == "bearer":
+        return key
+    return request.headers.get("x-api-key", "")
 
 
 def same_key(key: str, other: str) -> bool:
@@ -239,7 +265,8 @@ class ClientGoneError(Exception):
 async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.StreamResponse:
     """The response begins with the first event; an error before it is an ordinary one."""
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-    response, ended = web.StreamResponse(headers=headers), set[int]()
+    response = web.StreamResponse(headers=headers)
+    ended = set[int]()
 
     async def send(events: str) -> None:
         try:
@@ -288,11 +315,15 @@ async def _api_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such address, wrong method, too long
-        problem = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
+        problem = RequestError(
+            f"{error.reason} ({request.method} {request.path})", status=error.status
+        )
     except Exception as error:
         problem = _as_request_error(error)
     api = MessagesApi if "/messages" in request.path else Api
-    answer = web.json_response(api.error(problem), status=problem.status, headers={"x-should-retry": "false"})
+    answer = web.json_response(
+        api.error(problem), status=problem.status, headers={"x-should-retry": "false"}
+    )
     if not request.content.is_eof():
         answer.force_close()
     return answer

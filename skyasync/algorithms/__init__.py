@@ -1,10 +1,11 @@
-"""The off-policy mathematics of reinforcement learning: pure functions on ``[batch, length]`` tensors with masks.
+"""The off-policy mathematics of reinforcement learning: pure functions on ``[batch, length]``
+tensors with masks.
 
 Here are its six registries: which modules hold their parts, what these may take, what they can do.
 
-Invariant: importing this package imports no torch, and neither does asking what is registered and what it needs; a
-module is loaded when one of its names is asked for. The functions import nothing of the library but its registries and
-errors.
+Invariant: importing this package imports no torch, and neither does asking what is registered and
+what it needs; a module is loaded when one of its names is asked for. The functions import nothing
+of the library but its registries and errors.
 """
 
 from __future__ import annotations
@@ -13,7 +14,14 @@ from pathlib import Path
 
 from skyasync.registry import Registry
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "CORRECTIONS", "KL_CONTROLLERS", "KL_ESTIMATORS", "LOSS_REDUCTIONS", "POLICY_LOSSES"]
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "CORRECTIONS",
+    "KL_CONTROLLERS",
+    "KL_ESTIMATORS",
+    "LOSS_REDUCTIONS",
+    "POLICY_LOSSES",
+]
 
 _HERE = "skyasync.algorithms"
 _LOSSES = sorted(file.stem for file in Path(__file__).with_name("losses").glob("[!_]*.py"))
@@ -31,21 +39,26 @@ ADVANTAGE_ESTIMATORS = Registry(
     inputs="rewards values mask group_ids",
     needs="rewards mask",
     capabilities={
-        # A sample is compared with the rest of its group: in a group of one every advantage is 0. A setting's name
-        # in place of true: where that setting is "group".
+        # A sample is compared with the rest of its group: in a group of one every advantage is 0. A
+        # setting's name in place of true: where that setting is "group".
         "group_relative": False,
-        # An advantage depends on other groups of the batch as well. A setting's name: where that is "batch", or true.
+        # An advantage depends on other groups of the batch as well. A setting's name: where that is
+        # "batch", or true.
         "whole_batch": False,
         # Rewards enter at all.
         "rewarded": True,
     },
 )
 
-KL_ESTIMATORS = Registry("KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference")
+KL_ESTIMATORS = Registry(
+    "KL estimator", [f"{_HERE}.kl"], inputs="current reference", needs="current reference"
+)
 
 KL_CONTROLLERS = Registry("KL controller", [f"{_HERE}.kl"])
 
-CORRECTIONS = Registry("off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask")
+CORRECTIONS = Registry(
+    "off-policy correction", [f"{_HERE}.corrections"], inputs="proximal behaviour advantages mask"
+)
 
 LOSS_REDUCTIONS = Registry(
     "loss reduction",

@@ -1,11 +1,12 @@
 """Advantage estimators: token rewards in, advantages and returns out.
 
-Invariant: an estimator takes ``rewards [batch, length]`` (0 where none is earned), ``mask [batch, length]`` and
-``group_ids [batch]``, and returns ``(advantages, returns)``, both ``[batch, length]`` and 0 outside the mask.
-A sample's score is the sum of its rewards wherever they stand, so that a sample without loss tokens still counts
-in its group's baseline. A score of NaN is no score: it enters no statistic and its own advantage is 0.
-Statistics are computed in float64 (``normalize``, ``Pools``); a group whose scores are all equal gets exactly 0 from
-every group-relative estimator, whatever rounding and epsilon do.
+Invariant: an estimator takes ``rewards [batch, length]`` (0 where none is earned),
+``mask [batch, length]`` and ``group_ids [batch]``, and returns ``(advantages, returns)``, both
+``[batch, length]`` and 0 outside the mask. A sample's score is the sum of its rewards wherever they
+stand, so that a sample without loss tokens still counts in its group's baseline. A score of NaN is
+no score: it enters no statistic and its own advantage is 0. Statistics are computed in float64
+(``normalize``, ``Pools``); a group whose scores are all equal gets exactly 0 from every
+group-relative estimator, whatever rounding and epsilon do.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ def compute_advantages(
     """Estimate, then whiten and clip, all as ``cfg`` says.
 
     Args:
-        rewards: ``[batch, length]``, shaped (``shape_rewards``), KL penalty already subtracted if there is one.
+        rewards: ``[batch, length]``, shaped (``shape_rewards``), KL penalty already subtracted if
+            there is one.
         values: the critic's ``[batch, length]``; needed by "gae" only.
-        trajectory_ids: ``[batch]``; rows that share one are laid end to end and estimated as one sample.
+        trajectory_ids: ``[batch]``; rows that share one are laid end to end and estimated as one
+            sample.
         lengths: ``[batch]``, sampled tokens, those outside the mask too; by default the mask's.
 
     Raises:
@@ -49,16 +52,30 @@ def compute_advantages(
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
         whole = samples.join(values) if values is not None else None
-        sampled = samples.join(lengths[:, None]).sum(1) if lengths is not None else None
+        if lengths is not None:
+            sampled = samples.join(lengths[:, None]).sum(1)
+        else:
+            sampled = None
         estimate = compute_advantages(
-            cfg, samples.join(rewards), samples.join(mask), samples.first(group_ids), whole, lengths=sampled
+            cfg,
+            samples.join(rewards),
+            samples.join(mask),
+            samples.first(group_ids),
+            whole,
+            lengths=sampled,
         )
         return samples.split(estimate[0]), samples.split(estimate[1])
     name = setting(cfg, "advantage_estimator", "grpo")
     estimator = bind(ADVANTAGE_ESTIMATORS[name], cfg)
     if "values" in estimator.inputs and values is None:
         raise ValueError(f"advantage estimator {name!r} needs a critic's values")
-    tensors = {"rewards": rewards, "mask": mask, "group_ids": group_ids, "values": values, "lengths": lengths}
+    tensors = {
+        "rewards": rewards,
+        "mask": mask,
+        "group_ids": group_ids,
+        "values": values,
+        "lengths": lengths,
+    }
     advantages, returns = _checked(estimator(tensors), rewards, name)
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)
@@ -67,11 +84,15 @@ def compute_advantages(
 
 
 def _checked(outcome: object, rewards: Tensor, name: str) -> Estimate:
-    """A pair; one tensor of two rows would be taken apart as one, and another shape would be broadcast."""
+    """A pair; one tensor of two rows would be taken apart as one, and another shape would be
+    broadcast."""
     pair = outcome if isinstance(outcome, tuple | list) else ()
     shapes = [tuple(each.shape) for each in pair if isinstance(each, torch.Tensor)]
     if shapes != [rewards.shape] * 2:
-        result = f"tensors of shapes {shapes}" if pair else type(outcome).__name__
+        if pair:
+            result = f"tensors of shapes {shapes}"
+        else:
+            result = type(outcome).__name__
         raise UserError(
             f"advantage estimator {name!r} must return a pair (advantages, returns), each of the shape of the rewards, "
             f"{tuple(rewards.shape)}; it returned {result}"
@@ -101,33 +122,51 @@ def grpo(
     eps: float = 1e-6,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``(r - mean_group) / (std_group + eps)``; without ``norm_by_std`` only the mean is subtracted.
+    """``(r - mean_group) / (std_group + eps)``; without ``norm_by_std`` only the mean is
+    subtracted.
 
-    The unbiased standard deviation; eps: OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL 1e-4.
-    Source: Shao et al. 2024 (DeepSeekMath).
+    The unbiased standard deviation; eps: OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL
+    1e-4. Source: Shao et al. 2024 (DeepSeekMath).
     """
     std = "group" if norm_by_std else "none"
-    return broadcast(normalize(scores(rewards), group_ids, std=std, eps=eps, singleton_raw=singleton_raw), mask)
+    return broadcast(
+        normalize(scores(rewards), group_ids, std=std, eps=eps, singleton_raw=singleton_raw), mask
+    )
 
 
 @ADVANTAGE_ESTIMATORS.register("dr_grpo", group_relative=True)
-def dr_grpo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
-    """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025 (Dr.GRPO)."""
-    return broadcast(normalize(scores(rewards), group_ids, std="none", singleton_raw=singleton_raw), mask)
+def dr_grpo(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+) -> Estimate:
+    """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025
+    (Dr.GRPO)."""
+    return broadcast(
+        normalize(scores(rewards), group_ids, std="none", singleton_raw=singleton_raw), mask
+    )
 
 
 @ADVANTAGE_ESTIMATORS.register("rloo", group_relative=True)
-def rloo(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
+def rloo(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+) -> Estimate:
     """``r - mean of the others``. Source: Ahmadian et al. 2024 (RLOO)."""
-    advantages = normalize(scores(rewards), group_ids, std="none", leave_one_out=True, singleton_raw=singleton_raw)
+    advantages = normalize(
+        scores(rewards), group_ids, std="none", leave_one_out=True, singleton_raw=singleton_raw
+    )
     return broadcast(advantages, mask)
 
 
 @ADVANTAGE_ESTIMATORS.register("maxrl", group_relative=True)
 def maxrl(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6, singleton_raw: bool = False
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    eps: float = 1e-6,
+    singleton_raw: bool = False,
 ) -> Estimate:
-    """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are not negative.
+    """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are
+    not negative.
 
     Source: Tajwar et al. 2026 (maximum-likelihood RL).
     """
@@ -153,7 +192,8 @@ def normalized(
     eps: float = 1e-6,
     raw_std: bool = False,
 ) -> Estimate:
-    """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard deviation.
+    """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard
+    deviation.
 
     See ``normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
     """
@@ -175,7 +215,8 @@ def normalized(
 def reinforce_pp(
     rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True, unbiased: bool = True
 ) -> Estimate:
-    """Discounted returns of the token rewards, whitened over the batch's tokens. Source: Hu 2025 (REINFORCE++)."""
+    """Discounted returns of the token rewards, whitened over the batch's tokens. Source: Hu 2025
+    (REINFORCE++)."""
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return whiten(returns, mask, scale=scale, unbiased=unbiased), returns
 
@@ -190,7 +231,8 @@ def reinforce_pp_baseline(
     unbiased: bool = True,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy groups do not explode.
+    """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy
+    groups do not explode.
 
     Source: Hu 2025 (REINFORCE++, the variant with a group baseline).
     """
@@ -202,23 +244,38 @@ def reinforce_pp_baseline(
 @ADVANTAGE_ESTIMATORS.register("gae", whole_batch=("whitened",))
 @configured(gamma="gamma", lambd="lambd", whitened="gae_whiten")
 def generalized(
-    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float = 1.0, lambd: float = 1.0, whitened: bool = True
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    lambd: float = 1.0,
+    whitened: bool = True,
 ) -> Estimate:
-    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See ``values.gae``."""
+    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See
+    ``values.gae``."""
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lambd=lambd)
     return (whiten(advantages, mask) if whitened else advantages), returns
 
 
 @ADVANTAGE_ESTIMATORS.register("opo", group_relative=True)
 def opo(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, lengths: Tensor | None = None, *, singleton_raw: bool = False
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    singleton_raw: bool = False,
 ) -> Estimate:
-    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al. 2025 (OPO).
+    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al.
+    2025 (OPO).
 
     Args:
-        lengths: ``[batch]``, sampled tokens; responses that are masked as truncated have theirs too.
+        lengths: ``[batch]``, sampled tokens; responses that are masked as truncated have theirs
+            too.
     """
-    total, weights = scores(rewards), (mask.sum(1) if lengths is None else lengths).double()
+    total = scores(rewards)
+    weights = (mask.sum(1) if lengths is None else lengths).double()
     pool = Pools(group_ids, ~total.isnan())
     baseline = pool.sum(weights * total.double()) / pool.sum(weights).clamp(min=1)
     baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
@@ -228,18 +285,24 @@ def opo(
 
 
 @ADVANTAGE_ESTIMATORS.register("gpg", group_relative=True, whole_batch=True)
-def gpg(rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False) -> Estimate:
-    """``alpha (r - mean_group)``, alpha = samples / samples with a reward. Source: Chu et al. 2025 (GPG)."""
+def gpg(
+    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+) -> Estimate:
+    """``alpha (r - mean_group)``, alpha = samples / samples with a reward. Source: Chu et al. 2025
+    (GPG)."""
     total = scores(rewards)
     alpha = len(total) / total.count_nonzero().clamp(min=1)
-    return broadcast(alpha * normalize(total, group_ids, std="none", singleton_raw=singleton_raw), mask)
+    return broadcast(
+        alpha * normalize(total, group_ids, std="none", singleton_raw=singleton_raw), mask
+    )
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_passk", group_relative=True)
 def grpo_passk(
     rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6, norm_by_std: bool = True
 ) -> Estimate:
-    """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others: optimises pass@k.
+    """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others:
+    optimises pass@k.
 
     Source: verl ``grpo_passk``. A group whose best is shared gets 0.
     """
@@ -280,10 +343,11 @@ def normalize(
         mean, std: "group", "batch" or "none".
         leave_one_out: the mean of the *others* (RLOO).
         unbiased: the standard deviation divides by n - 1.
-        raw_std: the spread of the scores (TRL, ROLL), not of the centred ones (AReaL). They differ for
-            ``mean="group", std="batch"`` and with ``leave_one_out``. Either is taken about its own pool's mean.
-        singleton_raw: a group of one keeps its score as its advantage (SkyRL, verl); otherwise it gets 0, having
-            nothing to be compared with.
+        raw_std: the spread of the scores (TRL, ROLL), not of the centred ones (AReaL). They differ
+            for ``mean="group", std="batch"`` and with ``leave_one_out``. Either is taken about its
+            own pool's mean.
+        singleton_raw: a group of one keeps its score as its advantage (SkyRL, verl); otherwise it
+            gets 0, having nothing to be compared with.
     """
     values = scores.double()
     known = ~values.isnan()
@@ -303,17 +367,22 @@ def normalize(
         deviation = pool.deviation(values if raw_std else centred, unbiased=unbiased)
         result = centred / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
     if mean == "group":
-        alone = values / (1 + eps if std == "group" else 1) if singleton_raw else torch.zeros_like(values)
+        if singleton_raw:
+            alone = values / (1 + eps if std == "group" else 1)
+        else:
+            alone = torch.zeros_like(values)
         result = torch.where(groups.sizes == 1, alone, result)
     return torch.where(known, result, 0).to(scores.dtype)
 
 
 class Pools:
-    """Statistics of the known members of each pool, handed back to every sample (``[batch]``, float64)."""
+    """Statistics of the known members of each pool, handed back to every sample (``[batch]``,
+    float64)."""
 
     def __init__(self, ids: Tensor, known: Tensor) -> None:
         unique, self.index = torch.unique(ids, return_inverse=True)
-        self.count, self.known = len(unique), known
+        self.count = len(unique)
+        self.known = known
         self.sizes = self.sum(torch.ones_like(known, dtype=torch.float64))
 
     def sum(self, values: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """A function's own signature says what it needs: tensors by position, settings by keyword.
 
-Invariant: the names of a registered function's positional parameters are all there is to know about which
-log-probabilities it uses; its keyword-only parameters are its settings. ``configured`` names the configuration
-keys that feed them; the free table ``trainer.algorithm.extra`` can set any of them.
+Invariant: the names of a registered function's positional parameters are all there is to know about
+which log-probabilities it uses; its keyword-only parameters are its settings. ``configured`` names
+the configuration keys that feed them; the free table ``trainer.algorithm.extra`` can set any of
+them.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MISSING = object()
 
 
 def configured(**keys: str) -> Callable[[F], F]:
-    """Feed these keyword-only parameters from these keys under ``trainer.algorithm`` (dots for nested groups)."""
+    """Feed these keyword-only parameters from these keys under ``trainer.algorithm`` (dots for
+    nested groups)."""
 
     def mark(function: F) -> F:
         function.configuration_keys = keys  # type: ignore[attr-defined]
@@ -33,7 +35,8 @@ def configured(**keys: str) -> Callable[[F], F]:
 
 
 def setting(cfg: object, key: str, default: T) -> T:
-    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it has none.
+    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it
+    has none.
 
     "." is ``cfg`` itself.
     """
@@ -41,7 +44,10 @@ def setting(cfg: object, key: str, default: T) -> T:
     if key == ".":
         return value
     for name in key.split("."):
-        value = value.get(name, _MISSING) if isinstance(value, Mapping) else getattr(value, name, _MISSING)
+        if isinstance(value, Mapping):
+            value = value.get(name, _MISSING)
+        else:
+            value = getattr(value, name, _MISSING)
         if value is _MISSING:
             return default
     return value
@@ -49,7 +55,8 @@ def setting(cfg: object, key: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class Bound(Generic[R]):
-    """A function with its settings filled in. ``inputs`` are the tensors that it takes, in order."""
+    """A function with its settings filled in. ``inputs`` are the tensors that it takes, in
+    order."""
 
     function: Callable[..., R]
     inputs: tuple[str, ...]
@@ -67,11 +74,13 @@ def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str,
 
 
 def bind(function: Callable[..., R], cfg: object) -> Bound[R]:
-    """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by parameter name."""
+    """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by
+    parameter name."""
     inputs, settings = parameters(function)
     keys = declared(function, "configuration_keys", {})
     settings = {
-        name: setting(cfg, keys[name], default) if name in keys else default for name, default in settings.items()
+        name: setting(cfg, keys[name], default) if name in keys else default
+        for name, default in settings.items()
     }
     extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
     settings.update({name: extra[name] for name in settings if name in extra})

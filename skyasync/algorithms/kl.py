@@ -1,19 +1,21 @@
-"""KL divergence to a reference policy or a teacher, from the sampled tokens; in the loss, reward or advantages.
+"""KL divergence to a reference policy or a teacher, from the sampled tokens; in the loss, reward or
+advantages.
 
-Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that sampled (with
-gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased and never negative; k2 and abs
-are biased.
+Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that
+sampled (with gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased
+and never negative; k2 and abs are biased.
 
-As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is that of the KL divergence:
-``k1_straight_through`` and ``k3_straight_through`` have the value of k1 and k3 and the gradient of k2 (verl ``k1+``,
-``k3+``; Tang and Munos 2025, Liu et al. 2025). Off policy all of them need the ratio as a factor:
-``kl_importance_weighted``.
+As a *loss* the gradient is what counts, and there k1's has mean 0 while k2's is that of the KL
+divergence: ``k1_straight_through`` and ``k3_straight_through`` have the value of k1 and k3 and the
+gradient of k2 (verl ``k1+``, ``k3+``; Tang and Munos 2025, Liu et al. 2025). Off policy all of them
+need the ratio as a factor: ``kl_importance_weighted``.
 
-On-policy distillation: a teacher says of each token that the policy sampled how likely it should have been. The reverse
-KL of policy p to teacher t on the policy's own samples has the gradient E[(log p - log t) grad log p]: that of a policy
-gradient whose advantage is log t - log p, detached. Neither groups, nor micro-batches, nor ranks change it. Sources: Lu
-and Thinking Machines Lab 2025, "On-Policy Distillation" (discount 0: a token is judged by itself); Gu et al. 2024
-(MiniLLM); Agarwal et al. 2024 (GKD).
+On-policy distillation: a teacher says of each token that the policy sampled how likely it should
+have been. The reverse KL of policy p to teacher t on the policy's own samples has the gradient
+E[(log p - log t) grad log p]: that of a policy gradient whose advantage is log t - log p, detached.
+Neither groups, nor micro-batches, nor ranks change it. Sources: Lu and Thinking Machines Lab 2025,
+"On-Policy Distillation" (discount 0: a token is judged by itself); Gu et al. 2024 (MiniLLM);
+Agarwal et al. 2024 (GKD).
 """
 
 from __future__ import annotations
@@ -78,28 +80,40 @@ def straight_through(value: Tensor, current: Tensor, reference: Tensor) -> Tenso
 
 
 def kl_estimate(
-    current: Tensor, reference: Tensor, estimator: str = "k3", *, bound: float = 0.0, weight: Tensor | None = None
+    current: Tensor,
+    reference: Tensor,
+    estimator: str = "k3",
+    *,
+    bound: float = 0.0,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """The named estimate per token.
 
     Args:
-        bound: clamp the value to ± this (gradient 0 beyond); 0 is off. The peers use 10: OpenRLHF and AReaL on all
-            estimators, SkyRL, verl and ROLL on k3. It biases the estimate.
-        weight: the ratio current / (policy that sampled), with gradient: the product then estimates KL and its
-            gradient without bias although the samples are another policy's (DeepSeek-V3.2; TRL
-            ``use_bias_correction_kl``).
+        bound: clamp the value to ± this (gradient 0 beyond); 0 is off. The peers use 10: OpenRLHF
+            and AReaL on all estimators, SkyRL, verl and ROLL on k3. It biases the estimate.
+        weight: the ratio current / (policy that sampled), with gradient: the product then estimates
+            KL and its gradient without bias although the samples are another policy's
+            (DeepSeek-V3.2; TRL ``use_bias_correction_kl``).
     """
     value = KL_ESTIMATORS[estimator](current, reference)
     if bound:
         straight = estimator.endswith("_straight_through")
         clamped = value.clamp(-bound, bound)
-        value = value + (clamped - value).detach() if straight else clamped
-    return value if weight is None else value * weight
+        if straight:
+            value = value + (clamped - value).detach()
+        else:
+            value = clamped
+    if weight is None:
+        return value
+    return value * weight
 
 
 def bernoulli_kl(first: Tensor, second: Tensor, eps: float = 1e-8) -> Tensor:
-    """KL(p || q) of "this token or another", from log-probabilities; p, q kept inside ``[eps, 1 - eps]``."""
-    p, q = first.exp().clamp(eps, 1 - eps), second.exp().clamp(eps, 1 - eps)
+    """KL(p || q) of "this token or another", from log-probabilities; p, q kept inside
+    ``[eps, 1 - eps]``."""
+    p = first.exp().clamp(eps, 1 - eps)
+    q = second.exp().clamp(eps, 1 - eps)
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
@@ -119,7 +133,8 @@ def penalize_rewards(
         policy: proximal log-probabilities.
 
     Returns:
-        rewards ``[batch, length]``, and a scalar: the mean over sequences of their mean KL (what the controller sees).
+        rewards ``[batch, length]``, and a scalar: the mean over sequences of their mean KL (what
+        the controller sees).
     """
     kl = torch.where(mask, kl_estimate(policy, reference, estimator, bound=bound), 0)
     return rewards - coef * kl, masked_mean(masked_mean(kl, mask, dim=1), mask.any(1))
@@ -127,10 +142,12 @@ def penalize_rewards(
 
 @dataclass
 class KLController:
-    """The coefficient of the KL penalty in the reward. A subclass of your own is made with its first value.
+    """The coefficient of the KL penalty in the reward. A subclass of your own is made with its
+    first value.
 
     Args:
-        value: the coefficient; ``kl_loss_coef`` at first. Checkpoints have it, and nothing else of a controller.
+        value: the coefficient; ``kl_loss_coef`` at first. Checkpoints have it, and nothing else of
+            a controller.
     """
 
     value: float
@@ -160,14 +177,16 @@ class FixedKLController(KLController):
 class AdaptiveKLController(KLController):
     """A coefficient that moves in proportion to how far the KL is from ``target``.
 
-    ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``. Source: Ziegler et al. 2019, section 2.2.
+    ``value *= 1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon``. Source: Ziegler et al.
+    2019, section 2.2.
     """
 
     target: float = field(default=0.1, kw_only=True)
     horizon: int = field(default=10000, kw_only=True)
 
     def update(self, kl: float, samples: int) -> None:
-        """``kl``: the mean KL of a batch of ``samples`` trajectories; one that is not finite moves nothing."""
+        """``kl``: the mean KL of a batch of ``samples`` trajectories; one that is not finite moves
+        nothing."""
         if not math.isfinite(kl):
             return
         error = min(max(kl / self.target - 1, -0.2), 0.2)
@@ -184,16 +203,19 @@ def kl_controller(cfg: object) -> KLController:
 
 
 def top_k_reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
-    """KL(p || t) of distributions over k tokens and all others as one more, ``[...]``; differentiable in p.
+    """KL(p || t) of distributions over k tokens and all others as one more, ``[...]``;
+    differentiable in p.
 
-    It is the whole vocabulary's where k is that, and else never more. Source: Tail-Aware Top-k On-Policy Distillation
-    (arXiv 2608.14728); with p and t scaled to 1 over the k tokens instead, what p gives to others would cost nothing.
+    It is the whole vocabulary's where k is that, and else never more. Source: Tail-Aware Top-k
+    On-Policy Distillation (arXiv 2608.14728); with p and t scaled to 1 over the k tokens instead,
+    what p gives to others would cost nothing.
 
     Args:
         logprobs: of k tokens under the policy, ``[..., k]``.
         teacher: of the same tokens under the teacher.
     """
-    rest, teachers_rest = _log_rest(logprobs), _log_rest(teacher)
+    rest = _log_rest(logprobs)
+    teachers_rest = _log_rest(teacher)
     among = (logprobs.exp() * (logprobs - teacher)).sum(-1)
     return among + rest.exp() * (rest - teachers_rest)
 
@@ -210,7 +232,8 @@ def teacher_advantages(logprobs: Tensor, teacher: Tensor, mask: Tensor) -> tuple
         teacher: the same under the teacher.
 
     Returns:
-        ``log t - log p``, ``[batch, length]``, 0 outside the mask; and a scalar, the k1 estimate of KL(p || t).
+        ``log t - log p``, ``[batch, length]``, 0 outside the mask; and a scalar, the k1 estimate of
+        KL(p || t).
     """
     gap = torch.where(mask, teacher - logprobs, 0.0).detach()
     return gap, -gap.sum(dtype=torch.float64) / mask.sum().clamp(min=1)

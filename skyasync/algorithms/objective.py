@@ -1,8 +1,9 @@
 """The objective: policy loss, correction, KL and entropy terms as one loss per token.
 
-Invariant: ``needs`` lists exactly the log-probabilities that enter (behaviour, proximal, reference), read off the
-signatures of the chosen functions. Everything that compares tokens with the whole mini-batch is made before it is
-split (``prepare``, ``loss_weights``), so the gradient does not depend on micro-batches or ranks.
+Invariant: ``needs`` lists exactly the log-probabilities that enter (behaviour, proximal,
+reference), read off the signatures of the chosen functions. Everything that compares tokens with
+the whole mini-batch is made before it is split (``prepare``, ``loss_weights``), so the gradient
+does not depend on micro-batches or ranks.
 
     prepared = objective.prepare(batch)                          whole mini-batch, only where the loss asks for it
     weights = loss_weights(cfg, mask, group_ids)                 whole mini-batch
@@ -49,17 +50,19 @@ class Objective:
     """What ``trainer.algorithm`` asks for, with every name resolved and checked once.
 
     Attributes:
-        needs: the log-probabilities that enter, of "proximal", "behaviour", "reference"; and "entropy" if that does.
-        needs_before_update: those of them that ``prepare`` or the reward must have for the whole mini-batch; a
-            worker may put ``current.detach()`` for any other missing proximal log-probabilities, which is exact in the
-            first optimizer step after a batch's start.
-        corrected: behaviour log-probabilities enter at all. Asynchronous plans refuse objectives without.
+        needs: the log-probabilities that enter, of "proximal", "behaviour", "reference"; and
+            "entropy" if that does.
+        needs_before_update: those of them that ``prepare`` or the reward must have for the whole
+            mini-batch; a worker may put ``current.detach()`` for any other missing proximal
+            log-probabilities, which is exact in the first optimizer step after a batch's start.
+        corrected: behaviour log-probabilities enter at all. Asynchronous plans refuse objectives
+            without.
         prepares: ``token_loss`` needs what ``prepare`` returns.
         trains_entropy: the entropy has a gradient; else it is a statistic, if it is needed at all.
 
     Raises:
-        UserError: for unknown names, unused ``extra`` settings, and a weight on top of a loss that is already
-            weighted by the behaviour policy.
+        UserError: for unknown names, unused ``extra`` settings, and a weight on top of a loss that
+            is already weighted by the behaviour policy.
     """
 
     def __init__(self, cfg: object) -> None:
@@ -73,12 +76,20 @@ class Objective:
         self._kl_estimator = setting(cfg, "kl_estimator_type", "k3")
         self._kl_bound = setting(cfg, "kl_clamp", 0.0)
         self._kl_weighted = setting(cfg, "kl_importance_weighted", False)
-        self._kl_coef = setting(cfg, "kl_loss_coef", 0.001) if setting(cfg, "use_kl_loss", False) else 0.0
+        if setting(cfg, "use_kl_loss", False):
+            self._kl_coef = setting(cfg, "kl_loss_coef", 0.001)
+        else:
+            self._kl_coef = 0.0
         self._entropy = setting(cfg, "use_entropy_loss", False)
-        self._entropy_coef = setting(cfg, "entropy_loss_coef", 0.01) if self._entropy else 0.0
+        if self._entropy:
+            self._entropy_coef = setting(cfg, "entropy_loss_coef", 0.01)
+        else:
+            self._entropy_coef = 0.0
         self.prepares = bool(self._selectors)
         losses = POLICY_LOSSES.about(name)
-        self.trains_entropy = bool(self._entropy_coef) or any("entropy" in about.inputs for about in losses)
+        self.trains_entropy = bool(self._entropy_coef) or any(
+            "entropy" in about.inputs for about in losses
+        )
         kl_in_reward = setting(cfg, "use_kl_in_reward", False)
         self.needs_before_update = self._policies(*self._selectors)
         if kl_in_reward:
@@ -90,7 +101,10 @@ class Objective:
             self._enters |= {"entropy"}
         self.needs = self._enters | self.needs_before_update
         self.corrected = "behaviour" in self.needs
-        if "proximal" in self.needs and setting(cfg, "proximal_logprobs", "recompute") != "recompute":
+        if (
+            "proximal" in self.needs
+            and setting(cfg, "proximal_logprobs", "recompute") != "recompute"
+        ):
             self.needs |= {"behaviour"}  # one end of the interpolation
         functions = [b.function for b in (self._loss, *self._corrections, *self._selectors)]
         functions += [ADVANTAGE_ESTIMATORS[setting(cfg, "advantage_estimator", "grpo")]]
@@ -110,9 +124,11 @@ class Objective:
         selection: Tensor | None = None,
         correction_exponent: float = 1.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of each token, 0 outside the mask, and its statistics (float or bool); all ``[batch, length]``.
+        """Loss of each token, 0 outside the mask, and its statistics (float or bool); all
+        ``[batch, length]``.
 
-        A missing ``proximal`` is ``current.detach()``. What stands outside the mask has no influence.
+        A missing ``proximal`` is ``current.detach()``. What stands outside the mask has no
+        influence.
 
         Args:
             current: log-probabilities with gradient.
@@ -135,8 +151,12 @@ class Objective:
         }
         tensors = {name: t for name, t in given.items() if t is not None}
         self._check(tensors)
-        if "mask" in self._loss.inputs:  # tokens of a row meet each other: those outside the mask must be harmless
-            tensors |= {name: torch.where(mask, t, 0) for name, t in tensors.items() if name in _PER_TOKEN}
+        if (
+            "mask" in self._loss.inputs
+        ):  # tokens of a row meet each other: those outside the mask must be harmless
+            tensors |= {
+                name: torch.where(mask, t, 0) for name, t in tensors.items() if name in _PER_TOKEN
+            }
         tensors["anchor"] = tensors.get(self.anchor, tensors["proximal"])
         outcome = self._loss(tensors)
         loss, statistics = outcome if isinstance(outcome, tuple) else (outcome, {})
@@ -147,14 +167,17 @@ class Objective:
             statistics["approx_kl"] = tensors["anchor"] - tensors["current"]
             if "ratio" not in statistics:
                 statistics["ratio"] = log_ratio(tensors["current"], tensors["anchor"]).exp()
-        return torch.where(mask, loss, 0), {name: value.detach() for name, value in statistics.items()}
+        return torch.where(mask, loss, 0), {
+            name: value.detach() for name, value in statistics.items()
+        }
 
     def prepare(self, batch: Rows) -> dict[str, Tensor]:
-        """Further arguments of ``token_loss``, computed on a whole mini-batch; empty for most objectives.
+        """Further arguments of ``token_loss``, computed on a whole mini-batch; empty for most
+        objectives.
 
         Args:
-            batch: a ``TrainingBatch`` with ``loss_mask``, ``advantages`` and the log-probabilities in
-                ``needs_before_update``.
+            batch: a ``TrainingBatch`` with ``loss_mask``, ``advantages`` and the log-probabilities
+                in ``needs_before_update``.
 
         Returns:
             ``{"selection": [batch, length]}`` for clip_cov, kl_cov and m2po, else ``{}``.
@@ -164,7 +187,8 @@ class Objective:
         return {"selection": self._selectors[0](_tensors_of(batch))}
 
     def correction_weights(self, batch: Rows) -> Tensor | None:
-        """The factor of the policy loss on a batch with all its log-probabilities, ``[batch, length]``; None without.
+        """The factor of the policy loss on a batch with all its log-probabilities,
+        ``[batch, length]``; None without.
 
         For ``off_policy_metrics(..., weights=...)``. The batch as in ``prepare``.
         """
@@ -177,7 +201,10 @@ class Objective:
         name = setting(cfg, "off_policy_correction", "auto")
         weighted = "behaviour" in self._policies(self._loss)
         if name == "auto":
-            name = "none" if "behaviour" in self._policies(self._loss, *self._selectors) else "token_tis"
+            if "behaviour" in self._policies(self._loss, *self._selectors):
+                name = "none"
+            else:
+                name = "token_tis"
         elif weighted and name != "none" and not name.endswith("_mask"):
             raise UserError(
                 f"policy loss {loss!r} with ratio_anchor={self.anchor} already weighs samples by the "
@@ -191,14 +218,21 @@ class Objective:
         return frozenset(self.anchor if name == "anchor" else name for name in inputs) & POLICIES
 
     def _correct(
-        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any], exponent: float
+        self,
+        loss: Tensor,
+        statistics: dict[str, Tensor],
+        tensors: Mapping[str, Any],
+        exponent: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         if not self._corrections:
             return loss, statistics
         weight = self._weight(tensors)
         if exponent != 1.0:
             weight = weight.pow(exponent)
-        maps = {"correction_weight": weight.expand_as(loss), "correction_masked": (weight == 0).expand_as(loss)}
+        maps = {
+            "correction_weight": weight.expand_as(loss),
+            "correction_masked": (weight == 0).expand_as(loss),
+        }
         return loss * weight, {**statistics, **maps}
 
     def _weight(self, tensors: Mapping[str, Any]) -> Tensor:
@@ -207,11 +241,20 @@ class Objective:
             weight = weight * correction(tensors)
         return weight
 
-    def _regularize(self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]) -> Tensor:
+    def _regularize(
+        self, loss: Tensor, statistics: dict[str, Tensor], tensors: Mapping[str, Any]
+    ) -> Tensor:
         if self._kl_coef:
-            ratio = log_ratio(tensors["current"], tensors["anchor"]).exp() if self._kl_weighted else None
+            if self._kl_weighted:
+                ratio = log_ratio(tensors["current"], tensors["anchor"]).exp()
+            else:
+                ratio = None
             kl = kl_estimate(
-                tensors["current"], tensors["reference"], self._kl_estimator, bound=self._kl_bound, weight=ratio
+                tensors["current"],
+                tensors["reference"],
+                self._kl_estimator,
+                bound=self._kl_bound,
+                weight=ratio,
             )
             loss = loss + self._kl_coef * kl
             statistics["kl_loss"] = kl
@@ -225,13 +268,18 @@ class Objective:
         needed = self._enters | ({"selection"} if self.prepares else set())
         missing = sorted(name for name in needed if name not in tensors)
         if missing:
-            raise ValueError(f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})")
+            raise ValueError(
+                f"the objective needs {', '.join(missing)} (objective.needs = {sorted(self.needs)})"
+            )
 
     def _check_per_token(self, loss: object, mask: Tensor) -> None:
         """A mean would be scaled by the weights of the reduction, without an error."""
         if isinstance(loss, Tensor) and loss.shape == mask.shape:
             return
-        result = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        if isinstance(loss, Tensor):
+            result = f"a tensor of shape {tuple(loss.shape)}"
+        else:
+            result = type(loss).__name__
         raise UserError(
             f"policy loss {self._name!r} must return one value per token, a tensor of shape {tuple(mask.shape)}; it "
             f"returned {result} (trainer.algorithm.loss_reduction averages)"

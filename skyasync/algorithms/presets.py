@@ -1,7 +1,8 @@
-"""Consistent bundles of settings by name, each with the paper or system that it comes from: ``presets.yaml``.
+"""Consistent bundles of settings by name, each with the paper or system that it comes from:
+``presets.yaml``.
 
-Invariant: a preset is a bundle of defaults: keys that the user gives override it. It imports no torch. Every key exists
-in the schema (a test holds it).
+Invariant: a preset is a bundle of defaults: keys that the user gives override it. It imports no
+torch. Every key exists in the schema (a test holds it).
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ PRESETS = Registry("preset")
 
 @dataclass(frozen=True)
 class Preset:
-    """``source`` says whose bundle it is, and what must be set besides. ``settings``: full key -> value."""
+    """``source`` says whose bundle it is, and what must be set besides. ``settings``: full key ->
+    value."""
 
     source: str
     settings: dict[str, Any]
@@ -43,5 +45,7 @@ def _flat(group: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-for _name, _bundle in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items():
+for _name, _bundle in yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+).items():
     PRESETS.register(_name)(Preset(_bundle.pop("source"), dict(_flat(_bundle))))

@@ -1,10 +1,10 @@
 """How token losses become one number: a weight per token, made once for a whole mini-batch.
 
-Invariant: the loss is ``(weights * token_loss).sum()``, and the weights have seen the whole mini-batch. So cutting it
-into micro-batches, packing it or spreading it over ranks (whose gradients are summed) cannot change the gradient.
-Each reduction takes the mask ``[batch, length]`` and ``group_ids [batch]`` and returns weights ``[batch, length]``, 0
-outside the mask. Rows without loss tokens do not count as sequences (OpenRLHF, verl); with ``count_empty`` they do
-(SkyRL, TRL).
+Invariant: the loss is ``(weights * token_loss).sum()``, and the weights have seen the whole
+mini-batch. So cutting it into micro-batches, packing it or spreading it over ranks (whose gradients
+are summed) cannot change the gradient. Each reduction takes the mask ``[batch, length]`` and
+``group_ids [batch]`` and returns weights ``[batch, length]``, 0 outside the mask. Rows without loss
+tokens do not count as sequences (OpenRLHF, verl); with ``count_empty`` they do (SkyRL, TRL).
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ F = TypeVar("F", bound="Callable[..., Tensor]")
 
 
 def loss_weights(
-    cfg: object, mask: Tensor, group_ids: Tensor, dtype: torch.dtype | None = None, trajectory_ids: Tensor | None = None
+    cfg: object,
+    mask: Tensor,
+    group_ids: Tensor,
+    dtype: torch.dtype | None = None,
+    trajectory_ids: Tensor | None = None,
 ) -> Tensor:
-    """The weights of ``loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before it is split.
+    """The weights of ``loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before
+    it is split.
 
-    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in float64.
+    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in
+    float64.
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
@@ -42,10 +48,11 @@ def loss_weights(
 def loss_numerators(
     cfg: object, mask: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None
 ) -> tuple[Tensor, float]:
-    """The weights of some whole groups without their denominator, ``[batch, length]``, and that denominator.
+    """The weights of some whole groups without their denominator, ``[batch, length]``, and that
+    denominator.
 
-    Denominators add up: the weights of all parts of a mini-batch, divided by the sum of their denominators, are those
-    that ``loss_weights`` gives for the mini-batch.
+    Denominators add up: the weights of all parts of a mini-batch, divided by the sum of their
+    denominators, are those that ``loss_weights`` gives for the mini-batch.
 
     Raises:
         UserError: for a reduction of the user's own that gives no denominator.
@@ -68,7 +75,8 @@ def loss_numerators(
 
 
 def divided_by(denominator: Callable[..., Tensor]) -> Callable[[F], F]:
-    """What a reduction divides by (at least 1): a function of the same arguments, additive over parts of whole groups.
+    """What a reduction divides by (at least 1): a function of the same arguments, additive over
+    parts of whole groups.
 
     A reduction without one needs the whole mini-batch at once.
     """
@@ -122,7 +130,8 @@ def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False)
 @LOSS_REDUCTIONS.register("sequence_token_sum", by_parts=True)
 @divided_by(_sequences)
 def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
-    """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL ``seq-mean-token-sum``."""
+    """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL
+    ``seq-mean-token-sum``."""
     return mask.double() / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
 
 
@@ -136,13 +145,18 @@ def seq_mean_token_sum_norm(
 
     ``max_seq_len=0`` takes the width of the tensor, which changes from batch to batch: set it.
     """
-    return sequence_token_sum(mask, group_ids, count_empty=count_empty) / (max_seq_len or mask.shape[1])
+    return sequence_token_sum(mask, group_ids, count_empty=count_empty) / (
+        max_seq_len or mask.shape[1]
+    )
 
 
 @LOSS_REDUCTIONS.register("prompt_mean", by_parts=True)
 @divided_by(_prompts)
 def prompt_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL ``prompt_mean``."""
+    """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL
+    ``prompt_mean``."""
     groups, index = torch.unique(group_ids, return_inverse=True)
-    tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device).index_add(0, index, mask.sum(1).double())
+    tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device).index_add(
+        0, index, mask.sum(1).double()
+    )
     return mask.double() / tokens.clamp(min=1)[index].unsqueeze(1) / (tokens > 0).sum().clamp(min=1)

@@ -1,7 +1,8 @@
-"""The distribution that a token is sampled from: logits to the tokens that top-k, top-p and min-p leave.
+"""The distribution that a token is sampled from: logits to the tokens that top-k, top-p and min-p
+leave.
 
-Invariant: the engine and the trainer call the same functions, so that the log-probabilities of both are those of one
-distribution, and their ratio is 1 for equal weights.
+Invariant: the engine and the trainer call the same functions, so that the log-probabilities of both
+are those of one distribution, and their ratio is 1 for equal weights.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ _NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is
 
 
 def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Select the tokens that the filters leave of ``logits`` ``[rows, vocabulary]``; bool of the same shape.
+    """Select the tokens that the filters leave of ``logits`` ``[rows, vocabulary]``; bool of the
+    same shape.
 
-    As in vLLM: min-p, then top-k, then top-p of the rest. Of tokens with equal logits the lower ids come first, as in
-    vLLM's kernel for GPUs (``topk_topp_triton``): exactly k tokens remain, and the fewest whose probability reaches p.
-    In bfloat16 such ties are common. Off is ``top_k <= 0``, ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
+    As in vLLM: min-p, then top-k, then top-p of the rest. Of tokens with equal logits the lower ids
+    come first, as in vLLM's kernel for GPUs (``topk_topp_triton``): exactly k tokens remain, and
+    the fewest whose probability reaches p. In bfloat16 such ties are common. Off is ``top_k <= 0``,
+    ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
     """
     floor = logits.amax(dim=1) + min_p.log()
     candidates = logits >= floor[:, None]
@@ -37,7 +40,9 @@ def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     return torch.zeros_like(candidates).scatter(1, tokens, candidates)
 
 
-def addends(vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]) -> Tensor:
+def addends(
+    vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]
+) -> Tensor:
     """``[vocabulary]``: added to the logits first; -inf for tokens that are not allowed."""
     added = torch.zeros(vocabulary)
     if allowed_token_ids:
@@ -60,9 +65,11 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class SampledDistribution:
-    """The temperature and filters that turn a policy's logits into those that its tokens were sampled from.
+    """The temperature and filters that turn a policy's logits into those that its tokens were
+    sampled from.
 
-    Penalties, bad words, ``min_tokens`` and grammars, which depend on the tokens before, are not among it.
+    Penalties, bad words, ``min_tokens`` and grammars, which depend on the tokens before, are not
+    among it.
     """
 
     temperature: float = 1.0
@@ -79,7 +86,9 @@ class SampledDistribution:
             return cls(sampling.temperature or 1.0)
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
         allowed = tuple(sampling.allowed_token_ids)
-        return cls(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias, allowed)
+        return cls(
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias, allowed
+        )
 
     @property
     def filters(self) -> bool:
@@ -91,18 +100,25 @@ class SampledDistribution:
         """Float logits ``[n, vocabulary]`` as they were sampled from, differentiable.
 
         Args:
-            targets: ``[n]``, the tokens sampled. They stay possible also where rounding, or newer weights, put them
-                outside the filters.
+            targets: ``[n]``, the tokens sampled. They stay possible also where rounding, or newer
+                weights, put them outside the filters.
         """
         if self.logit_bias or self.allowed_token_ids:
-            added = addends(logits.shape[1], self.logit_bias, self.allowed_token_ids).to(logits.device)
+            added = addends(logits.shape[1], self.logit_bias, self.allowed_token_ids).to(
+                logits.device
+            )
             logits = (logits + added.clamp(min=_NEVER)).clamp(min=_NEVER)
-        logits = logits / self.temperature if self.temperature != 1.0 else logits
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        else:
+            logits = logits
         if not (self.top_k > 0 or self.top_p < 1 or self.min_p > 0):
             return logits
         rows = len(logits)
         top_k = torch.full((rows,), self.top_k, device=logits.device)
-        top_p, min_p = (torch.full((rows,), value, device=logits.device) for value in (self.top_p, self.min_p))
+        top_p, min_p = (
+            torch.full((rows,), value, device=logits.device) for value in (self.top_p, self.min_p)
+        )
         with torch.no_grad():
             likely_tokens = likely(logits, top_k, top_p, min_p).scatter(1, targets[:, None], True)
         return logits.masked_fill(~likely_tokens, _NEVER)

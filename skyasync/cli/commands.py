@@ -1,7 +1,7 @@
 """The subcommands of ``skyasync``: their names, help and modules; and how they read their options.
 
-Importing this imports nothing else of the library but its errors, so that ``--help`` is quick. A subcommand's own
-module is imported when it runs.
+Importing this imports nothing else of the library but its errors, so that ``--help`` is quick. A
+subcommand's own module is imported when it runs.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Subcommand:
         needs: it needs arguments; without any, its help is an error.
         passes_on: it passes its arguments on to another program.
 
-    A module's ``HELP`` is printed for ``--help``. Where the settings' loader or another program has a help too, that
-    must be the only argument.
+    A module's ``HELP`` is printed for ``--help``. Where the settings' loader or another program has
+    a help too, that must be the only argument.
     """
 
     home: str
@@ -45,7 +45,9 @@ class Subcommand:
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
         alone = self.settings or self.passes_on  # else --help stands anywhere
-        wants_help = list(argv) in (["--help"], ["-h"]) or (not alone and bool({"--help", "-h"}.intersection(argv)))
+        wants_help = list(argv) in (["--help"], ["-h"]) or (
+            not alone and bool({"--help", "-h"}.intersection(argv))
+        )
         if "HELP" in module and wants_help:
             print(module["HELP"], end="")
         elif self.needs and not argv:
@@ -62,12 +64,19 @@ SUBCOMMANDS: dict[str, Subcommand] = {
     "train": Subcommand("skyasync.cli.commands:train", "train (the default)"),
     "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)"),
     "plan": Subcommand("skyasync.cli.commands:plan", "estimate memory and devices of a run"),
-    "rehearse": Subcommand("skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model"),
+    "rehearse": Subcommand(
+        "skyasync.cli.commands:rehearse", "run three steps of a recipe with a small model"
+    ),
     "simulate": Subcommand("skyasync.simulate.__main__:main", "simulate the plans with your costs"),
     "translate": Subcommand(
-        "skyasync.cli.commands:translate", "convert a recipe of another framework", settings=False, runs=True
+        "skyasync.cli.commands:translate",
+        "convert a recipe of another framework",
+        settings=False,
+        runs=True,
     ),
-    "rollout": Subcommand("skyasync.cli.rollout:rollout", "generate some episodes without training, and print them"),
+    "rollout": Subcommand(
+        "skyasync.cli.rollout:rollout", "generate some episodes without training, and print them"
+    ),
     "evaluate": Subcommand(
         "skyasync.cli.evaluate:evaluate",
         "evaluate a model or a checkpoint on held-out prompts",
@@ -93,9 +102,15 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         needs=True,
         runs=True,
     ),
-    "runs": Subcommand("skyasync.cli.runs:runs", "list the runs of a folder", settings=False, runs=True),
+    "runs": Subcommand(
+        "skyasync.cli.runs:runs", "list the runs of a folder", settings=False, runs=True
+    ),
     "engines": Subcommand(
-        "skyasync.cli.engines:engines", "add or remove engines of a running run", settings=False, needs=True, runs=True
+        "skyasync.cli.engines:engines",
+        "add or remove engines of a running run",
+        settings=False,
+        needs=True,
+        runs=True,
     ),
     "serve": Subcommand(
         "skyasync.cli.serve:serve",
@@ -115,7 +130,9 @@ SUBCOMMANDS: dict[str, Subcommand] = {
 def usage() -> str:
     """What ``--help`` prints."""
     width = max(map(len, SUBCOMMANDS))
-    subcommands = "\n".join(f"  {name:<{width}}  {subcommand.does}" for name, subcommand in SUBCOMMANDS.items())
+    subcommands = "\n".join(
+        f"  {name:<{width}}  {subcommand.does}" for name, subcommand in SUBCOMMANDS.items()
+    )
     return f"""\
 usage: skyasync [COMMAND] [--config FILE.yaml ...] [key=value ...]
 
@@ -158,7 +175,11 @@ def translate(argv: Arguments) -> None:
 
 
 def take_options(
-    argv: Sequence[str], values: Mapping[str, str], flags: Collection[str] = (), *, settings: bool = False
+    argv: Sequence[str],
+    values: Mapping[str, str],
+    flags: Collection[str] = (),
+    *,
+    settings: bool = False,
 ) -> tuple[dict[str, str], list[str]]:
     """The options by their names, and the other arguments, in order.
 
@@ -172,7 +193,8 @@ def take_options(
         UserError: for an unknown option, with the nearest one, or for one without its value.
     """
     given: dict[str, str] = {}
-    rest, arguments = [], list(argv)
+    rest = []
+    arguments = list(argv)
     while arguments:
         argument = arguments.pop(0)
         name, equals, value = argument.partition("=")
@@ -189,7 +211,10 @@ def take_options(
         elif name.startswith("-"):
             known = [*values, *flags]
             close = nearest(name, known, count=1)
-            raise UserError(f"unknown option {name}: " + (f"did you mean {close[0]}?" if close else ", ".join(known)))
+            raise UserError(
+                f"unknown option {name}: "
+                + (f"did you mean {close[0]}?" if close else ", ".join(known))
+            )
         else:
             rest.append(argument)
     return given, rest
@@ -208,7 +233,9 @@ def whole_number(text: str, option: str, least: int = 1) -> int:
     return int(text)
 
 
-_CONTROL = {code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), *range(11, 32), *range(127, 160))}
+_CONTROL = {
+    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), *range(11, 32), *range(127, 160))
+}
 
 
 def visible(text: str) -> str:

@@ -1,7 +1,7 @@
 """``skyasync engines``: engines that join a run, or leave it, while it goes on.
 
-Invariant: it changes one file in the run's folder, which the run reads; a name that the run could not use is rejected
-here, and nothing is written then.
+Invariant: it changes one file in the run's folder, which the run reads; a name that the run could
+not use is rejected here, and nothing is written then.
 """
 
 from __future__ import annotations
@@ -10,7 +10,13 @@ from pathlib import Path
 
 from skyasync.cli.commands import Arguments
 from skyasync.errors import UserError
-from skyasync.inference.elastic import FILE, is_server, read_engine_list, write_engine_list, wrong_name
+from skyasync.inference.elastic import (
+    FILE,
+    is_server,
+    read_engine_list,
+    write_engine_list,
+    wrong_name,
+)
 
 HELP = """\
 usage: skyasync engines RUN                      list the engines of a running run
@@ -24,7 +30,9 @@ http://host:port. The command edits RUN/engines.txt.
 
 def engines(argv: Arguments) -> None:
     """Raises ``UserError`` for a run that does not go on, and for names that do not fit."""
-    file, what, names = Path(argv[0]).expanduser() / FILE, [*argv[1:], "list"][0], list(argv[2:])
+    file = Path(argv[0]).expanduser() / FILE
+    what = [*argv[1:], "list"][0]
+    names = list(argv[2:])
     if not file.is_file():
         why = f"{file.parent} is not a run's folder"
         if file.parent.is_dir():
@@ -44,7 +52,9 @@ def _changed(there: list[str], what: str, names: list[str]) -> list[str]:
     servers = any(map(is_server, there))
     if what == "remove":
         if not names:
-            raise UserError("skyasync engines RUN remove needs the names of the engines to remove: remove NAME ...")
+            raise UserError(
+                "skyasync engines RUN remove needs the names of the engines to remove: remove NAME ..."
+            )
         for name in names:
             if name not in there:
                 raise UserError(f"skyasync engines: there is no {name} among {', '.join(there)}")
@@ -54,10 +64,13 @@ def _changed(there: list[str], what: str, names: list[str]) -> list[str]:
         return left
     if not names:
         if servers:
-            raise UserError("skyasync engines RUN add needs the address of a server, http://host:port")
+            raise UserError(
+                "skyasync engines RUN add needs the address of a server, http://host:port"
+            )
         names = [str(max((int(name) for name in there if name.isdigit()), default=-1) + 1)]
     for name in names:
-        if problem := wrong_name(name, servers=servers):
+        problem = wrong_name(name, servers=servers)
+        if problem:
             raise UserError(f"skyasync engines: {problem}")
         if name in there:
             raise UserError(f"skyasync engines: engine {name} is already part of the run")

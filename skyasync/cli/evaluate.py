@@ -1,4 +1,5 @@
-"""``skyasync evaluate``: rewards and pass@k of a model or a checkpoint on the held-out prompts, without workers."""
+"""``skyasync evaluate``: rewards and pass@k of a model or a checkpoint on the held-out prompts,
+without workers."""
 
 from __future__ import annotations
 
@@ -46,11 +47,23 @@ whether the most frequent answer of a prompt's n samples is correct (trainer.eva
 
 def evaluate(argv: Arguments) -> None:
     """Play all held-out prompts, and print the scores."""
-    values = {"--of": "runs/NAME", "--k": "1,4,16", "--passing": "1", "--prompts": "100", "--out": "samples.jsonl"}
+    values = {
+        "--of": "runs/NAME",
+        "--k": "1,4,16",
+        "--passing": "1",
+        "--prompts": "100",
+        "--out": "samples.jsonl",
+    }
     options, rest = take_options(argv, values, ("--json", "--best"), settings=True)
-    ks = [whole_number(part, "--k") for part in options["--k"].split(",")] if options.get("--k") else []
+    if options.get("--k"):
+        ks = [whole_number(part, "--k") for part in options["--k"].split(",")]
+    else:
+        ks = []
     try:
-        passing = float(options["--passing"]) if options.get("--passing") else None
+        if options.get("--passing"):
+            passing = float(options["--passing"])
+        else:
+            passing = None
     except ValueError:
         raise UserError(f"--passing {options['--passing']}: not a reward") from None
     with ExitStack() as stack:
@@ -62,16 +75,26 @@ def evaluate(argv: Arguments) -> None:
         from skyasync.config.schema.data import most_samples
 
         cfg: Config = configuration(rest)
-        cfg.trainer.eval_passing = cfg.trainer.eval_passing if passing is None else passing
-        if too_many := [k for k in ks if k > most_samples(cfg)]:
+        if passing is None:
+            cfg.trainer.eval_passing = cfg.trainer.eval_passing
+        else:
+            cfg.trainer.eval_passing = passing
+        too_many = [k for k in ks if k > most_samples(cfg)]
+        if too_many:
             raise UserError(
                 f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "
                 f"generator.eval_sampling_params.temperature=null, that of training)"
             )
         cfg.trainer.eval_k = ks or cfg.trainer.eval_k
         experiment = RolloutExperiment(cfg, evaluation=True)
-        most = whole_number(options["--prompts"], "--prompts") if "--prompts" in options else 0
-        out = stack.enter_context(_opened(options["--out"])) if options.get("--out") else None
+        if "--prompts" in options:
+            most = whole_number(options["--prompts"], "--prompts")
+        else:
+            most = 0
+        if options.get("--out"):
+            out = stack.enter_context(_opened(options["--out"]))
+        else:
+            out = None
         metrics = run_or_exit(experiment, lambda: measure(experiment, most, out))
     if "--json" in options:
         print(json.dumps(metrics, indent=1))
@@ -81,14 +104,19 @@ def evaluate(argv: Arguments) -> None:
     console = Console(highlight=False)
     for name, value in metrics.items():
         standard_error = metrics.get(f"{name}_error")
-        error = "" if standard_error is None else f" ± {standard_error:.4f}"
+        if standard_error is None:
+            error = ""
+        else:
+            error = f" ± {standard_error:.4f}"
         if not name.endswith("/score_error"):
             console.print(f"{name:<32} {figure(value)}{error}")
 
 
 def figure(value: float) -> str:
     """Counts without decimals; a metric of the user's may be NaN."""
-    return f"{value:g}" if value.is_integer() else f"{value:.4f}"
+    if value.is_integer():
+        return f"{value:g}"
+    return f"{value:.4f}"
 
 
 def _opened(path: str) -> TextIO:
@@ -99,7 +127,9 @@ def _opened(path: str) -> TextIO:
         raise UserError(f"--out {path} cannot be written: {error.strerror or error}") from error
 
 
-def measure(experiment: RolloutExperiment, most: int = 0, out: TextIO | None = None) -> dict[str, float]:
+def measure(
+    experiment: RolloutExperiment, most: int = 0, out: TextIO | None = None
+) -> dict[str, float]:
     """The ``scores`` of an experiment's held-out prompts, or of the first ``most`` of them.
 
     Args:
@@ -109,10 +139,12 @@ def measure(experiment: RolloutExperiment, most: int = 0, out: TextIO | None = N
     from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
     groups = experiment.play(experiment.prompts(most))
-    scoring, tokenizer = Scoring.of(experiment.cfg), experiment.get_tokenizer()
+    scoring = Scoring.of(experiment.cfg)
+    tokenizer = experiment.get_tokenizer()
     if out:
         _write_episodes(out, groups, tokenizer)
-    if problem := describe(bad_rewards(groups)):
+    problem = describe(bad_rewards(groups))
+    if problem:
         raise UserError(problem)
     return scores(groups, [scoring.sampled(group, tokenizer) for group in groups])
 
@@ -127,11 +159,14 @@ def _write_episodes(out: TextIO, groups: Sequence[Group], tokenizer: Tokenizer) 
                 for trajectory in group.trajectories:
                     print(json.dumps(record(group, trajectory, tokenizer), default=str), file=out)
     except OSError as error:
-        print(f"warning: --out {out.name} is incomplete: {error.strerror or error}", file=sys.stderr)
+        print(
+            f"warning: --out {out.name} is incomplete: {error.strerror or error}", file=sys.stderr
+        )
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:
-    """The metrics that a run would log, with the number of prompts and the standard error of the score, by set."""
+    """The metrics that a run would log, with the number of prompts and the standard error of the
+    score, by set."""
     from skyasync.rollout.evaluation import eval_metrics
 
     metrics = eval_metrics(groups, numbers)
@@ -140,7 +175,9 @@ def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str
         own = [group for group in groups if group.rewards and name in ("", group.prompt.eval_set)]
         metrics[f"{prefix}prompts"] = float(len(own))
         if len(own) > 1:
-            metrics[f"{prefix}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(len(own))
+            metrics[f"{prefix}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(
+                len(own)
+            )
     return metrics
 
 
@@ -155,9 +192,14 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     path = Path(name).expanduser()
     if not path.exists() and ":" not in name and (path.parts[0] == "runs" or path.parent.is_dir()):
         close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
-        hint = f": did you mean {path.parent / close[0]}?" if close else ""
+        if close:
+            hint = f": did you mean {path.parent / close[0]}?"
+        else:
+            hint = ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
-    of_run = (path / "config.yaml").is_file() and not (path / CONFIG).is_file()  # checkpoints may be in another folder
+    of_run = (path / "config.yaml").is_file() and not (
+        path / CONFIG
+    ).is_file()  # checkpoints may be in another folder
     of_run = of_run or (path / "checkpoints").is_dir()
     if not of_run and not (path / STATE).is_file():
         if best:
@@ -168,9 +210,11 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
     checkpoint = find_checkpoint(name, best=best)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(checkpoint, folder / "model")
-    config, run = list[str](), (path if of_run else checkpoint.parent.parent) / "config.yaml"
+    config = list[str]()
+    run = (path if of_run else checkpoint.parent.parent) / "config.yaml"
     if run.is_file():
-        # The run has written its model for each role that shares it; these settings name no model of their own.
+        # The run has written its model for each role that shares it; these settings name no model
+        # of their own.
         settings = read(run)
         shared = [
             key
@@ -178,4 +222,9 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
             if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)
         ]
         config = ["--config", str(run), *(f'{key}=""' for key in shared)]
-    return [*config, f"{MODEL}={folder / 'model'}", "trainer.resume_mode=none", 'trainer.ckpt_path=""']
+    return [
+        *config,
+        f"{MODEL}={folder / 'model'}",
+        "trainer.resume_mode=none",
+        'trainer.ckpt_path=""',
+    ]

@@ -1,6 +1,8 @@
-"""``skyasync export``: a checkpoint's policy as a Hugging Face folder; and the checkpoint that a name means.
+"""``skyasync export``: a checkpoint's policy as a Hugging Face folder; and the checkpoint that a
+name means.
 
-Invariant: the weights are the checkpoint's, whatever number of ranks wrote it; no worker, engine or Ray is started.
+Invariant: the weights are the checkpoint's, whatever number of ranks wrote it; no worker, engine or
+Ray is started.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ def export(argv: Arguments) -> None:
 
 
 def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:
-    """Args: as of the command; ``model`` is by default the one that the checkpoint's run began with.
+    """Args: as of the command; ``model`` is by default the one that the checkpoint's run began
+    with.
 
     Raises:
         UserError: if the checkpoint holds no policy, or the model it began with is not there.
@@ -82,7 +85,10 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     from skyasync.weight_sync.full_tensors import FileLayout, FullTensors, specs_in
 
     config = training_config(origin, settings.get("config_kwargs"))
-    name = str(config.dtype).rpartition(".")[2] if dtype == "auto" else dtype
+    if dtype == "auto":
+        name = str(config.dtype).rpartition(".")[2]
+    else:
+        name = dtype
     chosen: torch.dtype = vars(torch).get(name, torch.float32)
     weights = read_weights(checkpoint)
     lora = policy.get("lora", {})
@@ -92,10 +98,18 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         weights = merge(weights, origin, lora, chosen)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=chosen)
-    if strange := sorted(weights.keys() - empty.state_dict().keys()):
-        raise UserError(f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}")
+    strange = sorted(weights.keys() - empty.state_dict().keys())
+    if strange:
+        raise UserError(
+            f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}"
+        )
     disable_progress_bar()
-    files.export(empty, FullTensors(weights, chosen, FileLayout(empty, specs_in(weights, chosen))), origin, out)
+    files.export(
+        empty,
+        FullTensors(weights, chosen, FileLayout(empty, specs_in(weights, chosen))),
+        origin,
+        out,
+    )
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -133,17 +147,24 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
     folder = Path(name).expanduser()
     if (folder / STATE).is_file():
         if best:
-            raise UserError(f"--best chooses among the checkpoints of a run, and {folder} is one checkpoint")
-        if problem := glance(folder):
+            raise UserError(
+                f"--best chooses among the checkpoints of a run, and {folder} is one checkpoint"
+            )
+        problem = glance(folder)
+        if problem:
             raise UserError(f"checkpoint {folder} cannot be used: {problem}")
         return folder
     if not folder.is_dir():
-        raise UserError(f"there is no folder {folder}: name a checkpoint's, or a run's that has some")
+        raise UserError(
+            f"there is no folder {folder}: name a checkpoint's, or a run's that has some"
+        )
     inside = checkpoints_of_run(folder)
     if best:
         recorded = read_best(inside)
         if recorded is None:
-            raise UserError(f"{folder} has no best checkpoint: a run with trainer.ckpt_best_metric keeps one")
+            raise UserError(
+                f"{folder} has no best checkpoint: a run with trainer.ckpt_best_metric keeps one"
+            )
         return find_checkpoint(str(inside / recorded.folder))
     newest = Checkpoints(inside).latest()
     if newest is None:
@@ -152,7 +173,8 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
 
 
 def checkpoints_of_run(run: Path) -> Path:
-    """The folder of a run's checkpoints, also one that ``trainer.ckpt_path`` named; the folder itself of no run."""
+    """The folder of a run's checkpoints, also one that ``trainer.ckpt_path`` named; the folder
+    itself of no run."""
     configured = read(run / "config.yaml").get("trainer.ckpt_path")
     folders = ([Path(str(configured))] if configured else []) + [run / "checkpoints"]
     return next((folder for folder in folders if folder.is_dir()), run)

@@ -1,7 +1,7 @@
 """``skyasync replay``: train a run again on its recorded samples, or print them.
 
-Invariant: with the recorded settings and the same model, the updates are those of the run that is replayed, bitwise; a
-difference comes from the user's changes alone, and the first one is reported.
+Invariant: with the recorded settings and the same model, the updates are those of the run that is
+replayed, bitwise; a difference comes from the user's changes alone, and the first one is reported.
 """
 
 from __future__ import annotations
@@ -58,14 +58,26 @@ def replay(argv: Arguments) -> None:
         settings=True,
     )
     if not rest or not is_path(rest[0]):
-        raise UserError("skyasync replay needs the folder of a run first: skyasync replay runs/NAME")
+        raise UserError(
+            "skyasync replay needs the folder of a run first: skyasync replay runs/NAME"
+        )
     run = Path(rest[0])
     if not (run / "config.yaml").is_file():
         raise UserError(f"{run} is not a run's folder: it has no config.yaml")
-    nonfinite, settings = "--nonfinite" in options, rest[1:]
-    step = whole_number(options["--step"], "--step") if "--step" in options else None
+    nonfinite = "--nonfinite" in options
+    settings = rest[1:]
+    if "--step" in options:
+        step = whole_number(options["--step"], "--step")
+    else:
+        step = None
     if "--show" in options:
-        show(run, step, options.get("--episode", ""), tokens="--tokens" in options, nonfinite=nonfinite)
+        show(
+            run,
+            step,
+            options.get("--episode", ""),
+            tokens="--tokens" in options,
+            nonfinite=nonfinite,
+        )
     elif given := [name for name in ("--episode", "--tokens") if name in options]:
         raise UserError(f"{given[0]} is read with --show")
     else:
@@ -86,8 +98,12 @@ def _checkpoint(run: Path, step: int) -> Path:
     home = checkpoints_of_run(run)
     folder = home / f"step_{step:06d}"
     if not folder.is_dir():
-        steps = sorted(int(path.name[5:]) for path in home.glob("step_*") if path.name[5:].isdecimal())
-        raise UserError(f"--from {step}: {run} has checkpoints of the steps {', '.join(map(str, steps)) or '(none)'}")
+        steps = sorted(
+            int(path.name[5:]) for path in home.glob("step_*") if path.name[5:].isdecimal()
+        )
+        raise UserError(
+            f"--from {step}: {run} has checkpoints of the steps {', '.join(map(str, steps)) or '(none)'}"
+        )
     return folder.resolve()
 
 
@@ -97,7 +113,9 @@ def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) ->
 
     files = files_of(run / NONFINITE if nonfinite else run)
     if not files and nonfinite:
-        raise UserError(f"{run} recorded no batch with a non-finite value ({run / NONFINITE} does not exist)")
+        raise UserError(
+            f"{run} recorded no batch with a non-finite value ({run / NONFINITE} does not exist)"
+        )
     if not files:
         raise UserError(f"{run} has recorded no trajectories (trainer.dump_trajectories=true)")
     given = {argument.partition("=")[0] for argument in settings if "=" in argument}
@@ -114,19 +132,26 @@ def _train(run: Path, settings: Sequence[str], *, last: int, nonfinite: bool) ->
     from skyasync.cli.replay_experiment import ReplayExperiment
 
     more = [f"{key}={value}" for key, value in own.items() if key not in given]
-    if changed := sorted(given - own.keys()):
-        print(f"changed: {', '.join(changed)}; the replay may differ from its first update on", file=sys.stderr)
+    changed = sorted(given - own.keys())
+    if changed:
+        print(
+            f"changed: {', '.join(changed)}; the replay may differ from its first update on",
+            file=sys.stderr,
+        )
     need_pyarrow()
     ReplayExperiment.files = tuple(file.resolve() for file in files)
     ReplayExperiment.independent = nonfinite
     ReplayExperiment.recorded = run.resolve()
     ReplayExperiment.final_step = last
-    plan = str(read_settings(run / "config.yaml").get("trainer.plan", "sync"))  # its settings stay as they are
+    plan = str(
+        read_settings(run / "config.yaml").get("trainer.plan", "sync")
+    )  # its settings stay as they are
     main(ReplayExperiment, ["--config", str(run / "config.yaml"), *settings, *more], plan=plan)
 
 
 def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: bool) -> None:
-    """Print the episodes of a step (by default the last), or the one whose id begins with ``episode``.
+    """Print the episodes of a step (by default the last), or the one whose id begins with
+    ``episode``.
 
     Args:
         nonfinite: of the batches that were not trained on because of non-finite values.
@@ -140,15 +165,26 @@ def show(run: Path, step: int | None, episode: str, *, tokens: bool, nonfinite: 
         samples_of_run: Sequence[Row] = jsonl.read_rows(run / "samples.jsonl")
         if step is None and not episode:
             step = max((row["step"] for row in samples_of_run), default=0)
-        rows = [row for row in samples_of_run if step in (None, row["step"]) and row["prompt_id"].startswith(episode)]
+        rows = [
+            row
+            for row in samples_of_run
+            if step in (None, row["step"]) and row["prompt_id"].startswith(episode)
+        ]
     if not rows:
-        what = f"episode {episode}" if episode else f"episodes of step {step}" if step else "episodes"
+        if episode:
+            what = f"episode {episode}"
+        elif step:
+            what = f"episodes of step {step}"
+        else:
+            what = "episodes"
         bad = " with a non-finite value" if nonfinite else ""
         raise UserError(f"{run} has recorded no {what}{bad}")
     for row in rows[:MOST]:
         _print(row, console, tokens=tokens)
     if len(rows) > MOST:
-        console.print(f"and {len(rows) - MOST} more of step {rows[0]['step']}: name one with --episode")
+        console.print(
+            f"and {len(rows) - MOST} more of step {rows[0]['step']}: name one with --episode"
+        )
 
 
 def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Row]:
@@ -199,7 +235,9 @@ def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Ro
 def _print(row: Row, console: Console, *, tokens: bool) -> None:
     sample = sample_of(row)
     versions = sorted({token.version for token in sample.tokens if token.version >= 0})
-    head = f"{sample.name}  step {row['step']}  reward {sample.reward:.3g}  {sample.ended}  versions "
+    head = (
+        f"{sample.name}  step {row['step']}  reward {sample.reward:.3g}  {sample.ended}  versions "
+    )
     line = Text(head, style="bold")
     for version in versions:
         line.append(f" {version} ", style=_colour(version))
@@ -208,7 +246,9 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
     if not tokens:
         text = Text()
         for token in sample.tokens:
-            text.append(visible(token.text), style=_FAINT if token.version < 0 else _colour(token.version))
+            text.append(
+                visible(token.text), style=_FAINT if token.version < 0 else _colour(token.version)
+            )
         console.print(text if sample.tokens else Text(visible(sample.response)))
         console.print()
         return
@@ -216,10 +256,20 @@ def _print(row: Row, console: Console, *, tokens: bool) -> None:
     for name in ("", "token", "version", "engine", "trainer", "gap"):
         table.add_column(name, justify="left" if name == "token" else "right")
     for place, token in enumerate(sample.tokens):
-        figures = ["" if value is None else f"{value:.4f}" for value in (token.engine, token.trainer, token.gap)]
+        figures = [
+            "" if value is None else f"{value:.4f}"
+            for value in (token.engine, token.trainer, token.gap)
+        ]
         gap = Text(figures[2], style="bold red" if token.strength > 0.3 else "")
         shown = Text(repr(token.text), style=_FAINT if token.version < 0 else "")
-        table.add_row(str(place), shown, "" if token.version < 0 else str(token.version), figures[0], figures[1], gap)
+        table.add_row(
+            str(place),
+            shown,
+            "" if token.version < 0 else str(token.version),
+            figures[0],
+            figures[1],
+            gap,
+        )
     console.print(table)
 
 

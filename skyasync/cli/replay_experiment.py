@@ -71,7 +71,10 @@ class ReplayTrainer(RayPPOTrainer):
         self.context.on_policy = False  # samples have the staleness that they had
 
     async def train(self) -> None:
-        rows = [] if self.recorded is None else read_rows(self.recorded / "metrics.jsonl")
+        if self.recorded is None:
+            rows = []
+        else:
+            rows = read_rows(self.recorded / "metrics.jsonl")
         self._recorded_metrics: dict[int, Metrics] = {row["step"]: row for row in rows}
         for file in self.files:
             step = await asyncio.to_thread(read, file)
@@ -116,7 +119,9 @@ class ReplayTrainer(RayPPOTrainer):
 
     async def _train_batches(self, rollout: Rollout, batches: list[list[Group]]) -> Metrics:
         streamed = cast(StreamedRayPPOTrainer, self)
-        streamed._arrivals = RecordedArrivals(in_order=False, started=0, metrics=[{}], batches=batches)
+        streamed._arrivals = RecordedArrivals(
+            in_order=False, started=0, metrics=[{}], batches=batches
+        )
         streamed._positions = list(rollout.positions)
         async with self.keeping_bad(streamed._rollout):
             await streamed._train_all()
@@ -167,7 +172,8 @@ class ReplayExperiment(EnginelessExperiment):
             cfg.trainer.epochs = 1
             cfg.trainer.max_training_steps = 0
             cfg.environment.domains = {}  # rewards are recorded
-        # The class's attributes are set in this process alone; the controller's process gets the object's.
+        # The class's attributes are set in this process alone; the controller's process gets the
+        # object's.
         self._settings: dict[str, Any] = {
             "recorded": self.recorded,
             "final_step": self.final_step,

@@ -28,7 +28,9 @@ COMPARISON = "comparison.html"
 def report(argv: Sequence[str]) -> None:
     """Write the page, and print its path."""
     options, names = take_options(
-        argv, {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"}, ("--live",)
+        argv,
+        {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"},
+        ("--live",),
     )
     every_s = 0.0
     if "--every" in options:
@@ -41,17 +43,25 @@ def report(argv: Sequence[str]) -> None:
     folders = [Path(name) for name in names]
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)")
+            raise UserError(
+                f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)"
+            )
         if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
-            raise UserError(f"{folder} is not a run's folder: it has neither metrics.jsonl nor config.yaml")
+            raise UserError(
+                f"{folder} is not a run's folder: it has neither metrics.jsonl nor config.yaml"
+            )
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
     if "--live" in options:
-        if other := options.keys() & {"--out", "--every"}:
-            raise UserError(f"{min(other)} has no effect with --live: the page is served, not written")
+        other = options.keys() & {"--out", "--every"}
+        if other:
+            raise UserError(
+                f"{min(other)} has no effect with --live: the page is served, not written"
+            )
         _serve(folders, options.get("--host", ""), options.get("--port", "0"))
         return
-    if other := options.keys() & {"--host", "--port"}:
+    other = options.keys() & {"--host", "--port"}
+    if other:
         raise UserError(f"{min(other)} needs --live")
     from skyasync.observability.jsonl import replace_text
     from skyasync.observability.report.page import NAME, page

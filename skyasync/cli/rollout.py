@@ -36,7 +36,10 @@ def rollout(argv: Arguments) -> None:
 
     evaluation = "--held-out" in options
     if "--samples" in options:
-        name = "eval_n_samples_per_prompt" if evaluation else "n_samples_per_prompt"
+        if evaluation:
+            name = "eval_n_samples_per_prompt"
+        else:
+            name = "n_samples_per_prompt"
         rest = [*rest, f"generator.{name}={whole_number(options['--samples'], '--samples')}"]
     experiment = RolloutExperiment(configuration(rest), evaluation=evaluation)
     prompts = experiment.prompts(whole_number(options.get("--prompts", str(PROMPTS)), "--prompts"))
@@ -47,10 +50,13 @@ def rollout(argv: Arguments) -> None:
 
         from skyasync.rollout.chat import ChatTokenizer
 
-        console, chat = Console(highlight=False), ChatTokenizer(tokenizer, experiment.cfg.data.apply_chat_template)
+        console = Console(highlight=False)
+        chat = ChatTokenizer(tokenizer, experiment.cfg.data.apply_chat_template)
         for prompt in prompts:
             tokens = chat.prompt(prompt.messages).tolist()
-            console.print(Text(f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens", style="bold"))
+            console.print(
+                Text(f"{prompt.id}  {prompt.env_class}  {len(tokens)} tokens", style="bold")
+            )
             console.print(Text(visible(tokenizer.decode(tokens)), style="cyan"))
             for name, value in prompt.extras.items():
                 console.print(Text(visible(f"  {name}: {str(value)[:200]}"), style="dim"))
@@ -67,7 +73,9 @@ def rollout(argv: Arguments) -> None:
 
 def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, object]:
     """An episode for programs, without its tokens' numbers."""
-    segments = [{"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments]
+    segments = [
+        {"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments
+    ]
     return {
         "id": str(trajectory.id),
         "messages": group.prompt.messages,
@@ -90,7 +98,9 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
         rewards = ", ".join(f"{reward:.3g}" for reward in group.rewards)
         console.print(Text(f"{group.prompt.id}  rewards {rewards}", style="bold"))
         prompt = [s for s in group.trajectories[0].segments if s.kind == "prompt"]
-        console.print(Text(visible("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt)), style="dim"))
+        console.print(
+            Text(visible("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt)), style="dim")
+        )
         for trajectory in group.trajectories:
             reason = trajectory.stop_reason
             end = {"stop": "", "length": ", cut by its length"}.get(reason, f", {reason}")

@@ -1,8 +1,9 @@
 """Rollouts by engines and environments alone, without workers; nothing is trained.
 
-Invariant: the rollouts are those of the first step of a run with the same settings (prompts, chat template, sampling,
-environments, engines), by the same parts. No process is left running, and no run folder is made. An error leaves its
-traceback and the processes' logs in a temporary folder, which its line names.
+Invariant: the rollouts are those of the first step of a run with the same settings (prompts, chat
+template, sampling, environments, engines), by the same parts. No process is left running, and no
+run folder is made. An error leaves its traceback and the processes' logs in a temporary folder,
+which its line names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from skyasync.workers.roles import POLICY, ROLES, Role
 
 
 class RolloutExperiment(BasePPOExp):
-    """An experiment that has engines alone. It is checked, and its references settled, before any process starts.
+    """An experiment that has engines alone. It is checked, and its references settled, before any
+    process starts.
 
     Args:
         evaluation: with the prompts and the sampling of evaluation.
@@ -39,7 +41,9 @@ class RolloutExperiment(BasePPOExp):
         UserError: for the first thing that is wrong.
     """
 
-    def __init__(self, cfg: Config, *, evaluation: bool, data_rows: Mapping[str, Any] = MappingProxyType({})) -> None:
+    def __init__(
+        self, cfg: Config, *, evaluation: bool, data_rows: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         super().__init__(cfg)
         self.data_rows |= data_rows
         self.evaluation = evaluation
@@ -57,8 +61,14 @@ class RolloutExperiment(BasePPOExp):
 
     def prompts(self, most: int = 0) -> Sequence[Prompt]:
         """The prompts of the run, or the first ``most`` of them."""
-        prompts = eval_prompts(self.get_eval_dataset() or []) if self.evaluation else self.get_train_dataset()
-        return prompts[:most] if most else prompts
+        prompts = (
+            eval_prompts(self.get_eval_dataset() or [])
+            if self.evaluation
+            else self.get_train_dataset()
+        )
+        if most:
+            return prompts[:most]
+        return prompts
 
     def play(self, prompts: Sequence[Prompt]) -> list[Group]:
         """Start the engines, play, and end them; groups in the order of the prompts."""
@@ -77,15 +87,20 @@ class RolloutExperiment(BasePPOExp):
         return groups
 
     async def _play(self, prompts: Sequence[Prompt]) -> list[Group]:
-        cfg, groups = self.cfg, list[Group]()
+        cfg = self.cfg
+        groups = list[Group]()
         if self.evaluation:
             batches: Iterable[list[RolloutRequest]] = eval_requests(prompts, cfg)
         else:
             size = cfg.trainer.eval_batch_size
             starts = range(0, len(prompts), size)
-            batches = (rollout_requests(prompts[start : start + size], cfg.generator) for start in starts)
+            batches = (
+                rollout_requests(prompts[start : start + size], cfg.generator) for start in starts
+            )
         try:
-            self.parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
+            self.parts.placement = await asyncio.to_thread(
+                self.get_colocate_pg, cfg.trainer.placement.timeout_s
+            )
             self.parts.client = self.get_inference_client()
             generator: Any = self.get_generator(cfg, self.tokenizer, self.parts.client)
             self.parts.generator = generator

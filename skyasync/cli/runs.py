@@ -36,14 +36,16 @@ line first. A run is lost if its process ended without a reason.
 --json         all settings that differ, for programs
 """
 MOST = 4  # settings that the table shows; --json has them all
-PLAN, STEPS = "trainer.plan", "trainer.max_training_steps"
+PLAN = "trainer.plan"
+STEPS = "trainer.max_training_steps"
 _SHOWN = (PLAN, STEPS)  # in columns of their own
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red", LOST: "red"}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in the list; None is unknown. ``seconds`` are those of its last command, to its end or newest step."""
+    """A run in the list; None is unknown. ``seconds`` are those of its last command, to its end or
+    newest step."""
 
     name: str
     state: str
@@ -74,7 +76,8 @@ def runs(argv: Arguments) -> None:
 
 
 def best(runs: Sequence[Listed], metric: str = "") -> Listed:
-    """The run with the largest value of the metric that they are sorted by, or with the best held-out score.
+    """The run with the largest value of the metric that they are sorted by, or with the best
+    held-out score.
 
     Raises:
         UserError: if no run has a held-out score.
@@ -83,7 +86,9 @@ def best(runs: Sequence[Listed], metric: str = "") -> Listed:
         return runs[0]
     scored = [run for run in runs if run.best_score is not None]
     if not scored:
-        raise UserError("--best: no run has a held-out score (data.val_data); name a metric with --sort")
+        raise UserError(
+            "--best: no run has a held-out score (data.val_data); name a metric with --sort"
+        )
     return max(scored, key=lambda run: run.best_score or 0.0)
 
 
@@ -95,7 +100,9 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
     """
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}: name the one that trainer.runs_dir has")
-    logs, paths, hidden = ("config.yaml", "metrics.jsonl"), list[Path](), 0
+    logs = ("config.yaml", "metrics.jsonl")
+    paths = list[Path]()
+    hidden = 0
     for path in folder.iterdir():
         try:
             paths += [path] if any((path / name).is_file() for name in logs) else []
@@ -118,17 +125,27 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
         for name, who in settings.read_origins(path / "origins.json").items()
         if who == COMMAND_LINE
     }
-    differing = [s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")]
+    differing = [
+        s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")
+    ]
     differing.sort(key=lambda setting: setting.key not in set_here)
     runs = [
         _listed(path, own, cfg, {s.key: s.values[place] for s in differing}, metric)
         for place, (path, own, cfg) in enumerate(zip(paths, rows, values, strict=True))
     ]
-    return sorted(runs, key=lambda run: (-inf if run.sorted_by is None else run.sorted_by, run.began), reverse=True)
+    return sorted(
+        runs,
+        key=lambda run: (-inf if run.sorted_by is None else run.sorted_by, run.began),
+        reverse=True,
+    )
 
 
 def _listed(
-    path: Path, rows: Sequence[jsonl.Row], values: settings.Values, differs: dict[str, str], metric: str
+    path: Path,
+    rows: Sequence[jsonl.Row],
+    values: settings.Values,
+    differs: dict[str, str],
+    metric: str,
 ) -> Listed:
     status = read_status(path)
     steps = [row for row in rows if row["step"] > 0]
@@ -151,12 +168,15 @@ def _listed(
         seconds=round(ended - began, 1) if ended else None,
         began=began,
         differs=differs,
-        sorted_by=next((row[metric] for row in reversed(rows) if row.get(metric) is not None), None),
+        sorted_by=next(
+            (row[metric] for row in reversed(rows) if row.get(metric) is not None), None
+        ),
     )
 
 
 def table(runs: Sequence[Listed], metric: str = "") -> Table:
-    """The runs for a terminal. A user's plan is shown by its class, a setting by the last part of its key."""
+    """The runs for a terminal. A user's plan is shown by its class, a setting by the last part of
+    its key."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     shown.add_column("run", overflow="fold")
     shown.add_column("plan", overflow="fold")
@@ -166,13 +186,29 @@ def table(runs: Sequence[Listed], metric: str = "") -> Table:
     if any(run.differs for run in runs):
         shown.add_column("settings that differ", overflow="fold")
     for run in runs:
-        steps = f"{run.steps}/{run.of_steps}" if run.of_steps else str(run.steps)
+        if run.of_steps:
+            steps = f"{run.steps}/{run.of_steps}"
+        else:
+            steps = str(run.steps)
         values = [run.score, run.best_score, run.reward, *([run.sorted_by] if metric else [])]
         figures = ["-" if value is None else f"{value:.3f}" for value in values]
         took = "-" if run.seconds is None else duration(run.seconds)
         colour = _COLOURS.get(run.state, "dim")
-        differs = [f"{key.rpartition('.')[2]}={value}" for key, value in islice(run.differs.items(), MOST)]
-        more = [f"and {len(run.differs) - MOST} more"] if len(run.differs) > MOST else []
+        differs = [
+            f"{key.rpartition('.')[2]}={value}" for key, value in islice(run.differs.items(), MOST)
+        ]
+        if len(run.differs) > MOST:
+            more = [f"and {len(run.differs) - MOST} more"]
+        else:
+            more = []
         plan = run.plan.rpartition(":")[2]
-        shown.add_row(run.name, plan, steps, *figures, took, Text(run.state, colour), Text(" ".join(differs + more)))
+        shown.add_row(
+            run.name,
+            plan,
+            steps,
+            *figures,
+            took,
+            Text(run.state, colour),
+            Text(" ".join(differs + more)),
+        )
     return shown

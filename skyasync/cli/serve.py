@@ -1,7 +1,7 @@
 """``skyasync serve``: a vLLM server that can be an engine of a run on another machine.
 
-Invariant: it is vLLM's own server, with the arguments of ``inference.backends.vllm.server``. All other arguments are
-passed on unchanged; the last one of a name counts.
+Invariant: it is vLLM's own server, with the arguments of ``inference.backends.vllm.server``. All
+other arguments are passed on unchanged; the last one of a name counts.
 """
 
 from __future__ import annotations
@@ -26,16 +26,23 @@ SKYASYNC_ENGINES_KEY has the same secret for server and run.
 def serve(argv: Arguments) -> None:
     """Serve until the process is ended."""
     if argv[0].startswith("-"):
-        raise UserError("skyasync serve takes the model first: skyasync serve MODEL [--port PORT] ...")
+        raise UserError(
+            "skyasync serve takes the model first: skyasync serve MODEL [--port PORT] ..."
+        )
     if find_spec("vllm") is None:
         raise MissingVLLMError
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # which adds the routes
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # else all servers of a machine take the same core
+    os.environ.setdefault(
+        "VLLM_CPU_OMP_THREADS_BIND", "nobind"
+    )  # else all servers of a machine take the same core
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
 
-    sys.argv = ["skyasync serve", *command_line(argv[0], list(argv[1:]), cpu=current_platform.is_cpu())]
+    sys.argv = [
+        "skyasync serve",
+        *command_line(argv[0], list(argv[1:]), cpu=current_platform.is_cpu()),
+    ]
     main()
 
 

@@ -60,16 +60,25 @@ def sft(argv: Arguments) -> None:
 
 def check_settings(cfg: Config) -> None:
     """Raises ``UserError`` for the first setting of the user's that has no effect."""
-    keys, model = Keys.of(type(cfg)), cfg.trainer.policy.model.path
+    keys = Keys.of(type(cfg))
+    model = cfg.trainer.policy.model.path
     for path, origin in origins(cfg).items():
         holder = keys.holder(path)
-        if origin == RECIPE or holder is None or (path.startswith(READ) and not path.startswith(NOT_READ)):
+        if (
+            origin == RECIPE
+            or holder is None
+            or (path.startswith(READ) and not path.startswith(NOT_READ))
+        ):
             continue
         value = attrgetter(holder.path)(cfg)
-        as_written = value == holder.default or (path.endswith(".model.path") and value == model)  # by every run
+        as_written = value == holder.default or (
+            path.endswith(".model.path") and value == model
+        )  # by every run
         if origin == COMMAND_LINE or not as_written:
             where = "" if origin == COMMAND_LINE else f"{origin}: "
-            raise UserError(f"{where}{path} has no effect with skyasync sft, which generates nothing: remove it")
+            raise UserError(
+                f"{where}{path} has no effect with skyasync sft, which generates nothing: remove it"
+            )
 
 
 class SupervisedExperiment(EnginelessExperiment):
@@ -82,8 +91,12 @@ class SupervisedExperiment(EnginelessExperiment):
     def __init__(self, cfg: Config) -> None:
         check_settings(cfg)
         super().__init__(cfg)
-        trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
-        retained = {"loss_reduction": algorithm.loss_reduction, "max_seq_len": algorithm.max_seq_len}
+        trainer = cfg.trainer
+        algorithm = cfg.trainer.algorithm
+        retained = {
+            "loss_reduction": algorithm.loss_reduction,
+            "max_seq_len": algorithm.max_seq_len,
+        }
         trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **retained)  # type: ignore[arg-type]
         trainer.run_name = trainer.run_name or default_run_name("sft")
 
@@ -98,10 +111,14 @@ class SupervisedExperiment(EnginelessExperiment):
         super().prepare()
 
     def get_train_dataset(self) -> Sequence[Prompt]:
-        return load_demonstrations(self.cfg.data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
+        return load_demonstrations(
+            self.cfg.data.train_data, self.cfg, self.tokenizer, known=self.data_rows
+        )
 
     def get_eval_dataset(self) -> Sequence[Prompt]:
-        return load_demonstrations(self.cfg.data.val_data, self.cfg, self.tokenizer, is_eval=True, known=self.data_rows)
+        return load_demonstrations(
+            self.cfg.data.val_data, self.cfg, self.tokenizer, is_eval=True, known=self.data_rows
+        )
 
     def build(self) -> RayPPOTrainer:
         """In the controller's process, before its copy of the configuration becomes read-only."""

@@ -30,6 +30,7 @@ def tinker(argv: Arguments) -> None:
     from skyasync.cli.train import configuration, run_or_exit
     from skyasync.other_frameworks import other_frameworks
 
-    folder, host = options.get("--folder", ""), options.get("--host", "127.0.0.1")
+    folder = options.get("--folder", "")
+    host = options.get("--host", "127.0.0.1")
     experiment = other_frameworks().tinker_server(configuration(rest), folder, host, port)
     run_or_exit(experiment, experiment.run)

@@ -23,7 +23,8 @@ TINY_CONFIG = Path(__file__).parents[1] / "examples" / "tiny" / "config.yaml"
 C = TypeVar("C", bound=Config)
 T = TypeVar("T")
 
-DRY_RUN, REHEARSE = "--dry-run", "--rehearse"
+DRY_RUN = "--dry-run"
+REHEARSE = "--rehearse"
 
 
 def main(
@@ -34,24 +35,30 @@ def main(
     plan: str | None = None,
     callbacks: Sequence[RunExtension] = (),
 ) -> dict[str, float] | None:
-    """Load the configuration and run the experiment; ends the program with one line on a user's error.
+    """Load the configuration and run the experiment; ends the program with one line on a user's
+    error.
 
     Args:
         experiment_class: ``BasePPOExp`` by default.
-        argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing starts: what the
-            run would need is printed, and the program ends with status 0 if that fits the machine, 1 if not. With
+        argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing
+            starts: what the run would need is printed, and the program ends with status 0 if that
+                fits the machine, 1 if not. With
             ``--rehearse`` the run is made small (``skyasync.planning.rehearsal``).
         schema: the configuration's dataclass, if it has keys of its own.
         plan: the plan that the experiment fixes, if it does.
-        callbacks: accompany the run (``skyasync.callbacks``), in addition to those of the experiment.
+        callbacks: accompany the run (``skyasync.callbacks``), in addition to those of the
+            experiment.
     """
     try:
-        arguments, fixed = list(sys.argv[1:] if argv is None else argv), _plan_of(experiment_class, plan)
+        arguments = list(sys.argv[1:] if argv is None else argv)
+        fixed = _plan_of(experiment_class, plan)
         instead = next((option for option in (DRY_RUN, REHEARSE) if option in arguments), "")
         if instead:
             from skyasync.planning import command, rehearsal
 
-            options, arguments = command.split_options([argument for argument in arguments if argument != instead])
+            options, arguments = command.split_options(
+                [argument for argument in arguments if argument != instead]
+            )
             if arguments in (["--help"], ["-h"]):
                 print(command.HELP if instead == DRY_RUN else rehearsal.HELP, end="")
                 raise SystemExit(0)
@@ -83,8 +90,13 @@ def main(
         raise SystemExit(130) from None
 
 
-def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str | type | None = None) -> C:  # type: ignore[assignment]
-    """The configuration of these arguments; the laptop-sized run if they name neither a model nor a configuration."""
+def configuration(
+    arguments: Sequence[str],
+    schema: type[C] = Config,  # type: ignore[assignment]
+    plan: str | type | None = None,
+) -> C:
+    """The configuration of these arguments; the laptop-sized run if they name neither a model nor a
+    configuration."""
     cfg = load_config(arguments, schema=schema, default_config=TINY_CONFIG, plan=plan)
     if isinstance(plan, str) and plan:
         cfg.trainer.plan = plan
@@ -92,7 +104,8 @@ def configuration(arguments: Sequence[str], schema: type[C] = Config, plan: str 
 
 
 def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
-    """An error that ends a started run is one line, which names the files of its traceback and of processes' logs."""
+    """An error that ends a started run is one line, which names the files of its traceback and of
+    processes' logs."""
     try:
         return run()
     except Exception as error:
@@ -100,18 +113,26 @@ def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
         if folder is None or not folder.error.is_file():
             raise
         message = folder.secrets.hide_all(headline(error))
-        logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
+        if folder.logs.is_dir():
+            logs = f"; logs: {shown(folder.logs)}"
+        else:
+            logs = ""
         print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
-        if isinstance(error, RayEndedError):  # what is left of Ray in this process would end it by SIGSEGV
+        if isinstance(
+            error, RayEndedError
+        ):  # what is left of Ray in this process would end it by SIGSEGV
             sys.stdout.flush()
             os._exit(1)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
-    """The plan that the program fixes; "" if the experiment's own ``get_trainer`` makes one that is not known yet."""
+    """The plan that the program fixes; "" if the experiment's own ``get_trainer`` makes one that is
+    not known yet."""
     if plan or experiment_class is None:
         return plan
     from skyasync.run.experiment import BasePPOExp
 
-    return None if experiment_class.get_trainer is BasePPOExp.get_trainer else ""
+    if experiment_class.get_trainer is BasePPOExp.get_trainer:
+        return None
+    return ""

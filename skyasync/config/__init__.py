@@ -1,7 +1,8 @@
 """Strict, typed settings: the schema, and how a command line becomes a configuration.
 
-Invariant: importing this package imports no torch, Ray or transformers, so that a wrong key is refused at once; nor
-OmegaConf or rich before a name is used that needs them, so that a worker runs where neither is installed.
+Invariant: importing this package imports no torch, Ray or transformers, so that a wrong key is
+refused at once; nor OmegaConf or rich before a name is used that needs them, so that a worker runs
+where neither is installed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,16 @@ _HOMES = {
     "parse_or_exit": "load",
 }
 
-__all__ = ["Config", "ConfigError", "check_config", "dump_config", "exit_with", "key", "load_config", "parse_or_exit"]
+__all__ = [
+    "Config",
+    "ConfigError",
+    "check_config",
+    "dump_config",
+    "exit_with",
+    "key",
+    "load_config",
+    "parse_or_exit",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -61,9 +61,18 @@ def markdown(keys: Keys) -> str:
     for group in keys.groups:
         members = [key for key in keys if key.group == group]
         if members:
-            lines += ["", f"## `{group}`", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+            lines += [
+                "",
+                f"## `{group}`",
+                "",
+                "| key | type | default | meaning |",
+                "|---|---|---|---|",
+            ]
         for key in members:
-            default = "required" if key.default == MISSING else written(key.default)
+            if key.default == MISSING:
+                default = "required"
+            else:
+                default = written(key.default)
             cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning(key))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     *first, last = other_frameworks().titles()

@@ -1,7 +1,8 @@
 """Settings that are right alone and wrong together, and settings that nothing reads.
 
-Invariant: each problem is one line that names the keys concerned and the way out. Nothing here imports torch. The
-condition under which a key is read is declared with the key (``when``), or by the plan or function that reads it.
+Invariant: each problem is one line that names the keys concerned and the way out. Nothing here
+imports torch. The condition under which a key is read is declared with the key (``when``), or by
+the plan or function that reads it.
 """
 
 from __future__ import annotations
@@ -22,8 +23,18 @@ from skyasync.config.schema.generator import check_agents, check_generator, chec
 from skyasync.config.schema.judges import check_judges
 from skyasync.config.schema.models import check_models, check_reward_models
 from skyasync.config.schema.placement import OWN_DEVICES, check_placement
-from skyasync.config.schema.sampling import backend, check_lengths, check_sampling, sampling_warnings
-from skyasync.config.schema.trainer import check_admission, check_fault_tolerance, check_plan, check_trainer
+from skyasync.config.schema.sampling import (
+    backend,
+    check_lengths,
+    check_sampling,
+    sampling_warnings,
+)
+from skyasync.config.schema.trainer import (
+    check_admission,
+    check_fault_tolerance,
+    check_plan,
+    check_trainer,
+)
 from skyasync.config.secrets import check_hidden
 from skyasync.config.values import written
 from skyasync.errors import UserError
@@ -32,13 +43,16 @@ from skyasync.registry import Registry
 _ALGORITHM = "trainer.algorithm."
 
 
-def check_config(cfg: Config, *, plan: str | type | None = None, given: Collection[str] = ()) -> list[str]:
+def check_config(
+    cfg: Config, *, plan: str | type | None = None, given: Collection[str] = ()
+) -> list[str]:
     """All contradictions in a configuration whose single values are right.
 
     Args:
-        plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan`` decides; "" for one
-            that only the experiment knows.
-        given: the keys that the user has written: those of the command line and of configuration files.
+        plan: the plan that the experiment fixes, a name or a class; by default ``trainer.plan``
+            decides; "" for one that only the experiment knows.
+        given: the keys that the user has written: those of the command line and of configuration
+            files.
     """
     from skyasync.inference.interface import ENGINES
 
@@ -48,7 +62,8 @@ def check_config(cfg: Config, *, plan: str | type | None = None, given: Collecti
             read()
         except UserError as error:
             missing.append(str(error))
-    if missing := missing or [*check_functions(cfg.trainer.algorithm)]:
+    missing = missing or [*check_functions(cfg.trainer.algorithm)]
+    if missing:
         return missing
     chosen = Plan.of(cfg, plan)
     return [
@@ -88,34 +103,48 @@ def check_names(cfg: Config) -> None:
 
 def config_warnings(cfg: Config) -> list[str]:
     """Settings that may be intended, but are worth a line at the start of a run."""
-    return list(sampling_warnings(cfg)) if reads_behaviour(cfg.trainer.algorithm) else []
+    if reads_behaviour(cfg.trainer.algorithm):
+        return list(sampling_warnings(cfg))
+    return []
 
 
 def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) -> Iterator[str]:
     """One line for each key that has no effect.
 
     Args:
-        given: keys that the user has written. Of a plan's own key even the default is an error with another plan: a
-            user who writes ``trainer.max_staleness=1`` expects it to act.
+        given: keys that the user has written. Of a plan's own key even the default is an error with
+            another plan: a user who writes ``trainer.max_staleness=1`` expects it to act.
     """
     from skyasync.algorithms.presets import apply_preset
     from skyasync.trainer.plans import PLANS
 
     keys = Keys.of(type(cfg))
-    preset = apply_preset(cfg.trainer.algorithm.preset) if cfg.trainer.algorithm.preset else {}
-    changed = [key for key in keys if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))]
+    if cfg.trainer.algorithm.preset:
+        preset = apply_preset(cfg.trainer.algorithm.preset)
+    else:
+        preset = {}
+    changed = [
+        key
+        for key in keys
+        if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))
+    ]
 
     plans = PLANS.builtins()
     for key in keys:
         if plan is None or plan.reads(key.path) or not (key in changed or key.path in given):
             continue
-        if readers := [name for name, about in plans.items() if key.path in about.can["reads"]]:
+        readers = [name for name, about in plans.items() if key.path in about.can["reads"]]
+        if readers:
             own = " (a plan of your own lists the keys that it reads in its attribute reads)"
             own = "" if plan.name in plans else own
             way = f"set trainer.plan={'|'.join(readers)}, which reads it{own}, or"
             yield _unread(cfg, key, f"has no effect with {plan}".rstrip(","), way)
         elif key.path == "trainer.allow_uncorrected" and not plan.stale(cfg):
-            yield _unread(cfg, key, f"has no effect with {plan}, whose samples are never stale".replace(",,", ","))
+            yield _unread(
+                cfg,
+                key,
+                f"has no effect with {plan}, whose samples are never stale".replace(",,", ","),
+            )
 
     yield from _unread_by_objective(cfg, changed)
 
@@ -127,18 +156,24 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
             of_role = keys[key.when.paths[0]].when
             if key.name.startswith("ref_") or (of_role is not None and of_role(cfg)):
                 ranks = f"trainer.placement.policy_{key.name.partition('_')[2]}"
-        repeated = ranks or ("trainer.policy.model.path" if key.path.endswith(".model.path") else "")
+        repeated = ranks or (
+            "trainer.policy.model.path" if key.path.endswith(".model.path") else ""
+        )
         if repeated and attrgetter(key.path)(cfg) == attrgetter(repeated)(cfg):
             continue  # as every run writes it
         why = f"it is read with {key.when};" if key.when.choices else ""
         why += f"make it {attrgetter(ranks)(cfg)}, as {ranks} is, or" if ranks else ""
-        deciding = " and ".join(f"{path}={written(attrgetter(path)(cfg))}" for path in key.when.paths)
+        deciding = " and ".join(
+            f"{path}={written(attrgetter(path)(cfg))}" for path in key.when.paths
+        )
         yield _unread(cfg, key, f"has no effect with {deciding}", why)
 
 
 def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]:
-    """Keys that feed functions none of which is chosen, and keys whose reader depends on more than one other key."""
-    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    """Keys that feed functions none of which is chosen, and keys whose reader depends on more than
+    one other key."""
+    trainer = cfg.trainer
+    algorithm = cfg.trainer.algorithm
     chosen = functions(algorithm)
     read = {path for function in chosen for about in function.about for path in about.keys.values()}
     registries: Mapping[str, Registry] = {
@@ -153,14 +188,21 @@ def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]
             continue
         readers = []
         for choice, registry in registries.items():
-            names = [n for n, about in registry.builtins().items() if any(name in a.keys.values() for a in about)]
+            names = [
+                n
+                for n, about in registry.builtins().items()
+                if any(name in a.keys.values() for a in about)
+            ]
             if names:
                 readers.append(f"{_ALGORITHM}{choice}={'|'.join(sorted(names))}")
         if readers:
             yield _unread(cfg, key, "has no effect", f"it is read with {' or '.join(readers)};")
 
     paths = {key.path for key in changed}
-    single = trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size in (0, trainer.train_batch_size)
+    single = trainer.update_epochs_per_batch == 1 and trainer.policy_mini_batch_size in (
+        0,
+        trainer.train_batch_size,
+    )
     if f"{_ALGORITHM}proximal_logprobs" in paths and single:
         yield (
             f"{_ALGORITHM}proximal_logprobs={algorithm.proximal_logprobs} has no effect with one update per batch: set "

@@ -1,6 +1,8 @@
-"""Arguments and YAML files as lists of assignments, the nearest key for a wrong one, and ``--help``.
+"""Arguments and YAML files as lists of assignments, the nearest key for a wrong one, and
+``--help``.
 
-Invariant: every argument ends either in the result or in exactly one problem, and every key named in a problem exists.
+Invariant: every argument ends either in the result or in exactly one problem, and every key named
+in a problem exists.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ _MARGIN = 0.03
 
 @dataclass(frozen=True)
 class Assignment:
-    """``path`` is set to ``node``; ``where`` is "" for the command line, "file.yaml:3: " for a file."""
+    """``path`` is set to ``node``; ``where`` is "" for the command line, "file.yaml:3: " for a
+    file."""
 
     path: str
     node: yaml.Node
@@ -40,8 +43,8 @@ class Assignment:
 class CommandLine:
     """``help`` is the group that ``--help`` names ("" for everything), None without ``--help``.
 
-    ``given`` has all that the arguments set, by keys of ours or of another library, for hints; ``notes`` are no
-    problems, but worth a line each.
+    ``given`` has all that the arguments set, by keys of ours or of another library, for hints;
+    ``notes`` are no problems, but worth a line each.
     """
 
     assignments: list[Assignment] = field(default_factory=list)
@@ -53,8 +56,10 @@ class CommandLine:
 
 
 def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
-    """Sort the arguments: overrides, ``--config FILE``, ``--help [GROUP]``; problems are collected."""
-    line, arguments = CommandLine(), list(argv)
+    """Sort the arguments: overrides, ``--config FILE``, ``--help [GROUP]``; problems are
+    collected."""
+    line = CommandLine()
+    arguments = list(argv)
     overrides: dict[str, list[str]] = {}
     for argument, following in zip(argv, [*argv[1:], ""], strict=False):
         path, equals, text = argument.partition("=")
@@ -62,16 +67,22 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
             line.given[path.lstrip("-+~")] = value_or_text(text if equals else following)
 
     def write(path: str, value: object = UNKNOWN, given: Mapping[str, Value] | None = None) -> str:
-        return f"write {path}=VALUE" if keys.holder(path) else unknown_key(path, keys, value, given)
+        if keys.holder(path):
+            return f"write {path}=VALUE"
+        return unknown_key(path, keys, value, given)
 
     while arguments:
         argument = arguments.pop(0)
         path, equals, text = argument.partition("=")
         bare = path.lstrip("+~")
-        takes_value = argument.startswith("-") and not text and (path in ("--help", "-h") or not equals)
+        takes_value = (
+            argument.startswith("-") and not text and (path in ("--help", "-h") or not equals)
+        )
         if takes_value and arguments and not arguments[0].startswith("-"):
             named, setting, _ = arguments[0].partition("=")
-            if not setting or (path == "--config" and keys.holder(named) is None):  # a file's path may have a =
+            if not setting or (
+                path == "--config" and keys.holder(named) is None
+            ):  # a file's path may have a =
                 text = arguments.pop(0)  # also of an option that does not exist
         if path in ("--help", "-h"):
             line.help = text
@@ -81,22 +92,32 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
             else:
                 line.problems.append("--config needs a file: --config FILE.yaml")
         elif argument.startswith("-"):
-            if close := get_close_matches(path, ("--config", "--help"), cutoff=0.7):
+            close = get_close_matches(path, ("--config", "--help"), cutoff=0.7)
+            if close:
                 line.problems.append(f"unknown option {path}: did you mean {close[0]}?")
             else:
-                hint = write(path.lstrip("-"), value_or_text(text or "true"), line.given)  # without a value: a switch
-                line.problems.append(f"unknown option {path}: settings are key=value without dashes; {hint}")
+                hint = write(
+                    path.lstrip("-"), value_or_text(text or "true"), line.given
+                )  # without a value: a switch
+                line.problems.append(
+                    f"unknown option {path}: settings are key=value without dashes; {hint}"
+                )
         elif bare != path:
             line.problems.append(
                 f"{argument}: Hydra's + and ~ do not exist here (all keys are known, none can be added); {write(bare)}"
             )
         elif not equals:
-            hint = write(path) if keys.holder(path) else "overrides are key=value, see --help"
+            if keys.holder(path):
+                hint = write(path)
+            else:
+                hint = "overrides are key=value, see --help"
             line.problems.append(f"missing '=' in {argument!r}: {hint}")
         elif not path.strip() or path != path.strip():
             line.problems.append(f"{argument!r}: write key=value without spaces around the '='")
         elif not text.strip():
-            line.problems.append(f"{path}: the value is empty; the empty string is written {path}='\"\"'")
+            line.problems.append(
+                f"{path}: the value is empty; the empty string is written {path}='\"\"'"
+            )
         else:
             overrides.setdefault(path, []).append(text)
             try:
@@ -122,11 +143,19 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
     try:
         root = compose(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        problems.append(f"cannot read {file}: {(isinstance(error, OSError) and error.strerror) or error}")
+        problems.append(
+            f"cannot read {file}: {(isinstance(error, OSError) and error.strerror) or error}"
+        )
         return []
     except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        invalid = "" if isinstance(error, yaml.constructor.ConstructorError) else "not valid YAML: "
+        if error.problem_mark:
+            line = f":{error.problem_mark.line + 1}"
+        else:
+            line = ""
+        if isinstance(error, yaml.constructor.ConstructorError):
+            invalid = ""
+        else:
+            invalid = "not valid YAML: "
         problems.append(f"{file}{line}: {invalid}{error.problem or 'cannot be read'}")
         return []
     except yaml.YAMLError:
@@ -139,7 +168,9 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
     def leaves(node: yaml.MappingNode, prefix: str) -> Iterator[Assignment]:
         for name, value in node.value:
             path = f"{prefix}{name.value}"
-            if isinstance(value, yaml.MappingNode) and (path in keys.groups or keys.holder(path) is None):
+            if isinstance(value, yaml.MappingNode) and (
+                path in keys.groups or keys.holder(path) is None
+            ):
                 yield from leaves(value, f"{path}.")
             else:
                 yield Assignment(path, value, f"{file}:{name.start_mark.line + 1}: ")
@@ -150,11 +181,15 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
         earlier = first.setdefault(assignment.path, assignment)
         if earlier is not assignment:
             line = earlier.node.start_mark.line + 1
-            problems.append(f"{assignment.where}{assignment.path} is given twice, first in line {line}")
+            problems.append(
+                f"{assignment.where}{assignment.path} is given twice, first in line {line}"
+            )
     return assignments
 
 
-def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[str, Value] | None = None) -> str:
+def unknown_key(
+    path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[str, Value] | None = None
+) -> str:
     """What to answer to a key that the schema does not have.
 
     Args:
@@ -162,20 +197,28 @@ def unknown_key(path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[s
         given: everything that was set, by keys of ours or of another library.
     """
     start = f"unknown key {path!r}"
-    defaults = {} if given is None else {key.path: key.default for key in keys}
-    if hint := other_frameworks().key_hint(path, value, given or {}, defaults):
+    if given is None:
+        defaults = {}
+    else:
+        defaults = {key.path: key.default for key in keys}
+    hint = other_frameworks().key_hint(path, value, given or {}, defaults)
+    if hint:
         own = [key.path for key in keys if key.path.endswith(f".{path}")]
         if own and not any(name in hint for name in own):  # of the same name, with another meaning
             hint += f"; {' and '.join(own)} {'are other keys' if own[1:] else 'is another key'}"
         return f"{start}: {hint}"
     parts = path.split(".")
     prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
-    if parent := next((prefix for prefix in prefixes[:-1] if prefix in keys), ""):
+    parent = next((prefix for prefix in prefixes[:-1] if prefix in keys), "")
+    if parent:
         return f"{start}: {parent} is a value, not a group; write {parent}=VALUE"
-    if close := nearest_keys(path, keys):
+    close = nearest_keys(path, keys)
+    if close:
         return f"{start}: did you mean {' or '.join(close)}?"
     group = next((prefix for prefix in reversed(prefixes) if prefix in keys.groups), "")
-    return f"{start}: see --help {group}" if group else f"{start}: see --help for all keys"
+    if group:
+        return f"{start}: see --help {group}"
+    return f"{start}: see --help for all keys"
 
 
 #: Words that people try for a setting whose name does not resemble them.
@@ -207,7 +250,8 @@ USUAL_WORDS = {
 
 
 def nearest_keys(path: str, keys: Keys) -> list[str]:
-    """Find the most similar keys, at most two, best first: by the whole path, or by its last part in any group.
+    """Find the most similar keys, at most two, best first: by the whole path, or by its last part
+    in any group.
 
     Keys that are read with another one alone are not named together with one that is always read.
     """
@@ -217,7 +261,8 @@ def nearest_keys(path: str, keys: Keys) -> list[str]:
         return [usual]
 
     def similarity(candidate: str) -> float:
-        whole, candidate_last = SequenceMatcher(None, path, candidate).ratio(), candidate.rpartition(".")[2]
+        whole = SequenceMatcher(None, path, candidate).ratio()
+        candidate_last = candidate.rpartition(".")[2]
         if last == candidate_last:
             return 1.0 + whole
         if set(last.split("_")) < set(candidate_last.split("_")):
@@ -229,7 +274,9 @@ def nearest_keys(path: str, keys: Keys) -> list[str]:
     best = scored[0][0] if scored else 0.0
     close = [candidate for score, candidate in scored[:2] if score >= max(_CUTOFF, best - _MARGIN)]
     always = [path for path in close if not keys[path].when]
-    return always if always[:1] == close[:1] else close
+    if always[:1] == close[:1]:
+        return always
+    return close
 
 
 _USAGE = "usage: [--config FILE.yaml] [--help [GROUP]] [key=value ...]"
@@ -245,7 +292,9 @@ def print_help(keys: Keys, topic: str) -> None:
     Raises:
         UserError: if there is no such group or key.
     """
-    shown = [key for key in keys if not topic or key.path == topic or key.path.startswith(f"{topic}.")]
+    shown = [
+        key for key in keys if not topic or key.path == topic or key.path.startswith(f"{topic}.")
+    ]
     if not shown:
         close = nearest(topic, keys.groups, count=1) or nearest_keys(topic, keys)
         hint = f"did you mean {' or '.join(close)}? " if close else ""
@@ -259,21 +308,32 @@ def print_help(keys: Keys, topic: str) -> None:
         console.print()
         console.print(Text(group, style="bold underline"))
         for key in members:
-            default = "required" if key.default == MISSING else f"= {written(key.default)}"
-            head = [(key.path, "bold cyan"), (f"  {type_name(key.type)}", "green"), (f"  {default}", "yellow")]
+            if key.default == MISSING:
+                default = "required"
+            else:
+                default = f"= {written(key.default)}"
+            head = [
+                (key.path, "bold cyan"),
+                (f"  {type_name(key.type)}", "green"),
+                (f"  {default}", "yellow"),
+            ]
             console.print(Padding(Text.assemble(*head), (0, 0, 0, 2), expand=False))
             console.print(Padding(Text(meaning(key)), (0, 0, 0, 6), expand=False))
 
 
 def meaning(key: Key) -> str:
-    """A key's sentences: what it is, which values are allowed beyond the type, and when it is read."""
+    """A key's sentences: what it is, which values are allowed beyond the type, and when it is
+    read."""
     try:
         options = key.options()
     except UserError:  # help does not fail because a part is broken
         options = list(key.choices)
     allowed = ""
     if options:
-        other = ", or module:attribute" if key.registry and key.open_ended else ""
+        if key.registry and key.open_ended:
+            other = ", or module:attribute"
+        else:
+            other = ""
         allowed = f"One of: {', '.join(map(written, options))}{other}."
     elif bounds := key.bounds():
         allowed = f"{bounds[0].upper()}{bounds[1:]}."

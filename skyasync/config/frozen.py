@@ -1,7 +1,7 @@
 """The configuration after ``prepare``: a write to a group raises an error that names the key.
 
-Invariant: parts that were made from a value cannot disagree with the configuration. A copy (``copy.deepcopy``,
-``dataclasses.replace``, what is sent to another process) can be changed.
+Invariant: parts that were made from a value cannot disagree with the configuration. A copy
+(``copy.deepcopy``, ``dataclasses.replace``, what is sent to another process) can be changed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.errors import UserError
 
-_PATH = "_frozen_path"  # in a frozen group's ``__dict__``: its dotted path, "" for the whole configuration
+# in a frozen group's ``__dict__``: its dotted path, "" for the whole configuration
+_PATH = "_frozen_path"
 
 
 class FrozenConfigError(UserError, AttributeError):

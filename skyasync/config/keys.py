@@ -1,7 +1,7 @@
 """A setting with its documentation and its limits, and the list of all settings of a schema.
 
-Invariant: help, loading, hints and the written documentation all read this one list, so that what is documented is
-what is accepted.
+Invariant: help, loading, hints and the written documentation all read this one list, so that what
+is documented is what is accepted.
 """
 
 from __future__ import annotations
@@ -34,17 +34,25 @@ class When:
     """The condition under which a key is read.
 
     Args:
-        alternatives: as they are written, one of which must hold: ``a.b`` (it is set), ``a.b=c|d``, ``not a.b``.
+        alternatives: as they are written, one of which must hold: ``a.b`` (it is set), ``a.b=c|d``,
+            ``not a.b``.
         test: decides instead of the alternatives, which then only name the keys that it reads.
         choices: what help shows instead of the alternatives, if it depends on what is registered.
     """
 
     def __init__(
-        self, *alternatives: str, test: Callable[[Any], bool] | None = None, choices: Callable[[], str] | None = None
+        self,
+        *alternatives: str,
+        test: Callable[[Any], bool] | None = None,
+        choices: Callable[[], str] | None = None,
     ) -> None:
-        self.alternatives, self.test, self.choices = alternatives, test, choices
+        self.alternatives = alternatives
+        self.test = test
+        self.choices = choices
         #: The keys that decide.
-        self.paths = list(dict.fromkeys(text.removeprefix("not ").partition("=")[0] for text in alternatives))
+        self.paths = list(
+            dict.fromkeys(text.removeprefix("not ").partition("=")[0] for text in alternatives)
+        )
 
     def __call__(self, cfg: object) -> bool:
         if self.test:
@@ -52,12 +60,16 @@ class When:
         for text in self.alternatives:
             path, _, values = text.removeprefix("not ").partition("=")
             value = attrgetter(path)(cfg)
-            if (written(value) in values.split("|") if values else bool(value)) is not text.startswith("not "):
+            if (
+                written(value) in values.split("|") if values else bool(value)
+            ) is not text.startswith("not "):
                 return True
         return False
 
     def __str__(self) -> str:
-        return self.choices() if self.choices else " or ".join(self.alternatives)
+        if self.choices:
+            return self.choices()
+        return " or ".join(self.alternatives)
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,8 @@ class Key:
 
     Args:
         default: OmegaConf's ``MISSING`` if the user must give a value.
-        own_doc: its sentence; by default the docstring under the field of its ``owner``, the dataclass.
+        own_doc: its sentence; by default the docstring under the field of its ``owner``, the
+            dataclass.
     """
 
     path: str = ""
@@ -98,33 +111,56 @@ class Key:
     @property
     def doc(self) -> str:
         """Its meaning in sentences, for help and documentation."""
-        owners = self.owner.__mro__ if self.owner and not self.own_doc else ()
-        docs = (_field_docs(owner.__module__).get((owner.__name__, self.name), "") for owner in owners)
+        if self.owner and not self.own_doc:
+            owners = self.owner.__mro__
+        else:
+            owners = ()
+        docs = (
+            _field_docs(owner.__module__).get((owner.__name__, self.name), "") for owner in owners
+        )
         return next(filter(None, docs), self.own_doc)
 
     @property
     def is_mapping(self) -> bool:
         """Whether it is a free mapping: ``<path>.<anything>=value`` sets one of its entries."""
-        arms = typing.get_args(self.type) if type(None) in typing.get_args(self.type) else (self.type,)
+        if type(None) in typing.get_args(self.type):
+            arms = typing.get_args(self.type)
+        else:
+            arms = (self.type,)
         return any((typing.get_origin(arm) or arm) is dict for arm in arms)
 
     def names(self) -> list[str]:
-        """Names registered for a registry-backed key; empty for any other. Imports the registry alone."""
-        return resolve_reference(self.registry, kind="registry").names() if self.registry else []
+        """Names registered for a registry-backed key; empty for any other. Imports the registry
+        alone."""
+        if self.registry:
+            return resolve_reference(self.registry, kind="registry").names()
+        return []
 
     def options(self) -> list[Any]:
-        """The values that it may have, where they can be counted; with ``registry``, the names that are registered."""
+        """The values that it may have, where they can be counted; with ``registry``, the names that
+        are registered."""
         return [*self.choices, *self.names()]
 
     def bounds(self) -> str:
         """The allowed interval in words, "" if there is none."""
 
         def shown(limit: float) -> str:
-            return str(limit) if isinstance(limit, int) else f"{limit:g}"
+            if isinstance(limit, int):
+                return str(limit)
+            return f"{limit:g}"
 
-        limits = {"at least": self.low, "greater than": self.above, "at most": self.high, "less than": self.below}
-        text = " and ".join(f"{words} {shown(limit)}" for words, limit in limits.items() if limit is not None)
-        return " or ".join([*map(shown, self.also), text]) if self.also else text
+        limits = {
+            "at least": self.low,
+            "greater than": self.above,
+            "at most": self.high,
+            "less than": self.below,
+        }
+        text = " and ".join(
+            f"{words} {shown(limit)}" for words, limit in limits.items() if limit is not None
+        )
+        if self.also:
+            return " or ".join([*map(shown, self.also), text])
+        return text
 
     def allows(self, number: float) -> bool:
         """Whether a number lies within the bounds; NaN never does."""
@@ -137,14 +173,17 @@ class Key:
         )
 
     def problem(self, value: object) -> str:
-        """The problem of a value of the right type (for a list: of an element); "" if there is none."""
+        """The problem of a value of the right type (for a list: of an element); "" if there is
+        none."""
         if isinstance(value, int | float) and not isinstance(value, bool):
             if not self.allows(value):
                 return f"must be {self.bounds() or 'a number'}"
             if isinf(value) and not self.infinite:
                 return "must be finite"
         text = written(value)
-        if not (self.choices or self.registry) or (self.open_ended and isinstance(value, str) and ":" in value):
+        if not (self.choices or self.registry) or (
+            self.open_ended and isinstance(value, str) and ":" in value
+        ):
             return ""
         if self.pattern and isinstance(value, str) and re.fullmatch(self.pattern, value):
             return ""
@@ -156,18 +195,24 @@ class Key:
             return ""
         names = [written(option) for option in options]
         why = dict(self.refused).get(text)
-        problem = f"{why} (allowed: {', '.join(names)})" if why else unknown(self.name, text, names)
+        if why:
+            problem = f"{why} (allowed: {', '.join(names)})"
+        else:
+            problem = unknown(self.name, text, names)
         if self.registry and self.open_ended:
             problem += "; one of your own is file.py:name or module:name"
         elif self.registry and ":" in text:
             registry = self.registry.rpartition(":")[2]
-            problem += f"; one of your own gets its name in the program that you run: @{registry}.register"
+            problem += (
+                f"; one of your own gets its name in the program that you run: @{registry}.register"
+            )
         return problem
 
 
 @functools.cache
 def _field_docs(module: str) -> dict[tuple[str, str], str]:
-    """The docstrings under the fields of a module's classes, by class and field; none if its source is not known."""
+    """The docstrings under the fields of a module's classes, by class and field; none if its source
+    is not known."""
     try:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
     except (KeyError, OSError, TypeError):
@@ -176,7 +221,9 @@ def _field_docs(module: str) -> dict[tuple[str, str], str]:
     for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
         for item, text in pairwise(owner.body):
             match item, text:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(
+                    value=ast.Constant(value=str(doc))
+                ):
                     docs[owner.name, name] = " ".join(doc.split())
     return docs
 
@@ -186,15 +233,18 @@ def key(default: T, doc: str = "", **limits: Any) -> T:  # noqa: ANN401  (the fi
 
     The limits are:
 
-    - ``choices``: the allowed values. Of a list, choices, registry and bounds hold for each element.
+    - ``choices``: the allowed values. Of a list, choices, registry and bounds hold for each
+      element.
     - ``refused``: values of other libraries that are not supported, each with the reason.
-    - ``low``, ``high``: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: allowed numbers outside them.
+    - ``low``, ``high``: inclusive bounds; ``above``, ``below``: exclusive ones; ``also``: allowed
+      numbers outside them.
     - ``infinite``: the number need not be finite.
     - ``registry``: "module:NAME", where the allowed names are registered.
-    - ``open_ended``: a ``module:attribute`` reference (or, for paths, any string) is accepted as well.
+    - ``open_ended``: a ``module:attribute`` reference (or, for paths, any string) is accepted as
+      well.
     - ``pattern``: a value that matches it as a whole is accepted in addition to ``choices``.
-    - ``when``: a ``When``, or the text of its one alternative: the condition under which the key is read. Setting a key
-      that is not read is an error.
+    - ``when``: a ``When``, or the text of its one alternative: the condition under which the key is
+      read. Setting a key that is not read is an error.
     """
     if isinstance(limits.get("when"), str):
         limits["when"] = When(limits["when"])
@@ -209,7 +259,8 @@ _READ: dict[type, Keys] = {}  # not functools.cache, for whose types a dataclass
 
 @dataclass(frozen=True)
 class Keys:
-    """All keys of a schema, by dotted path and in the schema's order, and the groups that hold them."""
+    """All keys of a schema, by dotted path and in the schema's order, and the groups that hold
+    them."""
 
     by_path: dict[str, Key] = field(default_factory=dict)
     groups: dict[str, type] = field(default_factory=dict)
@@ -219,7 +270,8 @@ class Keys:
         """Read a dataclass, its subclasses and nested dataclasses included.
 
         Raises:
-            UserError: if a group's annotations cannot be resolved (a class defined inside a function).
+            UserError: if a group's annotations cannot be resolved (a class defined inside a
+                function).
         """
         if schema not in _READ:
             keys = cls()
@@ -228,7 +280,8 @@ class Keys:
         return _READ[schema]
 
     def _add(self, group: type, instance: object, prefix: str, when: When | None) -> None:
-        """``when``: the condition of the group that this one is in, which holds for all in it that name none."""
+        """``when``: the condition of the group that this one is in, which holds for all in it that
+        name none."""
         try:
             hints = typing.get_type_hints(group)
         except NameError as error:
@@ -236,12 +289,19 @@ class Keys:
                 f"configuration group {group.__qualname__}: {error}; define it at the top of a module"
             ) from error
         for item in dataclasses.fields(group):
-            path, value = prefix + item.name, MISSING if item.default is dataclasses.MISSING else item.default
+            path = prefix + item.name
+            if item.default is dataclasses.MISSING:
+                value = MISSING
+            else:
+                value = item.default
             if instance is not None:
                 value = vars(instance)[item.name]
             elif item.default_factory is not dataclasses.MISSING:
                 value = item.default_factory()
-            nested = type(value) if dataclasses.is_dataclass(value) else hints[item.name]
+            if dataclasses.is_dataclass(value):
+                nested = type(value)
+            else:
+                nested = hints[item.name]
             if isinstance(nested, type) and dataclasses.is_dataclass(nested):
                 self.groups[path] = nested
                 inner = None if value == MISSING else value
@@ -249,7 +309,12 @@ class Keys:
             else:
                 key = item.metadata.get("key") or Key()
                 self.by_path[path] = dataclasses.replace(
-                    key, path=path, type=hints[item.name], default=value, owner=group, when=key.when or when
+                    key,
+                    path=path,
+                    type=hints[item.name],
+                    default=value,
+                    owner=group,
+                    when=key.when or when,
                 )
 
     def __iter__(self) -> Iterator[Key]:
@@ -268,18 +333,27 @@ class Keys:
             return None
         prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         key = next((self.by_path[prefix] for prefix in prefixes if prefix in self.by_path), None)
-        return key if key and (key.path == path or key.is_mapping) else None
+        if key and (key.path == path or key.is_mapping):
+            return key
+        return None
 
 
 def entry_problem(kind: type, name: str, value: object) -> str:
-    """The problem of a mapping's entry that is read as a field of ``kind``, to follow its path; "" if there is none."""
+    """The problem of a mapping's entry that is read as a field of ``kind``, to follow its path; ""
+    if there is none."""
     keys = Keys.of(kind)
     if name not in keys:
         return f": {unknown('entry', name, keys.by_path)}"
     entry = keys[name]
     expected = typing.get_origin(entry.type) or entry.type
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (number if expected is float else isinstance(value, expected) and (number or expected is not int)):
+    if not (
+        number
+        if expected is float
+        else isinstance(value, expected) and (number or expected is not int)
+    ):
         return f": expected {type_name(entry.type)}, found {value!r}"
     problem = entry.problem(value)
-    return f"={written(value)}: {problem}" if problem else ""
+    if problem:
+        return f"={written(value)}: {problem}"
+    return ""

@@ -1,8 +1,9 @@
 """From arguments to a checked configuration object.
 
-Invariant: a configuration that ``load_config`` returns has only known keys. Every value has its key's type and lies
-within its bounds or among its choices, and no two values contradict each other. All that is wrong is reported at once,
-one line for each problem, before torch, Ray or a model is touched.
+Invariant: a configuration that ``load_config`` returns has only known keys. Every value has its
+key's type and lies within its bounds or among its choices, and no two values contradict each other.
+All that is wrong is reported at once, one line for each problem, before torch, Ray or a model is
+touched.
 
 Layers, each overriding the one before::
 
@@ -26,11 +27,27 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyasync.config.check import check_config
-from skyasync.config.command_line import Assignment, CommandLine, print_help, read_command_line, read_file, unknown_key
+from skyasync.config.command_line import (
+    Assignment,
+    CommandLine,
+    print_help,
+    read_command_line,
+    read_file,
+    unknown_key,
+)
 from skyasync.config.keys import Key, Keys
 from skyasync.config.schema import Config
 from skyasync.config.secrets import Secrets, hidden
-from skyasync.config.values import Value, WrongTypeError, convert, escape, free, from_python, parse, written
+from skyasync.config.values import (
+    Value,
+    WrongTypeError,
+    convert,
+    escape,
+    free,
+    from_python,
+    parse,
+    written,
+)
 from skyasync.errors import UserError
 from skyasync.other_frameworks import other_frameworks
 
@@ -42,7 +59,8 @@ MODEL_KEY = "trainer.policy.model.path"
 PLAN_KEY = "trainer.plan"
 PRESET_KEY = "trainer.algorithm.preset"
 DATA_KEY = "data.train_data"
-RECIPE, COMMAND_LINE = "recipe", "command line"
+RECIPE = "recipe"
+COMMAND_LINE = "command line"
 _ORIGINS = "_origins"  # in a configuration's ``__dict__``
 
 
@@ -56,7 +74,8 @@ class ConfigError(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class TypedSetting:
-    """A typed value for a key, or for an entry of a free mapping; ``where`` as in ``Assignment``."""
+    """A typed value for a key, or for an entry of a free mapping; ``where`` as in
+    ``Assignment``."""
 
     path: str
     value: Any
@@ -73,14 +92,15 @@ def load_config(
     """The configuration that a command line asks for, as an instance of ``schema``.
 
     Args:
-        argv: ``key=value`` overrides, ``--config FILE.yaml`` (several: the later wins), ``--help [GROUP]``.
-            A string where a list of strings is expected is a list of one. Lists and free mappings are replaced
-            as a whole; ``mapping.entry=value`` sets one entry. ``${other.key}`` refers to another key.
+        argv: ``key=value`` overrides, ``--config FILE.yaml`` (several: the later wins),
+            ``--help [GROUP]``. A string where a list of strings is expected is a list of one. Lists
+            and free mappings are replaced as a whole; ``mapping.entry=value`` sets one entry.
+            ``${other.key}`` refers to another key.
         schema: ``Config``, or a subclass of it with groups and keys of one's own.
-        default_config: a YAML file used when neither ``--config`` nor the policy's model path is given: whole, or with
-            training data of one's own its model alone.
-        plan: the execution plan (a name or a class), where the experiment fixes one and ``trainer.plan`` does not
-            count; "" for one that is not known yet.
+        default_config: a YAML file used when neither ``--config`` nor the policy's model path is
+            given: whole, or with training data of one's own its model alone.
+        plan: the execution plan (a name or a class), where the experiment fixes one and
+            ``trainer.plan`` does not count; "" for one that is not known yet.
 
     Raises:
         ConfigError: with all problems found.
@@ -117,7 +137,8 @@ def load_config(
 
 
 def origins(config: object) -> dict[str, str]:
-    """Who has set what: key -> ``COMMAND_LINE``, a file and its line, ``preset NAME``, ``RECIPE`` (default_config)."""
+    """Who has set what: key -> ``COMMAND_LINE``, a file and its line, ``preset NAME``, ``RECIPE``
+    (default_config)."""
     return dict(vars(config).get(_ORIGINS, {}))
 
 
@@ -128,7 +149,8 @@ def parse_or_exit(
     default_config: Path | None = None,
     plan: str | type | None = None,
 ) -> C:
-    """``load_config`` for a program's first line: problems are printed to stderr and end it with status 2.
+    """``load_config`` for a program's first line: problems are printed to stderr and end it with
+    status 2.
 
     ``argv`` are by default the arguments of the process; the others are as for ``load_config``.
     """
@@ -147,10 +169,12 @@ def exit_with(error: UserError) -> NoReturn:
 
 
 def dump_config(config: Config, *, secrets: bool = True) -> str:
-    """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal object.
+    """The whole configuration as YAML, in the schema's order; ``--config`` on it gives an equal
+    object.
 
     Args:
-        secrets: False writes ``***`` for every secret, and ``${oc.env:NAME}`` for a secret variable of the environment.
+        secrets: False writes ``***`` for every secret, and ``${oc.env:NAME}`` for a secret variable
+            of the environment.
     """
     variables = Secrets() if secrets else Secrets.of()
 
@@ -162,7 +186,9 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
             return [plain(entry) for entry in value]
         if isinstance(value, enum.Enum):
             return value.name
-        return variables.refer(escape(value)) if isinstance(value, str) else value
+        if isinstance(value, str):
+            return variables.refer(escape(value))
+        return value
 
     groups = dataclasses.asdict(config)
     if not secrets:
@@ -174,10 +200,11 @@ def dump_config(config: Config, *, secrets: bool = True) -> str:
 def _layers(
     line: CommandLine, default_config: Path | None, keys: Keys, problems: list[str]
 ) -> tuple[list[TypedSetting], set[tuple[str, str | None]]]:
-    """All settings in the order in which they apply; and the keys that the user has chosen, with the plan they are for.
+    """All settings in the order in which they apply; and the keys that the user has chosen, with
+    the plan they are for.
 
-    A file that names most keys is a configuration that was dumped: its user has not chosen them one by one. A key of a
-    file is for the plan that the file names, if it names one.
+    A file that names most keys is a configuration that was dumped: its user has not chosen them one
+    by one. A key of a file is for the plan that the file names, if it names one.
     """
     on_line = {assignment.path for assignment in line.assignments}
     chosen: set[tuple[str, str | None]] = {(path, None) for path in on_line}
@@ -185,22 +212,35 @@ def _layers(
     def typed(assignments: Sequence[Assignment]) -> list[TypedSetting]:
         settings = []
         for assignment in assignments:
-            path, where = assignment.path, assignment.where
+            path = assignment.path
+            where = assignment.where
             key = keys.holder(path)
             if path in keys.groups:
-                problems.append(f"{where}{path} is a group, not a key: set one of its keys, see --help {path}")
+                problems.append(
+                    f"{where}{path} is a group, not a key: set one of its keys, see --help {path}"
+                )
             elif key is None:
                 problems.append(where + unknown_key(path, keys, free(assignment.node), line.given))
             else:
                 whole = path == key.path  # else an entry of a free mapping, which may be anything
                 try:
                     value = convert(assignment.node, key.type if whole else Any)
-                    if isinstance(value, str) and whole and _takes_one_text(key) and not _of_list(value, keys):
+                    if (
+                        isinstance(value, str)
+                        and whole
+                        and _takes_one_text(key)
+                        and not _of_list(value, keys)
+                    ):
                         value = [value]  # it has references, which is why it is no list yet
                     settings.append(TypedSetting(path, value, where))
                 except WrongTypeError as error:
-                    allowed = f" (allowed: {', '.join(map(written, key.choices))})" if key.choices else ""
-                    problems.append(f"{where}{path}: {error}{allowed}{_hint(path, free(assignment.node))}")
+                    if key.choices:
+                        allowed = f" (allowed: {', '.join(map(written, key.choices))})"
+                    else:
+                        allowed = ""
+                    problems.append(
+                        f"{where}{path}: {error}{allowed}{_hint(path, free(assignment.node))}"
+                    )
         # A free mapping as a whole comes before its entries, whatever their order.
         return sorted(settings, key=lambda setting: setting.path not in keys)
 
@@ -213,7 +253,9 @@ def _layers(
     for file in line.files:
         settings = typed(read_file(file, keys, problems))
         if 2 * len(settings) < len(keys.by_path):
-            plan = next((str(setting.value) for setting in settings if setting.path == PLAN_KEY), None)
+            plan = next(
+                (str(setting.value) for setting in settings if setting.path == PLAN_KEY), None
+            )
             chosen |= {(setting.path, plan) for setting in settings}
         explicit += settings
     explicit += typed(line.assignments)
@@ -225,7 +267,9 @@ def _layers(
 
         try:
             values = apply_preset(name)
-            preset = typed([Assignment(path, from_python(v), f"preset {name}: ") for path, v in values.items()])
+            preset = typed(
+                [Assignment(path, from_python(v), f"preset {name}: ") for path, v in values.items()]
+            )
         except UserError as error:
             problems.append(f"{PRESET_KEY}={name}: {error}")
     return default + preset + explicit, chosen
@@ -242,7 +286,11 @@ def _takes_one_text(key: Key) -> bool:
 def _of_list(text: str, keys: Keys) -> bool:
     """Whether a text is a reference to a list, and nothing else."""
     reference = re.fullmatch(r"\$\{([\w.]+)\}", text)
-    return reference is not None and reference[1] in keys and get_origin(keys[reference[1]].type) is list
+    return (
+        reference is not None
+        and reference[1] in keys
+        and get_origin(keys[reference[1]].type) is list
+    )
 
 
 @functools.lru_cache(maxsize=8)
@@ -253,30 +301,50 @@ def _defaults(schema: type) -> DictConfig:
     return config
 
 
-def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems: list[str]) -> DictConfig:
-    """The settings over the defaults. All that are set are checked: bounds, choices and names; a default is right."""
+def _merge(
+    schema: type, settings: Sequence[TypedSetting], keys: Keys, problems: list[str]
+) -> DictConfig:
+    """The settings over the defaults. All that are set are checked: bounds, choices and names; a
+    default is right."""
     config = copy.deepcopy(_defaults(schema))
     for setting in settings:
         holder = keys.holder(setting.path)
         try:
-            if holder and holder.path != setting.path and OmegaConf.select(config, holder.path) is None:
-                OmegaConf.update(config, holder.path, {})  # the first entry of a mapping that was null
-            OmegaConf.update(config, setting.path, setting.value, merge=False, force_add=setting.path not in keys)
+            if (
+                holder
+                and holder.path != setting.path
+                and OmegaConf.select(config, holder.path) is None
+            ):
+                OmegaConf.update(
+                    config, holder.path, {}
+                )  # the first entry of a mapping that was null
+            OmegaConf.update(
+                config, setting.path, setting.value, merge=False, force_add=setting.path not in keys
+            )
         except OmegaConfBaseException as error:
             problems.append(f"{setting.where}{setting.path}: {_broken_reference(error)}")
-    for path, where in {setting.path: setting.where for setting in settings if setting.path in keys}.items():
+    for path, where in {
+        setting.path: setting.where for setting in settings if setting.path in keys
+    }.items():
         key = keys[path]
         try:
             value = OmegaConf.select(config, path, throw_on_resolution_failure=True)
-            elements = list(value) if OmegaConf.is_list(value) else [value]
+            if OmegaConf.is_list(value):
+                elements = list(value)
+            else:
+                elements = [value]
         except OmegaConfBaseException as error:
             problems.append(f"{where}{path}: {_broken_reference(error)}")
             continue
         for element in elements if value != key.default else ():
             problem = key.problem(element)
             if problem:
-                more_exact = f"did you mean '{element}_"  # an own value that says more than another framework's
-                hint = "" if more_exact in problem else _hint(path, element)
+                # an own value that says more than another framework's
+                more_exact = f"did you mean '{element}_"
+                if more_exact in problem:
+                    hint = ""
+                else:
+                    hint = _hint(path, element)
                 problems.append(f"{where}{path}={written(element)}: {problem}{hint}")
     last = {setting.path: setting.value for setting in settings}
     for key in keys:
@@ -288,10 +356,13 @@ def _merge(schema: type, settings: Sequence[TypedSetting], keys: Keys, problems:
 def _hint(path: str, value: Value) -> str:
     """Our value for a wrong one, if another framework has that."""
     hint = other_frameworks().value_hint(path, value)
-    return f"; {hint}" if hint else ""
+    if hint:
+        return f"; {hint}"
+    return ""
 
 
 def _broken_reference(error: OmegaConfBaseException) -> str:
-    """OmegaConf's message, its first line; with types already right, only a ``${reference}`` can be wrong."""
+    """OmegaConf's message, its first line; with types already right, only a ``${reference}`` can be
+    wrong."""
     first = str(error).partition("\n")[0]
     return f"{first} (a literal ${{ is written \\${{)"

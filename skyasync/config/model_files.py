@@ -19,7 +19,9 @@ def model_path(path: str, key: str = "trainer.policy.model.path") -> str:
         UserError: if no model is named, or a local path has none.
     """
     if not path:
-        raise UserError(f"{key} is empty: name a Hugging Face model, a local folder, or module:function")
+        raise UserError(
+            f"{key} is empty: name a Hugging Face model, a local folder, or module:function"
+        )
     if ":" in path and not Path(path).exists():
         return str(resolve_reference(path, kind=key)())
     folder = Path(path).expanduser()
@@ -28,15 +30,20 @@ def model_path(path: str, key: str = "trainer.policy.model.path") -> str:
             raise UserError(f"{key}={path!r} is a folder without config.json")
         return str(folder.resolve())
     if path.count("/") != 1 or path.startswith((".", "/", "~")):
-        raise UserError(f"{key}={path!r} is neither a local folder nor a Hugging Face name (owner/name)")
+        raise UserError(
+            f"{key}={path!r} is neither a local folder nor a Hugging Face name (owner/name)"
+        )
     return path
 
 
 def config_file(model: str) -> Path | None:
-    """A model's configuration, in its folder or in the hub's cache; None where this machine has neither."""
+    """A model's configuration, in its folder or in the hub's cache; None where this machine has
+    neither."""
     file = Path(model).expanduser() / CONFIG
     if file.is_file() or model.count("/") != 1:
-        return file if file.is_file() else None
+        if file.is_file():
+            return file
+        return None
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -44,7 +51,9 @@ def config_file(model: str) -> Path | None:
         cached = try_to_load_from_cache(model, CONFIG)
     except HFValidationError:  # no hub's name: a folder that is not there
         return None
-    return Path(cached) if isinstance(cached, str) else None
+    if isinstance(cached, str):
+        return Path(cached)
+    return None
 
 
 def read_json(file: Path, what: str) -> dict[str, Any]:
@@ -66,6 +75,7 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
 
 
 def read_shape(file: Path, what: str) -> dict[str, Any]:
-    """As ``read_json``, for a model's configuration, with the settings of its language model at the top level."""
+    """As ``read_json``, for a model's configuration, with the settings of its language model at the
+    top level."""
     shape = read_json(file, what)
     return {**shape, **(shape.get("text_config") or {})}

@@ -1,6 +1,7 @@
 """What the chosen parts say of themselves: the plan, the engine, the functions of the objective.
 
-Invariant: no part's name decides; a user's part is judged by the same rules. Nothing here imports torch.
+Invariant: no part's name decides; a user's part is judged by the same rules. Nothing here imports
+torch.
 """
 
 from __future__ import annotations
@@ -9,7 +10,13 @@ from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
-from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSS_REDUCTIONS,
+    POLICY_LOSSES,
+)
 from skyasync.config.values import written
 from skyasync.errors import UserError
 from skyasync.registry import About, Registry
@@ -19,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Plan(NamedTuple):
-    """The plan of a run: what it is called, what it says of itself, and whether the experiment fixes it."""
+    """The plan of a run: what it is called, what it says of itself, and whether the experiment
+    fixes it."""
 
     name: str
     about: About
@@ -33,7 +41,9 @@ class Plan(NamedTuple):
         if isinstance(plan, type):
             return cls(plan.__name__, PLANS.describe(plan), True)
         name = cfg.trainer.plan if plan is None else plan
-        return cls(name, PLANS.about(name), plan is not None) if name else None
+        if name:
+            return cls(name, PLANS.about(name), plan is not None)
+        return None
 
     @property
     def asynchronous(self) -> bool:
@@ -56,20 +66,27 @@ class Plan(NamedTuple):
         return self.asynchronous or cfg.trainer.sync_interval > 1
 
     def most_stale(self, cfg: Config) -> int:
-        """Versions by which samples may be older than the policy they train; 1 if a plan of the user has no setting."""
-        trainer, waits = cfg.trainer, cfg.trainer.sync_interval - 1
+        """Versions by which samples may be older than the policy they train; 1 if a plan of the
+        user has no setting."""
+        trainer = cfg.trainer
+        waits = cfg.trainer.sync_interval - 1
         if not self.stale(cfg):
             return 0
         if self.reads("trainer.max_staleness"):
             return trainer.max_staleness
-        queued = trainer.async_queue_size if self.reads("trainer.async_queue_size") else 1
+        if self.reads("trainer.async_queue_size"):
+            queued = trainer.async_queue_size
+        else:
+            queued = 1
         return waits + (queued if self.asynchronous else 0)
 
     def reads(self, path: str) -> bool:
         return path in self.about.can["reads"]
 
     def __str__(self) -> str:
-        return f"this experiment's plan, {self.name}," if self.fixed else f"trainer.plan={self.name}"
+        if self.fixed:
+            return f"this experiment's plan, {self.name},"
+        return f"trainer.plan={self.name}"
 
 
 def engines_with(capability: str, among: str = "") -> str:
@@ -78,12 +95,17 @@ def engines_with(capability: str, among: str = "") -> str:
 
     has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
     able = [name for name, value in has.items() if (among in value if among else value)]
-    return supported(able) if able else f"an engine of your own that declares it ({capability})"
+    if able:
+        return supported(able)
+    return f"an engine of your own that declares it ({capability})"
 
 
 def supported(backends: Sequence[str]) -> str:
     """Engines that can do what another cannot, as one would choose them."""
-    others = f" (supported backends: {', '.join(backends)})" if len(backends) > 1 else ""
+    if len(backends) > 1:
+        others = f" (supported backends: {', '.join(backends)})"
+    else:
+        others = ""
     return f"generator.backend={backends[0]}{others}"
 
 
@@ -107,36 +129,50 @@ class ChosenFunction(NamedTuple):
             wrong = self.registry.problem(self.name)
         except UserError as error:  # there is no such file, module or attribute
             wrong = str(error)
-        return f"trainer.algorithm.{self.key}={self.name}: {wrong}" if wrong else ""
+        if wrong:
+            return f"trainer.algorithm.{self.key}={self.name}: {wrong}"
+        return ""
 
 
 def functions(algorithm: AlgorithmConfig) -> list[ChosenFunction]:
     """The functions of the objective."""
     correction = algorithm.off_policy_correction
     if correction == "auto":
-        correction = "none" if _uses_behaviour(algorithm) else "token_tis"
+        if _uses_behaviour(algorithm):
+            correction = "none"
+        else:
+            correction = "token_tis"
     chosen = [
         ChosenFunction("policy_loss_type", algorithm.policy_loss_type, POLICY_LOSSES),
         ChosenFunction("advantage_estimator", algorithm.advantage_estimator, ADVANTAGE_ESTIMATORS),
         ChosenFunction("loss_reduction", algorithm.loss_reduction, LOSS_REDUCTIONS),
         ChosenFunction("off_policy_correction", correction, CORRECTIONS),
-        *(ChosenFunction("off_policy_masks", mask, CORRECTIONS) for mask in algorithm.off_policy_masks),
+        *(
+            ChosenFunction("off_policy_masks", mask, CORRECTIONS)
+            for mask in algorithm.off_policy_masks
+        ),
     ]
     if algorithm.use_kl_loss or algorithm.use_kl_in_reward:
-        chosen.append(ChosenFunction("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS))
+        chosen.append(
+            ChosenFunction("kl_estimator_type", algorithm.kl_estimator_type, KL_ESTIMATORS)
+        )
     return chosen
 
 
 def reads_behaviour(algorithm: AlgorithmConfig) -> str:
     """The setting by which the behaviour policy enters the objective; "" if it does not."""
     if _uses_behaviour(algorithm):
-        if any("behaviour" in about.inputs for about in POLICY_LOSSES.about(algorithm.policy_loss_type)):
+        if any(
+            "behaviour" in about.inputs for about in POLICY_LOSSES.about(algorithm.policy_loss_type)
+        ):
             return f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
         return f"trainer.algorithm.ratio_anchor={algorithm.ratio_anchor}"
     if algorithm.off_policy_correction != "none":
         return f"trainer.algorithm.off_policy_correction={algorithm.off_policy_correction}"
     masks = [mask for mask in algorithm.off_policy_masks if mask != "none"]
-    return f"trainer.algorithm.off_policy_masks={written(masks)}" if masks else ""
+    if masks:
+        return f"trainer.algorithm.off_policy_masks={written(masks)}"
+    return ""
 
 
 def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
@@ -146,15 +182,20 @@ def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
 
 def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss uses it, in its ratio or to choose tokens."""
-    return any(_enters(about, algorithm) for about in POLICY_LOSSES.about(algorithm.policy_loss_type))
+    return any(
+        _enters(about, algorithm) for about in POLICY_LOSSES.about(algorithm.policy_loss_type)
+    )
 
 
 def _enters(about: About, algorithm: AlgorithmConfig) -> bool:
-    return "behaviour" in about.inputs or (algorithm.ratio_anchor == "behaviour" and "anchor" in about.inputs)
+    return "behaviour" in about.inputs or (
+        algorithm.ratio_anchor == "behaviour" and "anchor" in about.inputs
+    )
 
 
 def depends_on_pool(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
-    """Whether an estimator has a capability, which may depend on settings: those that choose its pools, or switches."""
+    """Whether an estimator has a capability, which may depend on settings: those that choose its
+    pools, or switches."""
     value = about.can[capability]
     if isinstance(value, bool):
         return value
@@ -166,11 +207,16 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
     algorithm = cfg.trainer.algorithm
     if not plan.stale(cfg):
         return
-    why = str(plan) if plan.asynchronous else f"trainer.sync_interval={cfg.trainer.sync_interval}"
+    if plan.asynchronous:
+        why = str(plan)
+    else:
+        why = f"trainer.sync_interval={cfg.trainer.sync_interval}"
     if cfg.data.replay_groups:
         why = f"data.replay_groups={cfg.data.replay_groups}"
     if not reads_behaviour(algorithm) and not cfg.trainer.allow_uncorrected:
-        losses = sorted(name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs)
+        losses = sorted(
+            name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs
+        )
         yield (
             f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "
             f"{why} is asynchronous and trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} does not use "
@@ -180,6 +226,9 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
 
 
 def reported_metric(cfg: Config) -> str:
-    """The metric that groups are filtered by and episodes must report; "" if reward models may report it later."""
+    """The metric that groups are filtered by and episodes must report; "" if reward models may
+    report it later."""
     reward = cfg.trainer.reward
-    return "" if reward.model.path or reward.models else cfg.trainer.algorithm.dynamic_sampling.metric
+    if reward.model.path or reward.models:
+        return ""
+    return cfg.trainer.algorithm.dynamic_sampling.metric

@@ -1,8 +1,9 @@
-"""What a run resumes from, ``trainer.resume_mode``: nothing, the newest checkpoint, one of a step, or one folder.
+"""What a run resumes from, ``trainer.resume_mode``: nothing, the newest checkpoint, one of a step,
+or one folder.
 
-Invariant: whether a run shares the folder of the run that it resumes is decided here alone: it does unless it loads a
-checkpoint of another folder. By default a run resumes if the user has named it and it has checkpoints: the same command
-continues it, whatever ended it before.
+Invariant: whether a run shares the folder of the run that it resumes is decided here alone: it does
+unless it loads a checkpoint of another folder. By default a run resumes if the user has named it
+and it has checkpoints: the same command continues it, whatever ended it before.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ WRITTEN = "written_ns"  # in it: the time, later than that of every checkpoint n
 
 @dataclass(frozen=True)
 class Resume:
-    """``step`` and ``folder`` are what the user has named; without them it is the newest, if ``requested``."""
+    """``step`` and ``folder`` are what the user has named; without them it is the newest, if
+    ``requested``."""
 
     requested: bool
     step: int | None = None
@@ -35,7 +37,10 @@ class Resume:
     def of(cls, trainer: TrainerConfig) -> Resume:
         mode = trainer.resume_mode
         if mode == "auto":
-            mode = "latest" if trainer.run_name and _has_checkpoints(trainer) else "none"
+            if trainer.run_name and _has_checkpoints(trainer):
+                mode = "latest"
+            else:
+                mode = "none"
         if mode in ("none", "latest"):
             return cls(requested=mode == "latest")
         if mode.isdecimal() and len(mode) < 18:
@@ -49,7 +54,9 @@ class Resume:
 
     def within(self, checkpoints: Path) -> bool:
         """Whether it continues the run with these checkpoints."""
-        return self.requested and (self.folder is None or self.folder.parent == checkpoints.resolve())
+        return self.requested and (
+            self.folder is None or self.folder.parent == checkpoints.resolve()
+        )
 
 
 def keeps_checkpoints(trainer: TrainerConfig) -> bool:
@@ -63,21 +70,32 @@ def saves(trainer: TrainerConfig) -> bool:
 
 
 def settle_run_name(trainer: TrainerConfig) -> str:
-    """Set ``run_name`` to the newest attempt, and return a line for the user if there are other folders than that.
+    """Set ``run_name`` to the newest attempt, and return a line for the user if there are other
+    folders than that.
 
-    A run that ended before its first checkpoint is started again as ``<run_name>-2``, and so on. The same command
-    continues the newest of them, unless the folder ``<run_name>`` is gone: then the name is free for a new run.
+    A run that ended before its first checkpoint is started again as ``<run_name>-2``, and so on.
+    The same command continues the newest of them, unless the folder ``<run_name>`` is gone: then
+    the name is free for a new run.
     """
-    if trainer.resume_mode != "auto" or not trainer.run_name or trainer.ckpt_path or _has_checkpoints(trainer):
+    if (
+        trainer.resume_mode != "auto"
+        or not trainer.run_name
+        or trainer.ckpt_path
+        or _has_checkpoints(trainer)
+    ):
         return ""
     root = Path(trainer.runs_dir).expanduser() / trainer.run_name
     checkpoints = root.parent.glob(f"{glob.escape(root.name)}-*/checkpoints/step_*")
     attempts = [
-        path for path in checkpoints if not path.suffix and path.parts[-3].removeprefix(f"{root.name}-").isdecimal()
+        path
+        for path in checkpoints
+        if not path.suffix and path.parts[-3].removeprefix(f"{root.name}-").isdecimal()
     ]
     if not attempts:
         return ""
-    newest = max(attempts, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2])))
+    newest = max(
+        attempts, key=lambda path: (written_ns(path) or 0, int(path.parts[-3].rpartition("-")[2]))
+    )
     name = trainer.run_name
     attempt = str(Path(name).with_name(newest.parts[-3]))
     if not root.exists():
@@ -95,10 +113,14 @@ def written_ns(folder: Path) -> int | None:
 
 
 def settle_resume_mode(trainer: TrainerConfig) -> str:
-    """Settle ``auto`` before this run adds a checkpoint. Returns a line if the run continues another one."""
+    """Settle ``auto`` before this run adds a checkpoint. Returns a line if the run continues
+    another one."""
     if trainer.resume_mode != "auto":
         return ""
-    trainer.resume_mode = "latest" if Resume.of(trainer).requested else "none"
+    if Resume.of(trainer).requested:
+        trainer.resume_mode = "latest"
+    else:
+        trainer.resume_mode = "none"
     if trainer.resume_mode == "none":
         return ""
     return (
@@ -109,7 +131,11 @@ def settle_resume_mode(trainer: TrainerConfig) -> str:
 
 def checkpoints_of(trainer: TrainerConfig) -> Path:
     """The folder of the checkpoints of the run ``trainer.run_name``."""
-    return Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints").expanduser().resolve()
+    return (
+        Path(trainer.ckpt_path or Path(trainer.runs_dir) / trainer.run_name / "checkpoints")
+        .expanduser()
+        .resolve()
+    )
 
 
 def _has_checkpoints(trainer: TrainerConfig) -> bool:
@@ -131,9 +157,15 @@ def check_resume(trainer: TrainerConfig) -> Iterator[str]:
 
 
 def refuse_foreign_checkpoints(trainer: TrainerConfig) -> None:
-    """Raises UserError if a run that starts again would save into a folder that holds checkpoints."""
+    """Raises UserError if a run that starts again would save into a folder that holds
+    checkpoints."""
     fresh = not Resume.of(trainer).within(checkpoints_of(trainer))
-    if fresh and saves(trainer) and trainer.ckpt_path and any(Path(trainer.ckpt_path).glob("step_*")):
+    if (
+        fresh
+        and saves(trainer)
+        and trainer.ckpt_path
+        and any(Path(trainer.ckpt_path).glob("step_*"))
+    ):
         raise UserError(
             f"trainer.ckpt_path={trainer.ckpt_path} has another run's checkpoints, which this one would replace: "
             f"set trainer.resume_mode=latest to resume them, or choose another folder"

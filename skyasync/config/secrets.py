@@ -1,8 +1,9 @@
 """What is written down of keys and passwords: ``***``.
 
-Invariant: a value is hidden if its name, in the configuration or among the environment's variables, is a secret's, or
-if it is the password of an address. A value from such a variable (``${oc.env:NAME}``) is hidden under any key. What is
-hidden in the configuration is hidden in text too, if it is long enough to differ from a word.
+Invariant: a value is hidden if its name, in the configuration or among the environment's variables,
+is a secret's, or if it is the password of an address. A value from such a variable
+(``${oc.env:NAME}``) is hidden under any key. What is hidden in the configuration is hidden in text
+too, if it is long enough to differ from a word.
 """
 
 from __future__ import annotations
@@ -23,13 +24,17 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 _VARIABLE = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH(?!OR)", re.IGNORECASE)
-LONG = 20  # characters; what is shorter and has no digit may be a word (TOKENIZERS_BACKEND=huggingface)
+# characters; what is shorter and has no digit may be a word (TOKENIZERS_BACKEND=huggingface)
+LONG = 20
 _PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]*:)[^@/\s]+(?=@)", re.IGNORECASE)
-_QUERY = re.compile(r"([?&][^=&\s]*(?:key|token|secret|password|signature)=)[^&\s\"']+", re.IGNORECASE)
+_QUERY = re.compile(
+    r"([?&][^=&\s]*(?:key|token|secret|password|signature)=)[^&\s\"']+", re.IGNORECASE
+)
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting of this name holds a secret: ``api_key`` does, ``api_key_env`` and ``max_tokens`` do not."""
+    """Whether a setting of this name holds a secret: ``api_key`` does, ``api_key_env`` and
+    ``max_tokens`` do not."""
     return _NAME.search(name) is not None
 
 
@@ -47,7 +52,9 @@ def hidden(value: Any, name: str = "", variables: Secrets | None = None) -> Any:
     if isinstance(value, list | tuple):
         return [hidden(entry, name, variables) for entry in value]
     if isinstance(value, str) and value:
-        return HIDDEN if is_secret(name) else variables.hide_all(value)
+        if is_secret(name):
+            return HIDDEN
+        return variables.hide_all(value)
     return value
 
 
@@ -66,8 +73,12 @@ class Secrets:
         variables: of values that are variables of the environment, the variable's name.
     """
 
-    def __init__(self, values: Collection[str] = (), variables: Mapping[str, str] | None = None) -> None:
-        self._values = sorted({value for value in values if len(value) >= SHORTEST}, key=len, reverse=True)
+    def __init__(
+        self, values: Collection[str] = (), variables: Mapping[str, str] | None = None
+    ) -> None:
+        self._values = sorted(
+            {value for value in values if len(value) >= SHORTEST}, key=len, reverse=True
+        )
         self._variables = variables or {}
 
     @classmethod
@@ -77,13 +88,20 @@ class Secrets:
         variables = {}
         for name, text in environment.items():
             # Not a path (of an agent's socket), a number or a word.
-            if not _VARIABLE.search(name) or text.startswith("/") or text.isdigit() or any(map(str.isspace, text)):
+            if (
+                not _VARIABLE.search(name)
+                or text.startswith("/")
+                or text.isdigit()
+                or any(map(str.isspace, text))
+            ):
                 continue
             if is_secret(name) or len(text) >= LONG or any(map(str.isdigit, text)):
                 values.append(text)
                 variables[text] = name
         if cfg is not None:
-            values += [text for path, text in _texts(asdict(cfg)) if is_secret(path.rpartition(".")[2])]
+            values += [
+                text for path, text in _texts(asdict(cfg)) if is_secret(path.rpartition(".")[2])
+            ]
             judges = cfg.environment.judges.values()
             values += [environment.get(str(judge.get("api_key_env") or ""), "") for judge in judges]
         return cls(values, variables)
@@ -95,7 +113,8 @@ class Secrets:
         return text
 
     def refer(self, text: str) -> str:
-        """The text with ``${oc.env:NAME}`` for the secret variables in it: as a configuration it can be read again."""
+        """The text with ``${oc.env:NAME}`` for the secret variables in it: as a configuration it
+        can be read again."""
         for value in self._values:
             if value in text and value in self._variables:
                 text = text.replace(value, f"${{oc.env:{self._variables[value]}}}")

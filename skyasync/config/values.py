@@ -1,7 +1,8 @@
 """From written text to typed values, strictly.
 
-Invariant: the key's type decides how a text is read. ``run_name=001`` is the string "001", ``lr=1e-6`` a float,
-``seed=1.5`` an error. Texts of the command line and of YAML files both arrive here as YAML nodes.
+Invariant: the key's type decides how a text is read. ``run_name=001`` is the string "001",
+``lr=1e-6`` a float, ``seed=1.5`` an error. Texts of the command line and of YAML files both arrive
+here as YAML nodes.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def check_nodes(root: yaml.Node) -> None:
     """Check that nodes can be read as a ``Value``.
 
     Raises:
-        yaml.constructor.ConstructorError: for a key that is a list or a mapping, for a node that contains itself, and
-            for more than ``MOST_NODES`` nodes where each alias is replaced by what it stands for.
+        yaml.constructor.ConstructorError: for a key that is a list or a mapping, for a node that
+            contains itself, and for more than ``MOST_NODES`` nodes where each alias is replaced by
+            what it stands for.
     """
     _count_nodes(root, set(), {})
 
@@ -65,13 +67,17 @@ def _count_nodes(node: yaml.Node, above: set[yaml.Node], counts: dict[yaml.Node,
     if node in counts:
         return counts[node]
     if node in above:
-        raise yaml.constructor.ConstructorError(problem="an anchor contains itself", problem_mark=node.start_mark)
+        raise yaml.constructor.ConstructorError(
+            problem="an anchor contains itself", problem_mark=node.start_mark
+        )
     children = node.value
     if isinstance(node, yaml.MappingNode):
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):
                 problem = "a key is a list or a mapping, and must be a text"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=name.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    problem=problem, problem_mark=name.start_mark
+                )
         children = [value for _, value in node.value]
     count = 1
     above.add(node)
@@ -86,7 +92,8 @@ def _count_nodes(node: yaml.Node, above: set[yaml.Node], counts: dict[yaml.Node,
 
 
 def parse(text: str) -> yaml.Node:
-    """A command line value as a YAML node: quoted, ``[list]``, ``{mapping}``, or plain text taken as it is.
+    """A command line value as a YAML node: quoted, ``[list]``, ``{mapping}``, or plain text taken
+    as it is.
 
     Raises:
         yaml.YAMLError: for brackets or quotes that do not close.
@@ -112,7 +119,8 @@ def escape(text: str) -> str:
 
 
 def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an annotation)
-    """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict, Literal, Enum, Any.
+    """The node's value as ``expected``, an annotation: a primitive, ``X | None``, list, dict,
+    Literal, Enum, Any.
 
     A string where a list of strings is expected becomes a list of one.
 
@@ -123,9 +131,12 @@ def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an anno
     if text is not None and "${" in text:  # ${other.key}, which OmegaConf resolves later
         return text
     plain = text is not None and node.style is None
-    origin, arguments = typing.get_origin(expected) or expected, typing.get_args(expected)
+    origin = typing.get_origin(expected) or expected
+    arguments = typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        for arm in sorted(arguments, key=lambda arm: arm is str):  # str takes anything, so it comes last
+        for arm in sorted(
+            arguments, key=lambda arm: arm is str
+        ):  # str takes anything, so it comes last
             with contextlib.suppress(WrongTypeError):
                 return convert(node, arm)
     elif origin is typing.Literal:
@@ -141,8 +152,14 @@ def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an anno
             return [text]
     elif origin is dict:
         if isinstance(node, yaml.MappingNode):
-            names, element = arguments or (Any, Any)  # of str, a name that looks like a number is a name
-            return {n.value if names is str else free(n): convert(value, element) for n, value in node.value}
+            names, element = arguments or (
+                Any,
+                Any,
+            )  # of str, a name that looks like a number is a name
+            return {
+                n.value if names is str else free(n): convert(value, element)
+                for n, value in node.value
+            }
     elif isinstance(expected, type) and issubclass(expected, enum.Enum):
         if text is not None and text in expected.__members__:
             return expected[text]
@@ -169,7 +186,9 @@ def free(node: yaml.Node) -> Value:
     if isinstance(node, yaml.SequenceNode):
         return [free(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
-        return typing.cast(dict[str, Value], {free(name): free(value) for name, value in node.value})
+        return typing.cast(
+            dict[str, Value], {free(name): free(value) for name, value in node.value}
+        )
     text = node.value
     if node.style is not None or len(text) > _LONGEST_NUMBER:
         return text
@@ -211,13 +230,16 @@ def written(value: object) -> str:
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{name}: {written(entry)}" for name, entry in value.items()) + "}"
-    return str(value) if value != "" else "''"
+    if value != "":
+        return str(value)
+    return "''"
 
 
 def dotted(
     group: Mapping[str, Any], enter: Callable[[str, Mapping[str, Any]], bool], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values. A mapping is entered if ``enter(path, mapping)`` says so; else it is a value."""
+    """Dotted keys and their values. A mapping is entered if ``enter(path, mapping)`` says so; else
+    it is a value."""
     for name, value in group.items():
         path = f"{prefix}{name}"
         if isinstance(value, Mapping) and enter(path, value):
@@ -228,13 +250,16 @@ def dotted(
 
 def type_name(expected: object) -> str:
     """An annotation in words: "int", "list of str", "float or null"."""
-    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    origin = typing.get_origin(expected)
+    arguments = typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(type_name(arm) for arm in arguments)
     if origin is typing.Literal:
         return "one of " + ", ".join(map(str, arguments))
     if (origin or expected) in (list, tuple):
-        return f"list of {type_name(arguments[0])}" if arguments else "list"
+        if arguments:
+            return f"list of {type_name(arguments[0])}"
+        return "list"
     if (origin or expected) is dict:
         return "mapping"
     if expected is type(None):
@@ -243,7 +268,9 @@ def type_name(expected: object) -> str:
         return "one of " + ", ".join(expected.__members__)
     if expected is bool:
         return "bool (true or false)"
-    return expected.__name__ if isinstance(expected, type) else str(expected).rpartition(".")[2]
+    if isinstance(expected, type):
+        return expected.__name__
+    return str(expected).rpartition(".")[2]
 
 
 def _described(node: yaml.Node) -> str:

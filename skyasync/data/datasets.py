@@ -1,8 +1,8 @@
 """Rows to prompts.
 
-A row has a prompt (a conversation, or one string for the user's message), perhaps an ``env_class``, a label, a
-domain, and whatever else the environment wants to know. In place of a prompt it may have ``responses_create_params``
-(NeMo Gym). Invariant: rows are never dropped silently.
+A row has a prompt (a conversation, or one string for the user's message), perhaps an ``env_class``,
+a label, a domain, and whatever else the environment wants to know. In place of a prompt it may have
+``responses_create_params`` (NeMo Gym). Invariant: rows are never dropped silently.
 """
 
 from __future__ import annotations
@@ -54,9 +54,13 @@ def load_prompts(
         UserError: naming the source or the row that is wrong.
     """
     given = [known[s] if s in known else rows(s, cfg, is_eval=is_eval) for s in sources]
-    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(row for part in given for row in part)]
+    prompts = [
+        as_prompt(index, row, cfg)
+        for index, row in enumerate(row for part in given for row in part)
+    ]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
-    limit, lengths = cfg.trainer.max_prompt_length, [_length(prompt, chat) for prompt in prompts]
+    limit = cfg.trainer.max_prompt_length
+    lengths = [_length(prompt, chat) for prompt in prompts]
     short = short_enough(prompts, lengths, limit, f"trainer.max_prompt_length={limit}", "prompt")
     if short and not is_eval:
         _check_domains(short, cfg)
@@ -65,7 +69,9 @@ def load_prompts(
     return short
 
 
-def short_enough(examples: Sequence[P], lengths: Sequence[int], most: int, bound: str, name: str) -> list[P]:
+def short_enough(
+    examples: Sequence[P], lengths: Sequence[int], most: int, bound: str, name: str
+) -> list[P]:
     """The examples of at most ``most`` tokens; a warning counts the others.
 
     Args:
@@ -77,9 +83,18 @@ def short_enough(examples: Sequence[P], lengths: Sequence[int], most: int, bound
     """
     short = [example for example, length in zip(examples, lengths, strict=True) if length <= most]
     if examples and not short:
-        raise UserError(f"no {name} has at most {bound} tokens: the shortest of {len(examples)} has {min(lengths)}")
-    if left := len(examples) - len(short):
-        log.warning("%d of %d %ss have more than %s tokens and are left out", left, len(examples), name, bound)
+        raise UserError(
+            f"no {name} has at most {bound} tokens: the shortest of {len(examples)} has {min(lengths)}"
+        )
+    left = len(examples) - len(short)
+    if left:
+        log.warning(
+            "%d of %d %ss have more than %s tokens and are left out",
+            left,
+            len(examples),
+            name,
+            bound,
+        )
     return short
 
 
@@ -94,12 +109,15 @@ def _length(prompt: Prompt, chat: ChatTokenizer) -> int:
 def load_eval_prompts(
     cfg: Config, tokenizer: Tokenizer, known: Mapping[str, Iterable[Row]] = MappingProxyType({})
 ) -> list[Prompt]:
-    """The prompts of ``data.val_data`` and ``data.val_sets``, each with its set's name, numbered through."""
+    """The prompts of ``data.val_data`` and ``data.val_sets``, each with its set's name, numbered
+    through."""
     prompts: list[Prompt] = []
     for name, one in eval_sets(cfg.data).items():
         first = prompts[-1].id.row + 1 if prompts else 0
         loaded = load_prompts(one.data, cfg, tokenizer, is_eval=True, known=known)
-        prompts += [replace(p, id=PromptId(p.id.epoch, first + p.id.row), eval_set=name) for p in loaded]
+        prompts += [
+            replace(p, id=PromptId(p.id.epoch, first + p.id.row), eval_set=name) for p in loaded
+        ]
     return prompts
 
 
@@ -111,14 +129,16 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    chat, limit = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length
+    chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
+    limit = cfg.trainer.max_prompt_length
     read = too_long = reported = 0
 
     def as_prompts(first: int, rows: Sequence[Row]) -> list[Prompt]:
         nonlocal read, too_long, reported
         prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, first)]
         short = [prompt for prompt in prompts if _length(prompt, chat) <= limit]
-        read, too_long = read + len(prompts), too_long + len(prompts) - len(short)
+        read = read + len(prompts)
+        too_long = too_long + len(prompts) - len(short)
         if too_long > 2 * reported:
             reported = too_long
             message = "%d of %d prompts so far have more than trainer.max_prompt_length=%d tokens and are left out"
@@ -126,7 +146,9 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
         check_rows(short, cfg)
         return short
 
-    prompts = StreamedPrompts([reader(source, cfg) for source in sources], as_prompts, cfg.data.shuffle_buffer)
+    prompts = StreamedPrompts(
+        [reader(source, cfg) for source in sources], as_prompts, cfg.data.shuffle_buffer
+    )
     _check_env_classes(prompts, cfg)
     try:
         _check_domains(prompts, cfg)
@@ -138,7 +160,10 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
 def warn_of_overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> int:
     """How many held-out prompts are also trained on; a warning says so if there are any."""
     trained, tested = (
-        ["\n".join(str(message.get("content")) for message in prompt.messages) for prompt in prompts]
+        [
+            "\n".join(str(message.get("content")) for message in prompt.messages)
+            for prompt in prompts
+        ]
         for prompts in (train, evaluation)
     )
     shared = sum(map(set(trained).__contains__, tested))
@@ -151,10 +176,13 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
     """A row as the prompt that it is.
 
     Raises:
-        UserError: for what is no row, a column that is missing, or a prompt that is neither text nor a conversation.
+        UserError: for what is no row, a column that is missing, or a prompt that is neither text
+            nor a conversation.
     """
     if not isinstance(given, Mapping):
-        raise UserError(f"data row {index} is not an object with columns; found {str(given)[:80]!r}")
+        raise UserError(
+            f"data row {index} is not an object with columns; found {str(given)[:80]!r}"
+        )
     row = dict(given)
     messages, conversation = messages_of(index, row, cfg.data)
     messages = placed(index, row, messages)
@@ -169,29 +197,39 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
             f"environment.reward_funcs"
         )
     extras = {**row, **(row.pop("extras", None) or {})}
-    for name, column, usual in (("label", cfg.data.label_key, "label"), ("domain", cfg.data.domain_key, "domain")):
+    for name, column, usual in (
+        ("label", cfg.data.label_key, "label"),
+        ("domain", cfg.data.domain_key, "domain"),
+    ):
         if column != usual or column in row:
             extras[name] = _column(index, row, column, f"data.{name}_key")
     if conversation and env_class == "reward":
         extras[CONVERSATION] = True
     if cfg.environment.domains and extras.get("domain"):
-        extras["domain"] = tags_of(cfg.environment.domains).get(str(extras["domain"]), extras["domain"])
+        extras["domain"] = tags_of(cfg.environment.domains).get(
+            str(extras["domain"]), extras["domain"]
+        )
     return Prompt(PromptId(0, index), messages, env_class, extras)
 
 
 def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversation:
-    """The messages with their images read, and with the images of the row's columns, which are removed from the row.
+    """The messages with their images read, and with the images of the row's columns, which are
+    removed from the row.
 
     Raises:
         UserError: for an image that cannot be read, or is in another column.
     """
-    if column := image_column({**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}):
+    column = image_column(
+        {**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}
+    )
+    if column:
         raise UserError(
             f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} only; "
             f"remove the column if the task does not need it"
         )
     try:
-        if column := image_column({name: row.get(name) for name in READ}):
+        column = image_column({name: row.get(name) for name in READ})
+        if column:
             images = row.pop(column)
             several = isinstance(images, Sequence) and not isinstance(images, str | bytes)
             messages = with_images(messages, images if several else [images])
@@ -215,7 +253,9 @@ def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conv
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif not data.apply_chat_template:
-        raise UserError(f"data row {index} holds a conversation, and data.apply_chat_template=false takes text")
+        raise UserError(
+            f"data row {index} holds a conversation, and data.apply_chat_template=false takes text"
+        )
     elif not is_conversation(prompt):
         raise UserError(
             f"data row {index}: {data.prompt_key!r} must be a string, or a list of messages with role and content; "
@@ -231,7 +271,10 @@ def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conv
 def _responses_input(params: Mapping[str, Any]) -> object:
     """The input of a request in the form of OpenAI's Responses API, as messages."""
     given = params["input"]
-    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    if isinstance(given, str):
+        items = [{"role": "user", "content": given}]
+    else:
+        items = given
     if params.get("instructions"):
         items = [{"role": "system", "content": params["instructions"]}, *items]
     messages = []
@@ -239,10 +282,18 @@ def _responses_input(params: Mapping[str, Any]) -> object:
         content = item["content"]
         if isinstance(content, list):
             texts = ("input_text", "output_text", "text")
-            parts = [{"type": "text", "text": p["text"]} if p.get("type") in texts else p for p in content]
+            parts = [
+                {"type": "text", "text": p["text"]} if p.get("type") in texts else p
+                for p in content
+            ]
             text = all(p.get("type") == "text" for p in parts)
-            content = "\n".join(p["text"] for p in parts) if text else parts
-        messages.append({"role": "system" if item["role"] == "developer" else item["role"], "content": content})
+            if text:
+                content = "\n".join(p["text"] for p in parts)
+            else:
+                content = parts
+        messages.append(
+            {"role": "system" if item["role"] == "developer" else item["role"], "content": content}
+        )
     return messages or given
 
 
@@ -250,7 +301,10 @@ def is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
     return (
         isinstance(value, Sequence)
         and len(value) > 0
-        and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m for m in value)
+        and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m
+            for m in value
+        )
     )
 
 
@@ -261,10 +315,17 @@ def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> object:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            nested = [f"{outer}.{inner}" for outer, v in row.items() if isinstance(v, Mapping) for inner in v]
+            nested = [
+                f"{outer}.{inner}"
+                for outer, v in row.items()
+                if isinstance(v, Mapping)
+                for inner in v
+            ]
             close = nearest(name, [*row, *nested], count=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise UserError(f"data row {index} has no column {name!r} ({key}); it has: {', '.join(row)}{hint}")
+            raise UserError(
+                f"data row {index} has no column {name!r} ({key}); it has: {', '.join(row)}{hint}"
+            )
         value = value[part]
     return value
 
@@ -281,9 +342,10 @@ def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
 
 
 def check_rows(prompts: Iterable[Prompt], cfg: Config, *, is_eval: bool = False) -> None:
-    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours later, or that has no
-    metric to filter its groups by."""
-    checks, metric = RowChecks(cfg.environment), reported_metric(cfg)
+    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours
+    later, or that has no metric to filter its groups by."""
+    checks = RowChecks(cfg.environment)
+    metric = reported_metric(cfg)
     for prompt in prompts:
         if prompt.env_class == "reward":
             try:
@@ -296,8 +358,10 @@ def check_rows(prompts: Iterable[Prompt], cfg: Config, *, is_eval: bool = False)
 
 
 def _check_env_classes(prompts: Sequence[Prompt], cfg: Config) -> None:
-    """Raises ``UserError`` if there are reward functions, and every row has an environment of its own."""
-    funcs, named = judges(cfg.environment), sorted({p.env_class for p in prompts})
+    """Raises ``UserError`` if there are reward functions, and every row has an environment of its
+    own."""
+    funcs = judges(cfg.environment)
+    named = sorted({p.env_class for p in prompts})
     if funcs and "reward" not in named:
         raise UserError(
             f"the reward functions {', '.join(funcs)} would judge no row, since all rows name their env_class "

@@ -1,8 +1,8 @@
 """Rows to demonstrations: conversations whose responses the policy learns (``skyasync sft``).
 
-A row has a prompt and a ``completion`` (or ``response``), text or messages; or it has ``messages``, a whole
-conversation. It may have ``tools``. Invariant: the tokens are those that a rollout of the same conversation would read
-and write, so that reinforcement learning goes on where this has ended.
+A row has a prompt and a ``completion`` (or ``response``), text or messages; or it has ``messages``,
+a whole conversation. It may have ``tools``. Invariant: the tokens are those that a rollout of the
+same conversation would read and write, so that reinforcement learning goes on where this has ended.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ASSISTANT = "assistant"
 class Demonstration(Prompt):
     """``messages`` is the whole conversation, with its responses.
 
-    ``sequences``: its tokens; actions are learned. It is more than one where the chat template shows earlier turns
-    differently as the conversation grows.
+    ``sequences``: its tokens; actions are learned. It is more than one where the chat template
+    shows earlier turns differently as the conversation grows.
     """
 
     sequences: list[list[Segment]] = field(default_factory=list)
@@ -53,7 +53,8 @@ def load_demonstrations(
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    chat, every = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), list[Demonstration]()
+    chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
+    every = list[Demonstration]()
     for source in sources:
         for row in known[source] if source in known else rows(source, cfg, is_eval=is_eval):
             index = len(every)
@@ -64,13 +65,16 @@ def load_demonstrations(
                 raise UserError(f"data row {index}: {error}") from error
             every.append(Demonstration(PromptId(0, index), messages, "", sequences=sequences))
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
-    lengths = [max(sum(len(segment.tokens) for segment in s) for s in each.sequences) for each in every]
+    lengths = [
+        max(sum(len(segment.tokens) for segment in s) for s in each.sequences) for each in every
+    ]
     keys = "trainer.max_prompt_length + generator.sampling_params.max_generate_length"
     return short_enough(every, lengths, limit, f"{keys} = {limit}", "row")
 
 
 def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conversation, int]:
-    """The whole conversation of a row, and the number of its first messages whose responses are not learned.
+    """The whole conversation of a row, and the number of its first messages whose responses are not
+    learned.
 
     Raises:
         UserError: for a column that is missing, or that is neither text nor messages.
@@ -86,11 +90,13 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
     rest = dict(row)
     if not column:
         prompt, _ = messages_of(index, rest, replace(data, prompt_key=MESSAGES))
-        whole, first = placed(index, rest, prompt), 0
+        whole = placed(index, rest, prompt)
+        first = 0
     else:
         prompt, _ = messages_of(index, rest, data)
         prompt = placed(index, rest, prompt)
-        given, first = rest.pop(column), len(prompt)
+        given = rest.pop(column)
+        first = len(prompt)
         if isinstance(given, str):
             given = [{"role": ASSISTANT, "content": given}]
         elif not is_conversation(given) or not data.apply_chat_template:
@@ -99,14 +105,18 @@ def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conve
                 f"messages with role and content; found {str(given)[:80]!r}"
             )
         whole = [*prompt, *placed(index, {}, [dict(message) for message in given])]
-    if whole[0]["role"] == ASSISTANT or not any(message["role"] == ASSISTANT for message in whole[first:]):
+    if whole[0]["role"] == ASSISTANT or not any(
+        message["role"] == ASSISTANT for message in whole[first:]
+    ):
         raise UserError(
             f"data row {index}: {column or MESSAGES!r} must have a message of the role {ASSISTANT!r}, after another"
         )
     return whole, first
 
 
-def tokenized(chat: ChatTokenizer, messages: Conversation, first: int, tools: Tools = None) -> list[list[Segment]]:
+def tokenized(
+    chat: ChatTokenizer, messages: Conversation, first: int, tools: Tools = None
+) -> list[list[Segment]]:
     """The sequences of a conversation; actions are the assistant's messages from ``first`` on."""
     sequences: list[list[Segment]] = []
     before = NO_INTS

@@ -1,11 +1,12 @@
 """The training prompts, in an order that depends on the seed alone.
 
-Invariant: the prompt at a position is a pure function of (seed, position). The positions that have been trained decide
-what comes next, also in the middle of an epoch and at its end. No prompt is left out: a batch may extend over the end
-of an epoch, and the last batch may be smaller.
+Invariant: the prompt at a position is a pure function of (seed, position). The positions that have
+been trained decide what comes next, also in the middle of an epoch and at its end. No prompt is
+left out: a batch may extend over the end of an epoch, and the last batch may be smaller.
 
-If domains have shares, each domain passes through all its rows, in an order of its own, before any row is repeated. In
-a pass over as many positions as there are rows, each domain has exactly its share of them, rounded to whole prompts.
+If domains have shares, each domain passes through all its rows, in an order of its own, before any
+row is repeated. In a pass over as many positions as there are rows, each domain has exactly its
+share of them, rounded to whole prompts.
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class PromptStream:
     Args:
         dataset: prompts whose ``id.row`` is their row; ``id.epoch`` is set here.
         total: prompts of the whole run, over all epochs.
-        proportions: domain -> share of the prompts in (0, 1]; the other rows share the rest by their number. Without
-            any, each pass is a permutation of all rows.
+        proportions: domain -> share of the prompts in (0, 1]; the other rows share the rest by
+            their number. Without any, each pass is a permutation of all rows.
 
     Raises:
-        UserError: if there are no prompts, a share rounds to no prompt, or the shares do not sum to 1 and no rows are
-            left for the rest.
+        UserError: if there are no prompts, a share rounds to no prompt, or the shares do not sum to
+            1 and no rows are left for the rest.
     """
 
     def __init__(
@@ -85,9 +86,14 @@ class PromptStream:
     ) -> None:
         if not dataset:
             raise UserError("there are no training prompts (data.train_data)")
-        self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self.total = total
         self.rows = len(dataset)
-        self._parts = [np.arange(len(dataset))]  # rows of each domain with a share, then those of the others
+        self._parts = [
+            np.arange(len(dataset))
+        ]  # rows of each domain with a share, then those of the others
         shares = [1.0]
         if proportions:
             names = [str(prompt.extras.get("domain") or "") for prompt in dataset]
@@ -103,7 +109,9 @@ class PromptStream:
             from skyasync.data.samplers import SAMPLERS, SampledStream
 
             sampler = SAMPLERS.find(cfg.data.sampler)(cfg)
-            return SampledStream(cls._all_rows(cfg, dataset), sampler, cfg.trainer.train_batch_size, cfg.trainer.seed)
+            return SampledStream(
+                cls._all_rows(cfg, dataset), sampler, cfg.trainer.train_batch_size, cfg.trainer.seed
+            )
         return cls._all_rows(cfg, dataset)
 
     @classmethod
@@ -112,13 +120,20 @@ class PromptStream:
         from skyasync.data.stream import BlockStream, StreamedPrompts
 
         trainer = cfg.trainer
-        size, seed = trainer.train_batch_size, trainer.seed
+        size = trainer.train_batch_size
+        seed = trainer.seed
         if isinstance(dataset, StreamedPrompts):
             total = prompts_of_run(trainer, len(dataset))
             window = (max(trainer.max_staleness, trainer.async_queue_size) + 2) * size
             return BlockStream(dataset, size, seed, total, window, trainer.step_timeout_s)
         _warn_of_repeats(trainer, len(dataset))
-        return cls(dataset, size, seed, prompts_of_run(trainer, len(dataset)), proportions_of(cfg.environment.domains))
+        return cls(
+            dataset,
+            size,
+            seed,
+            prompts_of_run(trainer, len(dataset)),
+            proportions_of(cfg.environment.domains),
+        )
 
     def mark(self, position: int) -> list[int]:
         """Finds this position again in streamed data; empty for data in memory."""
@@ -141,11 +156,13 @@ class PromptStream:
             )
 
     def steps(self, position: int = 0, trained_early: Collection[int] = ()) -> int:
-        """How many batches are left when all before ``position`` and those in ``trained_early`` are trained."""
+        """How many batches are left when all before ``position`` and those in ``trained_early`` are
+        trained."""
         return max(0, -(-(self.total - position - len(trained_early)) // self._batch_size))
 
     def cursor(self, position: int = 0, trained_early: Collection[int] = ()) -> PromptCursor:
-        """A reader of what is left when all before ``position`` and those in ``trained_early`` are trained."""
+        """A reader of what is left when all before ``position`` and those in ``trained_early`` are
+        trained."""
         return PromptCursor(self, position, trained_early)
 
     @cached_property
@@ -153,15 +170,25 @@ class PromptStream:
         """Digest of the messages of some rows, without system prompts, which are settings."""
         digest = xxhash.xxh3_64()
         for row in range(0, self.rows, max(1, self.rows // DIGEST_ROWS)):
-            messages = [message for message in self._dataset[row].messages if message.get("role") != "system"]
-            digest.update(json.dumps(messages, sort_keys=True, default=lambda value: type(value).__name__).encode())
+            messages = [
+                message
+                for message in self._dataset[row].messages
+                if message.get("role") != "system"
+            ]
+            digest.update(
+                json.dumps(
+                    messages, sort_keys=True, default=lambda value: type(value).__name__
+                ).encode()
+            )
         return digest.hexdigest()
 
     def prompt(self, position: int) -> Prompt:
         epoch, offset = divmod(position, len(self._dataset))
         parts, ranks = self._slots(epoch)
         part = int(parts[offset])
-        times, place = divmod(epoch * self._counts[part] + int(ranks[offset]), len(self._parts[part]))
+        times, place = divmod(
+            epoch * self._counts[part] + int(ranks[offset]), len(self._parts[part])
+        )
         prompt = self._dataset[int(self._parts[part][self._permutation(part, times)[place]])]
         return replace(prompt, id=PromptId(times, prompt.id.row))
 
@@ -169,8 +196,11 @@ class PromptStream:
         """A prompt of the data; which ones a run takes may depend on its course."""
         return self.prompt(position)
 
-    def observe(self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int) -> dict[str, float]:
-        """Groups of these prompts have ended with these rewards, and all before ``position`` are trained.
+    def observe(
+        self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int
+    ) -> dict[str, float]:
+        """Groups of these prompts have ended with these rewards, and all before ``position`` are
+        trained.
 
         Returns:
             metrics.
@@ -194,7 +224,8 @@ class PromptStream:
         return {prompt.id.row: index for index, prompt in enumerate(self._dataset)}
 
     def _slots_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each offset in a pass: the part that it belongs to, and the number of earlier offsets of this part."""
+        """For each offset in a pass: the part that it belongs to, and the number of earlier offsets
+        of this part."""
         parts = np.repeat(np.arange(len(self._parts)), self._counts)
         if len(self._parts) > 1:
             parts = np.random.default_rng((self._seed, epoch, 0)).permutation(parts)
@@ -221,15 +252,20 @@ class PromptCursor:
         return PromptBatch([self._stream.prompt(p) for p in positions], positions)
 
 
-def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0, trained: int = 0) -> int:
+def prompts_of_run(
+    trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0, trained: int = 0
+) -> int:
     """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
 
     If rejected prompts are replaced, the number is not known.
 
     Args:
-        step, trained: training steps and prompts before a resume; batches may have had another size.
+        step, trained: training steps and prompts before a resume; batches may have had another
+            size.
     """
-    steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
+    steps = trainer_cfg.max_training_steps
+    size = trainer_cfg.train_batch_size
+    epochs = trainer_cfg.epochs
     total = (epochs or (0 if steps else 1)) * dataset_size or ENDLESS
     if not steps or trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
         return total
@@ -238,7 +274,9 @@ def prompts_of_run(trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0,
 
 def _warn_of_repeats(trainer_cfg: TrainerConfig, dataset_size: int) -> None:
     """A warning if the data is too short for the steps, or is gone through again."""
-    steps, size, epochs = trainer_cfg.max_training_steps, trainer_cfg.train_batch_size, trainer_cfg.epochs
+    steps = trainer_cfg.max_training_steps
+    size = trainer_cfg.train_batch_size
+    epochs = trainer_cfg.epochs
     total = epochs * dataset_size
     if 0 < total <= (steps - 1) * size:
         message = (
@@ -251,20 +289,26 @@ def _warn_of_repeats(trainer_cfg: TrainerConfig, dataset_size: int) -> None:
         log.warning(message, steps, steps * size / dataset_size, dataset_size)
 
 
-def _parts(names: Sequence[str], proportions: Mapping[str, float]) -> tuple[list[np.ndarray], list[float]]:
+def _parts(
+    names: Sequence[str], proportions: Mapping[str, float]
+) -> tuple[list[np.ndarray], list[float]]:
     """The rows of each domain with a share, then those of the others, and their shares."""
     domains = np.array(names)
     parts = [np.flatnonzero(domains == name) for name in proportions]
-    shares, rest = list(proportions.values()), 1.0 - sum(proportions.values())
+    shares = list(proportions.values())
+    rest = 1.0 - sum(proportions.values())
     others = np.flatnonzero(~np.isin(domains, list(proportions)))
     if len(others):
-        parts, shares = [*parts, others], [*shares, rest]
+        parts = [*parts, others]
+        shares = [*shares, rest]
     elif abs(rest) > 1e-9:
         raise UserError(
             f"environment.domains.*.proportion sum to {1 - rest:g}, and every row belongs to one of these domains: "
             f"they must sum to 1"
         )
-    for name, part, count in zip([*proportions, "the other domains"], parts, _whole(shares, len(names)), strict=False):
+    for name, part, count in zip(
+        [*proportions, "the other domains"], parts, _whole(shares, len(names)), strict=False
+    ):
         if len(part) == 0 or count == 0:
             raise UserError(
                 f"environment.domains: {name} has {len(part)} rows, and its proportion of {len(names)} prompts rounds "
@@ -274,7 +318,8 @@ def _parts(names: Sequence[str], proportions: Mapping[str, float]) -> tuple[list
 
 
 def _whole(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in these proportions that add up to ``total``: largest remainders are rounded up."""
+    """Whole numbers in these proportions that add up to ``total``: largest remainders are rounded
+    up."""
     exact = [share * total / sum(shares) for share in shares]
     counts = [int(number) for number in exact]
     by_remainder = sorted(range(len(exact)), key=lambda part: (counts[part] - exact[part], part))

@@ -3,11 +3,13 @@
     stream (a function of seed and position) ──▶ offered ──chance──▶ taken, at a position of the run
                                                     └──▶ passed over; offered again in the next pass
 
-A sampler thins the prompt stream out: it says with what chance a prompt is taken when its turn comes. So prompts keep
-the stream's order and identities, whatever a sampler does, and none is in the run twice.
+A sampler thins the prompt stream out: it says with what chance a prompt is taken when its turn
+comes. So prompts keep the stream's order and identities, whatever a sampler does, and none is in
+the run twice.
 
-Pure: no I/O, no clock. Invariant: what is taken is a function of the seed and of the groups that were trained, in their
-order. A group that arrives late counts when it is trained, so that a checkpoint holds the same as the run.
+Pure: no I/O, no clock. Invariant: what is taken is a function of the seed and of the groups that
+were trained, in their order. A group that arrives late counts when it is trained, so that a
+checkpoint holds the same as the run.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ SAMPLERS = Registry("sampler", [__name__])
 
 @SAMPLERS.register("uniform")
 class PromptSampler:
-    """The interface of a sampler, which takes every prompt. Your own: ``data.sampler=file.py:Class``.
+    """The interface of a sampler, which takes every prompt. Your own:
+    ``data.sampler=file.py:Class``.
 
     Args:
         cfg: the run's configuration.
@@ -49,10 +52,12 @@ class PromptSampler:
         return 1.0
 
     def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
-        """A group of this prompt has been trained, or rejected, with these rewards; failed episodes are left out."""
+        """A group of this prompt has been trained, or rejected, with these rewards; failed episodes
+        are left out."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of them.
+        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of
+        them.
 
         Keys of mappings are text when they are loaded.
         """
@@ -66,26 +71,32 @@ class PromptSampler:
 class PassRateSampler(PromptSampler):
     """Prefers prompts whose samples are right about half of the time.
 
-    The chance of a prompt with pass rate p is 4 p (1 - p), and ``FLOOR`` at least: the variance of its
-    rewards, which a group's advantages have, in proportion to its largest value. Prompts that are always right or
-    always wrong have no advantages; the floor tries them again now and then.
+    The chance of a prompt with pass rate p is 4 p (1 - p), and ``FLOOR`` at least: the variance of
+    its rewards, which a group's advantages have, in proportion to its largest value. Prompts that
+    are always right or always wrong have no advantages; the floor tries them again now and then.
 
-    The pass rate is that of the row's own samples, later ones weighing more. One more sample counts as the rate of the
-    row's pool (``data.sampler_pool_key``): so rows that have not been sampled yet are judged by others of their pool.
+    The pass rate is that of the row's own samples, later ones weighing more. One more sample counts
+    as the rate of the row's pool (``data.sampler_pool_key``): so rows that have not been sampled
+    yet are judged by others of their pool.
 
-    Sources: p (1 - p) is the "learnability" of Rutherford et al. 2024 (arXiv 2408.15099), taken to language models by
-    Foster and Foerster 2025 (2502.12272); filtering by pass rates during a run is Bae et al. 2025 (2504.03380).
+    Sources: p (1 - p) is the "learnability" of Rutherford et al. 2024 (arXiv 2408.15099), taken to
+    language models by Foster and Foerster 2025 (2502.12272); filtering by pass rates during a run
+    is Bae et al. 2025 (2504.03380).
     """
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self._rows: dict[str, list[float]] = {}  # row -> samples and right ones, earlier ones discounted
+        self._rows: dict[
+            str, list[float]
+        ] = {}  # row -> samples and right ones, earlier ones discounted
         self._pools: dict[str, list[float]] = {}
 
     def pool(self, prompt: Prompt) -> str:
         """The pool that a prompt belongs to."""
         key = self.cfg.data.sampler_pool_key
-        return str(prompt.extras.get(key, "")) if key else ""
+        if key:
+            return str(prompt.extras.get(key, ""))
+        return ""
 
     def pass_rate(self, prompt: Prompt) -> float:
         """As estimated now; 1/2 if nothing is known."""
@@ -111,7 +122,8 @@ class PassRateSampler(PromptSampler):
         return {"rows": self._rows, "pools": self._pools}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._rows, self._pools = dict(state["rows"]), dict(state["pools"])
+        self._rows = dict(state["rows"])
+        self._pools = dict(state["pools"])
 
 
 class SampledStream(PromptStream):
@@ -122,12 +134,20 @@ class SampledStream(PromptStream):
         total: prompts of the run.
     """
 
-    def __init__(self, stream: PromptStream, sampler: PromptSampler, batch_size: int, seed: int) -> None:
-        self._stream, self._sampler, self._batch_size, self._seed = stream, sampler, batch_size, seed
-        self.total, self.rows = stream.total, stream.rows
+    def __init__(
+        self, stream: PromptStream, sampler: PromptSampler, batch_size: int, seed: int
+    ) -> None:
+        self._stream = stream
+        self._sampler = sampler
+        self._batch_size = batch_size
+        self._seed = seed
+        self.total = stream.total
+        self.rows = stream.rows
         self.offered = 0
         self._next = 0  # the first position that has no prompt yet
-        self._taken_from: dict[int, int] = {}  # position in the run -> in the stream, until it is trained
+        self._taken_from: dict[
+            int, int
+        ] = {}  # position in the run -> in the stream, until it is trained
 
     def prompt(self, position: int) -> Prompt:
         while self._next <= position:
@@ -162,12 +182,18 @@ class SampledStream(PromptStream):
     def digest(self) -> str:
         return self._stream.digest
 
-    def observe(self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int) -> dict[str, float]:
+    def observe(
+        self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int
+    ) -> dict[str, float]:
         for prompt, rewards in results:
             if rewards:
                 self._sampler.observe(prompt, rewards)
-        self._taken_from = {each: place for each, place in self._taken_from.items() if each >= position}
-        return {"sampler/taken": self._next / self.offered} if self.offered else {}
+        self._taken_from = {
+            each: place for each, place in self._taken_from.items() if each >= position
+        }
+        if self.offered:
+            return {"sampler/taken": self._next / self.offered}
+        return {}
 
     def state_dict(self) -> Mapping[str, Any]:
         taken = [[position, place] for position, place in self._taken_from.items()]
@@ -183,7 +209,8 @@ class SampledStream(PromptStream):
         return {"offered": self.offered, "next": self._next, "taken": taken, "sampler": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.offered, self._next = state["offered"], state["next"]
+        self.offered = state["offered"]
+        self._next = state["next"]
         self._taken_from = dict(state["taken"])
         self._sampler.load_state_dict(state["sampler"])
 

@@ -8,9 +8,9 @@
 | ``reasoning_gym:task``                   | procedural ones; options in ``data.reasoning_gym.task``             |
 | ``module:function``, ``file.py:function``| what the function returns                                           |
 
-Invariant: a source is one of these or raises an error. If a data set has several splits and none is named, training
-takes ``train``, and evaluation ``validation`` or ``test``, never the training split. A source gives the same rows in
-the same order each time it is read.
+Invariant: a source is one of these or raises an error. If a data set has several splits and none is
+named, training takes ``train``, and evaluation ``validation`` or ``test``, never the training
+split. A source gives the same rows in the same order each time it is read.
 """
 
 from __future__ import annotations
@@ -52,8 +52,11 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         from skyasync.rewards import reasoning
 
         task = source.removeprefix(TASK_SOURCE)
-        return reasoning.rows(task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=is_eval)
-    if (suffix := Path(source).suffix) in FILES:
+        return reasoning.rows(
+            task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=is_eval
+        )
+    suffix = Path(source).suffix
+    if suffix in FILES:
         path = check_file(source)
         if suffix == ".jsonl" and _is_of_a_server(path):
             return list(_translated(source, partial(_json_lines, path, [0]), 0))
@@ -63,20 +66,28 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         try:
             return load_dataset(FILES[suffix], data_files=str(path), split="train")
         except (DatasetGenerationError, ValueError) as error:
-            raise UserError(f"data file {source!r} cannot be read: {error.__cause__ or error}") from error
+            raise UserError(
+                f"data file {source!r} cannot be read: {error.__cause__ or error}"
+            ) from error
     if source.rpartition(":")[0].endswith(".py"):
         return resolve_reference(source, kind="data source")()
     name, _, part = source.partition(":")
-    folder, config, split = Path(name).expanduser(), None, part or None
+    folder = Path(name).expanduser()
+    config = None
+    split = part or None
     if name and folder.is_dir():
         if is_saved(folder):
             from datasets import Dataset, load_from_disk
 
             saved = load_from_disk(str(folder))
-            return saved if isinstance(saved, Dataset) else saved[split_among(list(saved), split, source, is_eval)]
+            if isinstance(saved, Dataset):
+                return saved
+            return saved[split_among(list(saved), split, source, is_eval)]
         name = str(folder)
     elif hub := HUB.fullmatch(source):
-        name, config, split = hub["name"], hub["config"], hub["split"]
+        name = hub["name"]
+        config = hub["config"]
+        split = hub["split"]
     elif ":" in source:
         return resolve_reference(source, kind="data source")()
     else:
@@ -91,13 +102,20 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         if split and "[" in split:  # a slice: train[:100]
             return load_dataset(name, config, split=split)
         splits = load_dataset(name, config)
-    except (DatasetGenerationError, ValueError, OSError) as error:  # also: no such data set, hub out of reach
-        raise UserError(f"data source {source!r} cannot be loaded: {error.__cause__ or error}") from error
+    except (
+        DatasetGenerationError,
+        ValueError,
+        OSError,
+    ) as error:  # also: no such data set, hub out of reach
+        raise UserError(
+            f"data source {source!r} cannot be loaded: {error.__cause__ or error}"
+        ) from error
     return splits[split_among(list(map(str, splits)), split, source, is_eval)]
 
 
 def absolute(source: str) -> str:
-    """Files and folders by their absolute path, for processes with another working directory; others as they are."""
+    """Files and folders by their absolute path, for processes with another working directory;
+    others as they are."""
     place, colon, split = source.partition(":")
     path = Path(place).expanduser()
     if (place and path.is_dir()) or (path.is_file() and not colon):
@@ -119,7 +137,9 @@ def parse_line(line: bytes, number: int) -> Row:
     try:
         return json.loads(line)
     except json.JSONDecodeError as error:
-        raise ValueError(f"row {number} is not valid JSON: {error.msg} (character {error.pos})") from None
+        raise ValueError(
+            f"row {number} is not valid JSON: {error.msg} (character {error.pos})"
+        ) from None
     except UnicodeDecodeError as error:
         raise ValueError(f"row {number} is not UTF-8: {error.reason}") from None
     except RecursionError:
@@ -130,20 +150,30 @@ def check_file(source: str) -> Path:
     """Raises ``UserError`` if there is no such file."""
     path = Path(source)
     if not path.is_file():
-        close = nearest(path.name, [file.name for file in path.parent.glob("*") if file.suffix in FILES], count=1)
-        raise UserError(f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}")
+        close = nearest(
+            path.name,
+            [file.name for file in path.parent.glob("*") if file.suffix in FILES],
+            count=1,
+        )
+        raise UserError(
+            f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}"
+        )
     return path
 
 
 def _is_of_a_server(path: Path) -> bool:
-    """Whether it is data of NeMo Gym. Its servers read the rows again, to which ``datasets`` adds entries of others."""
+    """Whether it is data of NeMo Gym. Its servers read the rows again, to which ``datasets`` adds
+    entries of others."""
     with path.open("rb") as file:
         return b'"responses_create_params"' in file.readline()
 
 
 def is_saved(folder: Path) -> bool:
     """Whether ``datasets`` has saved a data set there."""
-    return any((folder / name).is_file() for name in ("dataset_dict.json", "dataset_info.json", "state.json"))
+    return any(
+        (folder / name).is_file()
+        for name in ("dataset_dict.json", "dataset_info.json", "state.json")
+    )
 
 
 def split_among(splits: list[str], name: str | None, source: str, is_eval: bool) -> str:
@@ -154,7 +184,9 @@ def split_among(splits: list[str], name: str | None, source: str, is_eval: bool)
         return name
     usual = [split for split in _SPLITS[is_eval] if split in splits]
     if not usual and len(splits) > 1:
-        raise UserError(f"data source {source!r} has the splits {', '.join(splits)}: write {source}:SPLIT")
+        raise UserError(
+            f"data source {source!r} has the splits {', '.join(splits)}: write {source}:SPLIT"
+        )
     return (usual or splits)[0]
 
 
@@ -164,9 +196,9 @@ def split_among(splits: list[str], name: str | None, source: str, is_eval: bool)
 def reader(source: str, cfg: Config) -> Read:
     """Reads a source from any row on without loading it.
 
-    Parquet files start at the row group, JSON lines at the nearest line whose offset is known, folders of
-    ``save_to_disk`` by number. ``datasets`` streams other data sets and skips; functions are called again and skip, and
-    may have no end.
+    Parquet files start at the row group, JSON lines at the nearest line whose offset is known,
+    folders of ``save_to_disk`` by number. ``datasets`` streams other data sets and skips; functions
+    are called again and skip, and may have no end.
 
     Raises:
         UserError: for a source that is none, or cannot be read row by row.
@@ -178,20 +210,31 @@ def reader(source: str, cfg: Config) -> Read:
         path = check_file(source)
         with path.open("rb") as file:
             if file.read(64).lstrip()[:1] == b"[":
-                raise UserError(f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)")
+                raise UserError(
+                    f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)"
+                )
         return partial(_translated, source, partial(_json_lines, path, [0]))
     name, _, part = source.partition(":")
-    folder, config, split = Path(name).expanduser(), None, part or None
+    folder = Path(name).expanduser()
+    config = None
+    split = part or None
     is_folder = bool(name) and not source.rpartition(":")[0].endswith(".py") and folder.is_dir()
-    hub = None if is_folder or source.startswith(TASK_SOURCE) else HUB.fullmatch(source)
+    if is_folder or source.startswith(TASK_SOURCE):
+        hub = None
+    else:
+        hub = HUB.fullmatch(source)
     if hub:
-        name, config, split = hub["name"], hub["config"], hub["split"]
+        name = hub["name"]
+        config = hub["config"]
+        split = hub["split"]
     elif is_folder and not is_saved(folder):
         name = str(folder)
     else:
         return partial(_from_row, source, cfg)
     if split and "[" in split:
-        raise UserError(f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it")
+        raise UserError(
+            f"data.streaming=true: {source} asks for a slice, which needs the whole: remove it"
+        )
     return partial(_translated, source, partial(_streamed, source, name, config, split))
 
 
@@ -225,7 +268,8 @@ def _parquet(path: Path, start: int) -> Iterator[Row]:
 
 
 def _json_lines(path: Path, offsets: list[int], start: int) -> Iterator[Row]:
-    """``offsets``: of the lines 0, ``KNOWN_EVERY``, ..., as far as they have been read; extended here."""
+    """``offsets``: of the lines 0, ``KNOWN_EVERY``, ..., as far as they have been read; extended
+    here."""
     known = min(start // KNOWN_EVERY, len(offsets) - 1)
     number = known * KNOWN_EVERY
     with path.open("rb") as file:
@@ -240,7 +284,9 @@ def _json_lines(path: Path, offsets: list[int], start: int) -> Iterator[Row]:
                 offsets.append(file.tell())
 
 
-def _streamed(source: str, name: str, config: str | None, split: str | None, start: int) -> Iterator[Row]:
+def _streamed(
+    source: str, name: str, config: str | None, split: str | None, start: int
+) -> Iterator[Row]:
     """A data set as ``datasets`` streams it."""
     from datasets import load_dataset
 
@@ -254,11 +300,14 @@ def _translated(source: str, read: Read, start: int) -> Iterator[Row]:
     try:
         yield from read(start)
     except (OSError, ValueError) as error:  # pyarrow's errors and those of datasets are among them
-        raise UserError(f"data source {source!r} cannot be read: {error.__cause__ or error}") from error
+        raise UserError(
+            f"data source {source!r} cannot be read: {error.__cause__ or error}"
+        ) from error
 
 
 class InterleavedSources:
-    """Several sources as one: the next row is of the source with the fewest rows so far, until all have ended.
+    """Several sources as one: the next row is of the source with the fewest rows so far, until all
+    have ended.
 
     ``given``: rows read of each source, which decide all that follow.
     """
@@ -271,12 +320,16 @@ class InterleavedSources:
     def seek(self, given: tuple[int, ...]) -> None:
         """Continue after these numbers of rows."""
         if given != self.given or not self._open:
-            self.given, self._open = given, [read(start) for read, start in zip(self._reads, given, strict=True)]
+            self.given, self._open = (
+                given,
+                [read(start) for read, start in zip(self._reads, given, strict=True)],
+            )
 
     def take(self, count: int) -> list[Row]:
         """The next rows; fewer at the end of all"""
         self.seek(self.given)
-        rows, given = list[Row](), list(self.given)
+        rows = list[Row]()
+        given = list(self.given)
         open_sources = [number for number, source in enumerate(self._open) if source is not None]
         while open_sources and len(rows) < count:
             number = min(open_sources, key=lambda n: (given[n], n))

@@ -1,12 +1,15 @@
-"""Prompts of data that does not fit in memory: read block by block, in an order that depends on the seed alone.
+"""Prompts of data that does not fit in memory: read block by block, in an order that depends on the
+seed alone.
 
-A pass over the rows is cut into blocks of ``data.shuffle_buffer``. The prompts of a block that are short enough come in
-a permutation of (seed, pass, block), block after block. After the last block the next pass starts.
+A pass over the rows is cut into blocks of ``data.shuffle_buffer``. The prompts of a block that are
+short enough come in a permutation of (seed, pass, block), block after block. After the last block
+the next pass starts.
 
-Invariant: the prompt at a position is a function of the seed, the buffer's size and the rows. A ``BlockPosition`` says
-where a block starts, in the stream and in every source, and is all that is needed to continue there. In memory are the
-blocks of the prompts in flight and a few more, one of them read ahead in a thread, however many rows there are.
-(``datasets``' own shuffle buffer is not part of its state: after a restart its order is another.)
+Invariant: the prompt at a position is a function of the seed, the buffer's size and the rows. A
+``BlockPosition`` says where a block starts, in the stream and in every source, and is all that is
+needed to continue there. In memory are the blocks of the prompts in flight and a few more, one of
+them read ahead in a thread, however many rows there are. (``datasets``' own shuffle buffer is not
+part of its state: after a restart its order is another.)
 """
 
 from __future__ import annotations
@@ -27,12 +30,15 @@ from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
 
-BLOCKS_IN_MEMORY = 4  # besides those of prompts in flight: the current, the next, an empty one between two passes
+BLOCKS_IN_MEMORY = (
+    4  # besides those of prompts in flight: the current, the next, an empty one between two passes
+)
 
 
 @dataclass(frozen=True, order=True)
 class BlockPosition:
-    """Where a block starts: pass, number of the block in it, position in the stream, rows read of each source."""
+    """Where a block starts: pass, number of the block in it, position in the stream, rows read of
+    each source."""
 
     epoch: int
     block: int
@@ -53,19 +59,26 @@ class StreamedPrompts(Sequence[Prompt]):
 
     Args:
         reads: of the sources.
-        as_prompts: the rows of a block, the first of which has this number, to the prompts that are short enough.
+        as_prompts: the rows of a block, the first of which has this number, to the prompts that are
+            short enough.
         size: rows per block.
     """
 
     def __init__(
-        self, reads: Sequence[Read], as_prompts: Callable[[int, Sequence[Row]], list[Prompt]], size: int
+        self,
+        reads: Sequence[Read],
+        as_prompts: Callable[[int, Sequence[Row]], list[Prompt]],
+        size: int,
     ) -> None:
-        self._source, self._as_prompts, self.size = InterleavedSources(reads), as_prompts, size
+        self._source = InterleavedSources(reads)
+        self._as_prompts = as_prompts
+        self.size = size
         self.first = BlockPosition(0, 0, 0, (0,) * len(reads))
         self.first_block = self.read(self.first)
 
     def read(self, start: BlockPosition) -> PromptBlock:
-        """Waits for the sources, which are opened once if blocks are read in order. Not for two threads at once.
+        """Waits for the sources, which are opened once if blocks are read in order. Not for two
+        threads at once.
 
         Raises:
             UserError: if a source cannot be read, or no prompt of a whole pass is short enough.
@@ -75,9 +88,13 @@ class StreamedPrompts(Sequence[Prompt]):
         prompts = self._as_prompts(start.block * self.size, rows)
         end = start.position + len(prompts)
         if len(rows) == self.size:
-            return PromptBlock(prompts, BlockPosition(start.epoch, start.block + 1, end, self._source.given))
+            return PromptBlock(
+                prompts, BlockPosition(start.epoch, start.block + 1, end, self._source.given)
+            )
         if start.epoch == 0 and end == 0:
-            raise UserError("data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)")
+            raise UserError(
+                "data.train_data has no rows whose prompt is short enough (trainer.max_prompt_length)"
+            )
         if start.block == 0 and not rows:
             raise UserError(
                 f"data.train_data has no rows in pass {start.epoch + 1}: a function must give its rows each time it is "
@@ -118,20 +135,26 @@ class BlockStream(PromptStream):
                 "the first block of data.train_data has no prompt that is short enough: raise data.shuffle_buffer or "
                 "trainer.max_prompt_length"
             )
-        self._dataset, self._batch_size, self._seed, self.total = dataset, batch_size, seed, total
+        self._dataset = dataset
+        self._batch_size = batch_size
+        self._seed = seed
+        self.total = total
         self.rows = len(dataset)
         self._most_blocks = BLOCKS_IN_MEMORY + -(-window // dataset.size)
         self._starts = [dataset.first]  # of blocks that follow each other
         self._reading: dict[BlockPosition, Future[PromptBlock]] = {dataset.first: Future()}
         self._reading[dataset.first].set_result(dataset.first_block)
         self._orders: dict[BlockPosition, np.ndarray] = {}
-        self._reader, self._limit_s = ThreadPoolExecutor(1, "reads data.train_data"), limit_s
+        self._reader = ThreadPoolExecutor(1, "reads data.train_data")
+        self._limit_s = limit_s
 
     def prompt(self, position: int) -> Prompt:
         start = self._start_before(position)
         prompts = self._block(start).prompts
         if start not in self._orders:
-            order = np.random.default_rng((self._seed, start.epoch, start.block)).permutation(len(prompts))
+            order = np.random.default_rng((self._seed, start.epoch, start.block)).permutation(
+                len(prompts)
+            )
             self._orders[start] = order
         prompt = prompts[int(self._orders[start][position - start.position])]
         return replace(prompt, id=PromptId(start.epoch, prompt.id.row))
@@ -141,7 +164,10 @@ class BlockStream(PromptStream):
         while (self._starts[-1].epoch, self._starts[-1].block) < place:
             self._starts.append(self._block(self._starts[-1]).following)
         start = next((start for start in self._starts if (start.epoch, start.block) == place), None)
-        prompts = self._block(start).prompts if start is not None else []
+        if start is not None:
+            prompts = self._block(start).prompts
+        else:
+            prompts = []
         prompt = next((prompt for prompt in prompts if prompt.id.row == identity.row), None)
         if prompt is None:
             raise UserError(
@@ -156,7 +182,9 @@ class BlockStream(PromptStream):
 
     def go_on(self, mark: Sequence[int]) -> None:
         if not mark:
-            raise UserError("the checkpoint is of a run without data.streaming: its position would be another prompt's")
+            raise UserError(
+                "the checkpoint is of a run without data.streaming: its position would be another prompt's"
+            )
         size, epoch, block, position, *given = mark
         if size != self._dataset.size:
             raise UserError(
@@ -164,14 +192,19 @@ class BlockStream(PromptStream):
                 f"order of the prompts would be another"
             )
         if len(given) != len(self._dataset.first.given):
-            raise UserError(f"the checkpoint is of a run with {len(given)} sources in data.train_data")
+            raise UserError(
+                f"the checkpoint is of a run with {len(given)} sources in data.train_data"
+            )
         self._starts = [BlockPosition(epoch, block, position, tuple(given))]
 
     def _start_before(self, position: int) -> BlockPosition:
-        """Where the block of a position starts; the position is not before the first start that is known."""
+        """Where the block of a position starts; the position is not before the first start that is
+        known."""
         while self._starts[-1].position <= position:
             self._starts.append(self._block(self._starts[-1]).following)
-        return self._starts[bisect_right(self._starts, position, key=lambda start: start.position) - 1]
+        return self._starts[
+            bisect_right(self._starts, position, key=lambda start: start.position) - 1
+        ]
 
     def _block(self, start: BlockPosition) -> PromptBlock:
         """Waits for it if it has not been read; the next one is read meanwhile."""
@@ -186,7 +219,9 @@ class BlockStream(PromptStream):
     def _begin(self, start: BlockPosition) -> Future[PromptBlock]:
         if start not in self._reading:
             self._reading[start] = self._reader.submit(self._dataset.read, start)
-            while len(self._reading) > self._most_blocks:  # the first ones go: what is in flight moves on
+            while (
+                len(self._reading) > self._most_blocks
+            ):  # the first ones go: what is in flight moves on
                 first = min(other for other in self._reading if other != start)
                 del self._reading[first]
                 self._orders.pop(first, None)

@@ -1,7 +1,9 @@
-"""Environments by name: a registered id, ``module:Class`` for one in the user's own file, or ``openenv:URL``.
+"""Environments by name: a registered id, ``module:Class`` for one in the user's own file, or
+``openenv:URL``.
 
-Every name gives a subclass of ``BaseTextEnv``. A class with ``reset(seed)`` and a ``step`` of five values (gem,
-gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes environments becomes a class.
+Every name gives a subclass of ``BaseTextEnv``. A class with ``reset(seed)`` and a ``step`` of five
+values (gem, gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes
+environments becomes a class.
 """
 
 from __future__ import annotations
@@ -20,12 +22,18 @@ ENVS = Registry(
     "environment",
     {
         "skyasync.envs.reward": "reward gsm8k",
-        **{f"skyasync.envs.adapters.{name}": name for name in ("gem", "gymnasium", "nemo_gym", "openenv", "textarena")},
+        **{
+            f"skyasync.envs.adapters.{name}": name
+            for name in ("gem", "gymnasium", "nemo_gym", "openenv", "textarena")
+        },
         **other_frameworks().environments,
     },
     capabilities={"extra": ""},  # the extra of this library that installs what it needs
 )
-SERVED = ("nemo_gym", "openenv")  # environments by the address of their server: ``openenv:http://...``
+SERVED = (
+    "nemo_gym",
+    "openenv",
+)  # environments by the address of their server: ``openenv:http://...``
 EnvFactory = Callable[..., BaseTextEnv]
 Foreign = Any  # objects of the user's classes
 
@@ -55,14 +63,20 @@ def register(
         entry_point: ``factory``, as SkyRL calls it.
         kwargs: the class is made with these as well.
     """
-    name, target = name or id, factory or entry_point
+    name = name or id
+    target = factory or entry_point
     if not name or target is None:
-        raise UserError("register takes a name and a class (or module:Class): id= and entry_point= say the same")
+        raise UserError(
+            "register takes a name and a class (or module:Class): id= and entry_point= say the same"
+        )
     ENVS[name] = EnvSpec(target, kwargs) if kwargs else target
 
 
-def make(name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> BaseTextEnv:
-    """One environment, to be played by hand: ``init`` it with a conversation, then ``step`` through it.
+def make(
+    name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+) -> BaseTextEnv:
+    """One environment, to be played by hand: ``init`` it with a conversation, then ``step`` through
+    it.
 
     Raises:
         UserError: if there is none of this name, listing the nearest.
@@ -103,4 +117,13 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     return Made
 
 
-__all__ = ["ENVS", "BaseTextEnv", "BaseTextEnvStepOutput", "ToolError", "env_factory", "make", "register", "tool"]
+__all__ = [
+    "ENVS",
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "ToolError",
+    "env_factory",
+    "make",
+    "register",
+    "tool",
+]

@@ -1,10 +1,11 @@
 """The environment of one episode, and the checks of what it returns.
 
-An environment reads and writes text only. Tokens, log-probabilities and versions never pass through it; one that asks
-for it is shown the tokens of a turn (``sees_tokens``), to judge them.
+An environment reads and writes text only. Tokens, log-probabilities and versions never pass through
+it; one that asks for it is shown the tokens of a turn (``sees_tokens``), to judge them.
 
-Invariant: what has passed ``check_prompt``, ``check_step`` and ``check_metrics`` is text of bounded length, finite
-rewards and metrics, and ``done`` as a bool; everything else raises ``InvalidEnvOutputError`` with the value found.
+Invariant: what has passed ``check_prompt``, ``check_step`` and ``check_metrics`` is text of bounded
+length, finite rewards and metrics, and ``done`` as a bool; everything else raises
+``InvalidEnvOutputError`` with the value found.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ Conversation = list[Message]
 class BaseTextEnvStepOutput(TypedDict):
     """What a step returns.
 
-    ``observations`` are new messages (may be none; text in an environment with ``raw_text``), ``reward`` is a finite
-    number, ``metadata`` stays with the environment. ``sampling_params`` changes how the next action of this episode is
-    sampled: names of ``SamplingParams`` and their new values.
+    ``observations`` are new messages (may be none; text in an environment with ``raw_text``),
+    ``reward`` is a finite number, ``metadata`` stays with the environment. ``sampling_params``
+    changes how the next action of this episode is sampled: names of ``SamplingParams`` and their
+    new values.
     """
 
     observations: Conversation | str
@@ -48,7 +50,8 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class TurnTokens(NamedTuple):
-    """What the model read before an action and what it wrote, as in the engine; texts have their special tokens."""
+    """What the model read before an action and what it wrote, as in the engine; texts have their
+    special tokens."""
 
     read: str
     wrote: str
@@ -59,8 +62,8 @@ class TurnTokens(NamedTuple):
 class BaseTextEnv:
     """Subclass this and override ``step``.
 
-    ``init``, ``step`` and ``close`` may be ``async def``. They then share an event loop; plain methods run in threads.
-    Either way, a step that waits does not hold up other episodes.
+    ``init``, ``step`` and ``close`` may be ``async def``. They then share an event loop; plain
+    methods run in threads. Either way, a step that waits does not hold up other episodes.
 
     Args:
         env_config: the run's ``environment.env_config``.
@@ -79,7 +82,8 @@ class BaseTextEnv:
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[BaseTextEnv]:
-        """The class that plays the episodes of the environment ``name``, made with ``kwargs`` as well."""
+        """The class that plays the episodes of the environment ``name``, made with ``kwargs`` as
+        well."""
         if not kwargs:
             return cls
 
@@ -97,29 +101,37 @@ class BaseTextEnv:
         return False
 
     @classmethod
-    def graded_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
-        """A row's reward functions with their weights, if a language model that grades is among them; else nothing."""
+    def graded_by(
+        cls, env_config: dict[str, Any], extras: dict[str, Any]
+    ) -> list[tuple[str, float]]:
+        """A row's reward functions with their weights, if a language model that grades is among
+        them; else nothing."""
         return []
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Whether an episode with these settings is shown the tokens of each turn, in ``self.seen``."""
+        """Whether an episode with these settings is shown the tokens of each turn, in
+        ``self.seen``."""
         return False
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
         """Prepare what all episodes share (imports, files, models).
 
-        Called once in every process that runs these environments, before their first episode, without a time limit.
+        Called once in every process that runs these environments, before their first episode,
+        without a time limit.
         """
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         self.env_config = env_config or {}
         self.extras = extras or {}
         self.turns = 0
 
     def init(self, prompt: Any) -> Any:
-        """The conversation (or text) that the episode starts from, and a dictionary for the environment itself."""
+        """The conversation (or text) that the episode starts from, and a dictionary for the
+        environment itself."""
         self.opening = prompt
         return prompt, {}
 
@@ -128,10 +140,11 @@ class BaseTextEnv:
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
 
     def call_tools(self, action: str) -> tuple[str, Conversation]:
-        """Carry out the tool calls in an action; returns its text in front of them, and the tools' answers.
+        """Carry out the tool calls in an action; returns its text in front of them, and the tools'
+        answers.
 
-        The tools are the methods marked with ``skyasync.envs.tool``, and the model is shown them in its prompt. Without
-        calls the answers are empty, and the text is the whole action.
+        The tools are the methods marked with ``skyasync.envs.tool``, and the model is shown them in
+        its prompt. Without calls the answers are empty, and the text is the whole action.
         """
         text, calls = read_tool_calls(action)
         return text, [answer_to(call, self) for call in calls]
@@ -151,23 +164,36 @@ class InvalidEnvOutputError(ValueError):
 def check_prompt(start: object, *, raw: bool) -> Conversation | str:
     """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
     if not isinstance(start, tuple) or len(start) != 2:
-        raise InvalidEnvOutputError(f"init must return (conversation, info); it returned {reprlib.repr(start)}")
+        raise InvalidEnvOutputError(
+            f"init must return (conversation, info); it returned {reprlib.repr(start)}"
+        )
     return _checked_text(start[0], "init's conversation", raw)
 
 
-def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_CHARS) -> dict[str, Any]:
+def check_step(
+    output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_CHARS
+) -> dict[str, Any]:
     """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
     if not isinstance(output, Mapping):
-        raise InvalidEnvOutputError(f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}")
-    if missing := [name for name in ("observations", "reward", "done") if name not in output]:
-        raise InvalidEnvOutputError(f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}")
+        raise InvalidEnvOutputError(
+            f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}"
+        )
+    missing = [name for name in ("observations", "reward", "done") if name not in output]
+    if missing:
+        raise InvalidEnvOutputError(
+            f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}"
+        )
     observations = _checked_text(output["observations"], "step's observations", raw)
     if isinstance(observations, str):
         chars = len(observations)
     else:  # messages, whose content may be in parts
         contents = [message["content"] for message in observations]
-        chars = sum(len(text) if isinstance(text, str) else sum(len(str(part)) for part in text) for text in contents)
-    reward, done = _number(output["reward"], "the reward"), output["done"]
+        chars = sum(
+            len(text) if isinstance(text, str) else sum(len(str(part)) for part in text)
+            for text in contents
+        )
+    reward = _number(output["reward"], "the reward")
+    done = output["done"]
     try:
         is_flag = done in (True, False)  # also those of numpy
     except ValueError:  # an array
@@ -175,7 +201,9 @@ def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_C
     if not is_flag:
         raise InvalidEnvOutputError(f"done is {reprlib.repr(done)}; it must be true or false")
     if chars > most_chars:
-        raise InvalidEnvOutputError(f"the observation has {chars:,} characters; at most {most_chars:,} are allowed")
+        raise InvalidEnvOutputError(
+            f"the observation has {chars:,} characters; at most {most_chars:,} are allowed"
+        )
     changes: Mapping[str, Any] = output.get("sampling_params") or {}
     return {
         "observations": observations,
@@ -188,7 +216,9 @@ def check_step(output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_C
 def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
     for name in changes:
         if name not in SAMPLING:
-            raise InvalidEnvOutputError(unknown("name in step's sampling_params", str(name), SAMPLING))
+            raise InvalidEnvOutputError(
+                unknown("name in step's sampling_params", str(name), SAMPLING)
+            )
     try:
         sampling = SamplingParams(**changes)
     except (TypeError, ValueError, AttributeError) as error:
@@ -198,7 +228,9 @@ def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_metrics(metrics: object) -> dict[str, float]:
     if not isinstance(metrics, Mapping):
-        raise InvalidEnvOutputError(f"get_metrics must return a dictionary; it returned {reprlib.repr(metrics)}")
+        raise InvalidEnvOutputError(
+            f"get_metrics must return a dictionary; it returned {reprlib.repr(metrics)}"
+        )
     return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
 
 
@@ -225,18 +257,27 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
 
 
 def _without_half_pairs(value: Any) -> Any:
-    """Half surrogate pairs are replaced in all text: no tokenizer takes them, and a tool may repeat a model's."""
+    """Half surrogate pairs are replaced in all text: no tokenizer takes them, and a tool may repeat
+    a model's."""
     if isinstance(value, str):
         return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, Mapping):
         return {name: _without_half_pairs(each) for name, each in value.items()}
-    return [_without_half_pairs(each) for each in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_without_half_pairs(each) for each in value]
+    return value
 
 
 def _number(value: object, what: str) -> float:
     if isinstance(value, int) and value.bit_length() > FLOAT_BITS:
-        raise NonFiniteRewardError(f"{what} is an integer of {value.bit_length()} bits; it must be a finite number")
+        raise NonFiniteRewardError(
+            f"{what} is an integer of {value.bit_length()} bits; it must be a finite number"
+        )
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        kind = NonFiniteRewardError if isinstance(value, Real) and not math.isfinite(value) else InvalidEnvOutputError
+        kind = (
+            NonFiniteRewardError
+            if isinstance(value, Real) and not math.isfinite(value)
+            else InvalidEnvOutputError
+        )
         raise kind(f"{what} is {reprlib.repr(value)}; it must be a finite number")
     return float(value)

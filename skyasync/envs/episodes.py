@@ -1,9 +1,10 @@
 """The environments of one process.
 
-Invariant: an episode is closed exactly once: by the step that is done, by an error in it, or by ``close``. If one of
-its calls was given up because it hangs, that call closes it if it ever returns. (A transient error of a step leaves it
-as it was.) Calls of one episode never overlap: ``close`` waits for the call that runs. All results have been checked:
-plain text, a finite reward, finite metrics.
+Invariant: an episode is closed exactly once: by the step that is done, by an error in it, or by
+``close``. If one of its calls was given up because it hangs, that call closes it if it ever
+returns. (A transient error of a step leaves it as it was.) Calls of one episode never overlap:
+``close`` waits for the call that runs. All results have been checked: plain text, a finite reward,
+finite metrics.
 """
 
 from __future__ import annotations
@@ -73,10 +74,11 @@ class _Episode:
 
 
 class Episodes:
-    """A ``Service`` that holds environments by the key of their episode. Safe to use from several threads.
+    """A ``Service`` that holds environments by the key of their episode. Safe to use from several
+    threads.
 
-    Its calls are "init", "step" and "close". A "step" that names a class and extras makes the environment first, if
-    its ``init`` does nothing.
+    Its calls are "init", "step" and "close". A "step" that names a class and extras makes the
+    environment first, if its ``init`` does nothing.
     """
 
     def __init__(self, settings: EnvSettings) -> None:
@@ -95,8 +97,12 @@ class Episodes:
         self._classes[name] = env_class
 
     def is_async(self, call: Call) -> bool:
-        """Whether this call's environment has ``async def`` methods, so that it belongs on an event loop."""
-        made = call.args[:1] if call.method == "init" else call.args[2:3]
+        """Whether this call's environment has ``async def`` methods, so that it belongs on an event
+        loop."""
+        if call.method == "init":
+            made = call.args[:1]
+        else:
+            made = call.args[2:3]
         if made:
             env_class = self._classes[made[0]]
         elif episode := self._episodes.get(call.key):
@@ -119,11 +125,16 @@ class Episodes:
             elif isinstance(caught, NonFiniteRewardError):
                 error = NonFiniteRewardError(f"{name}: {caught}")
             else:
-                error = caught if isinstance(caught, Exception) else RuntimeError(f"{name} raised {caught!r}")
+                if isinstance(caught, Exception):
+                    error = caught
+                else:
+                    error = RuntimeError(f"{name} raised {caught!r}")
             error.add_note(f"Raised by {name}, in its process:\n{format_exc()}")
             error = self._settings.patience.as_transient(error)
             if isinstance(error, TransientError) and call.method == "step":
-                return Answer(call.number, None, portable(error))  # the episode goes on: it is tried again or closed
+                return Answer(
+                    call.number, None, portable(error)
+                )  # the episode goes on: it is tried again or closed
             with contextlib.suppress(Exception):  # the first error is the one to report
                 await self._close(call.key)
             return Answer(call.number, None, portable(error))
@@ -137,7 +148,8 @@ class Episodes:
     def give_up(self, name: str) -> None:
         """Forget an episode whose call hangs; that call closes it if it ever returns."""
         with self._lock:
-            if episode := self._episodes.pop(name, None):
+            episode = self._episodes.pop(name, None)
+            if episode:
                 episode.ended = True
 
     async def _init(
@@ -161,7 +173,10 @@ class Episodes:
         extras: dict[str, Any] | None = None,
         opening: Conversation | str = "",
     ) -> StepResult:
-        episode = self._episodes.get(name) if env_class else self._episodes[name]
+        if env_class:
+            episode = self._episodes.get(name)
+        else:
+            episode = self._episodes[name]
         if episode is None:
             episode = self._make(name, env_class, extras or {})
             episode.env.opening = opening
@@ -170,18 +185,28 @@ class Episodes:
             episode.env.seen = seen
         output = await self._call(name, episode, lambda env: env.step(action))
         step = check_step(output, raw=episode.env.raw_text)
-        step["metrics"] = await self._close(name) if step["done"] else {}
+        if step["done"]:
+            step["metrics"] = await self._close(name)
+        else:
+            step["metrics"] = {}
         return cast(StepResult, step)
 
-    async def _call(self, name: str, episode: _Episode, method: Callable[[BaseTextEnv], Any]) -> Any:  # noqa: ANN401
-        """What a method of the environment returns; an error, and the episode is closed, if it was ended meanwhile."""
+    async def _call(
+        self, name: str, episode: _Episode, method: Callable[[BaseTextEnv], Any]
+    ) -> Any:  # noqa: ANN401
+        """What a method of the environment returns; an error, and the episode is closed, if it was
+        ended meanwhile."""
         try:
             result = method(episode.env)
-            result = await result if inspect.isawaitable(result) else result
+            if inspect.isawaitable(result):
+                result = await result
+            else:
+                result = result
         finally:
             with self._lock:
                 episode.busy = False
-                if ended := episode.ended:
+                ended = episode.ended
+                if ended:
                     self._episodes.pop(name, None)
             if ended:
                 await _closed(episode.env)
@@ -190,7 +215,8 @@ class Episodes:
         return result
 
     async def _close(self, name: str) -> dict[str, float]:
-        """Close an episode and give its metrics; nothing if it has ended, or a call of it still runs."""
+        """Close an episode and give its metrics; nothing if it has ended, or a call of it still
+        runs."""
         with self._lock:
             episode = self._episodes.get(name)
             if episode is None:

@@ -1,7 +1,8 @@
 """How images are recognised in prompts and rows, and the errors for what is not read.
 
-Invariant: what may hold an image is read, or raises an error; it is never dropped without a message. Columns ``images``
-and ``image`` and the parts that OpenAI's and Hugging Face's chats have are read; videos and audio are not.
+Invariant: what may hold an image is read, or raises an error; it is never dropped without a
+message. Columns ``images`` and ``image`` and the parts that OpenAI's and Hugging Face's chats have
+are read; videos and audio are not.
 """
 
 from __future__ import annotations
@@ -20,22 +21,34 @@ NO_VIDEOS = "of texts and images, only these are read"
 READ = ("images", "image")
 _PLACEHOLDER = "<image>"
 #: Columns that hold pictures, or films, in the data of other systems.
-COLUMNS = ("images", "image", "videos", "video", "multi_modal_data", "multi_modal_inputs", "mm_train_inputs")
-_FILE = re.compile(r"\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|webm)(\?.*)?$|^data:(image|video)/", re.IGNORECASE)
+COLUMNS = (
+    "images",
+    "image",
+    "videos",
+    "video",
+    "multi_modal_data",
+    "multi_modal_inputs",
+    "mm_train_inputs",
+)
+_FILE = re.compile(
+    r"\.(png|jpe?g|webp|gif|bmp|tiff?|mp4|avi|mov|webm)(\?.*)?$|^data:(image|video)/", re.IGNORECASE
+)
 _WORDS = ("image", "video")
 
 
 def image_part(part: object) -> str:
     """The type of a content part that is a picture or a film, "" for any other."""
     kind = part.get("type") if isinstance(part, Mapping) else None
-    return kind if isinstance(kind, str) and any(word in kind for word in _WORDS) else ""
+    if isinstance(kind, str) and any(word in kind for word in _WORDS):
+        return kind
+    return ""
 
 
 def image_column(row: Mapping[str, object]) -> str:
     """The first column of a row that holds pictures; "" if there is none.
 
-    A column may be called image and hold the name of something else, such as a container's: text is taken for a
-    picture if it names a file of one.
+    A column may be called image and hold the name of something else, such as a container's: text is
+    taken for a picture if it names a file of one.
     """
     return next((name for name in COLUMNS if _holds_picture(row.get(name))), "")
 
@@ -55,7 +68,8 @@ def _is_empty(value: object) -> bool:
 
 
 def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
-    """Content parts with each image read, as ``{"type": "image", "image": Image}``; the others as they are.
+    """Content parts with each image read, as ``{"type": "image", "image": Image}``; the others as
+    they are.
 
     Args:
         files: as of ``read_image``.
@@ -71,9 +85,15 @@ def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
             continue
         if kind not in ("image", "image_url", "input_image"):
             raise UserError(f"a message's content has parts of type {kind}: {NO_VIDEOS}")
-        named = [part[name] for name in ("image", "image_url", "url", "path", "source") if part.get(name) is not None]
+        named = [
+            part[name]
+            for name in ("image", "image_url", "url", "path", "source")
+            if part.get(name) is not None
+        ]
         if not named:
-            raise UserError(f"a content part of type {kind} has no image: give it as {kind!r}; found {sorted(part)}")
+            raise UserError(
+                f"a content part of type {kind} has no image: give it as {kind!r}; found {sorted(part)}"
+            )
         value = named[0]
         if isinstance(value, Mapping) and "url" in value:
             value = value["url"]
@@ -85,19 +105,25 @@ def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
 
 def read_messages(conversation: Any) -> Any:  # noqa: ANN401  (a text stays one)
     """The messages, with their images read."""
-    if isinstance(conversation, str) or not any(isinstance(m.get("content"), list) for m in conversation):
+    if isinstance(conversation, str) or not any(
+        isinstance(m.get("content"), list) for m in conversation
+    ):
         return conversation
     return [
-        {**message, "content": read_parts(message["content"])} if isinstance(message["content"], list) else message
+        {**message, "content": read_parts(message["content"])}
+        if isinstance(message["content"], list)
+        else message
         for message in conversation
     ]
 
 
-def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object]) -> list[dict[str, Any]]:
+def with_images(
+    messages: Sequence[Mapping[str, Any]], images: Sequence[object]
+) -> list[dict[str, Any]]:
     """The messages with the ``images`` of a row's column as content parts.
 
-    An image replaces ``<image>`` in a text of the user, or a content part of type image without one. If there are
-    neither, all stand before the first text of the user.
+    An image replaces ``<image>`` in a text of the user, or a content part of type image without
+    one. If there are neither, all stand before the first text of the user.
 
     Raises:
         UserError: if there are such places, and more or fewer of them than images.
@@ -106,18 +132,27 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object])
     placed = 0
     result = [dict(message) for message in messages]
     for message in result:
-        content, parts = message.get("content") or "", list[Any]()
+        content = message.get("content") or ""
+        parts = list[Any]()
         for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
             if not isinstance(part, Mapping):
                 parts.append(part)
-            elif part.get("type") == "image" and all(part.get(name) is None for name in ("image", "url", "path")):
+            elif part.get("type") == "image" and all(
+                part.get(name) is None for name in ("image", "url", "path")
+            ):
                 parts += [{"type": "image", "image": image} for image in read[placed : placed + 1]]
                 placed += 1
-            elif message["role"] == "user" and part.get("type") == "text" and _PLACEHOLDER in part["text"]:
+            elif (
+                message["role"] == "user"
+                and part.get("type") == "text"
+                and _PLACEHOLDER in part["text"]
+            ):
                 before, *after = part["text"].split(_PLACEHOLDER)
                 parts += [{"type": "text", "text": before}] if before else []
                 for text in after:
-                    parts += [{"type": "image", "image": image} for image in read[placed : placed + 1]]
+                    parts += [
+                        {"type": "image", "image": image} for image in read[placed : placed + 1]
+                    ]
                     parts += [{"type": "text", "text": text}] if text else []
                     placed += 1
             else:
@@ -127,10 +162,15 @@ def with_images(messages: Sequence[Mapping[str, Any]], images: Sequence[object])
     if not placed and read:
         first = next((message for message in result if message["role"] == "user"), result[0])
         content = first["content"]
-        text = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if isinstance(content, str):
+            text = [{"type": "text", "text": content}]
+        else:
+            text = content
         first["content"] = [*({"type": "image", "image": image} for image in read), *text]
     elif placed != len(read):
-        raise UserError(f"the prompt has {placed} places for images, and the row has {len(read)} images")
+        raise UserError(
+            f"the prompt has {placed} places for images, and the row has {len(read)} images"
+        )
     return result
 
 
@@ -140,7 +180,9 @@ def with_urls(messages: Any) -> Any:  # noqa: ANN401  (a text stays one)
         return messages
 
     def sent(part: Any) -> Any:  # noqa: ANN401
-        return {"type": "image_url", "image_url": {"url": data_url(part["image"])}} if image_part(part) else part
+        if image_part(part):
+            return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
+        return part
 
     return [
         {**message, "content": [sent(part) for part in message["content"]]}
@@ -154,4 +196,6 @@ def as_text(content: Any) -> Any:  # noqa: ANN401  (a text stays one)
     """The text of content parts, for people: ``<image>`` stands for an image."""
     if not isinstance(content, list):
         return content
-    return "".join(_PLACEHOLDER if image_part(part) else str(part.get("text", "")) for part in content)
+    return "".join(
+        _PLACEHOLDER if image_part(part) else str(part.get("text", "")) for part in content
+    )

@@ -1,11 +1,11 @@
 """The environments of a run, and where each episode is played.
 
-Invariant: an episode stays in one process from start to end and is closed exactly once: by the step that is done, by an
-error in it, by ``close`` or by ``abandon``. An error in one episode reaches its caller alone. The episodes of a process
-that is lost are lost with it.
+Invariant: an episode stays in one process from start to end and is closed exactly once: by the step
+that is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its
+caller alone. The episodes of a process that is lost are lost with it.
 
-Messages are saved where possible: an environment whose ``init`` does nothing starts with its first step, and one that
-costs nothing (``BaseTextEnv.instant``) is played in this process.
+Messages are saved where possible: an environment whose ``init`` does nothing starts with its first
+step, and one that costs nothing (``BaseTextEnv.instant``) is played in this process.
 """
 
 from __future__ import annotations
@@ -56,14 +56,20 @@ class EnvPool:
     """Spreads episodes over processes.
 
     Args:
-        start: makes a process with ``Episodes`` of these settings; called again for each one that must be replaced.
+        start: makes a process with ``Episodes`` of these settings; called again for each one that
+            must be replaced.
         workers: how many there are at a time.
     """
 
-    def __init__(self, start: Callable[[], RpcTransport], workers: int, settings: EnvSettings) -> None:
-        self.pool = RpcPool(start, workers, "the environment", HEARTBEAT_S + settings.step_timeout_s)
+    def __init__(
+        self, start: Callable[[], RpcTransport], workers: int, settings: EnvSettings
+    ) -> None:
+        self.pool = RpcPool(
+            start, workers, "the environment", HEARTBEAT_S + settings.step_timeout_s
+        )
         self.pool.fill()
-        self.env_config, self._local = settings.env_config, Episodes(settings)
+        self.env_config = settings.env_config
+        self._local = Episodes(settings)
         self._patience = settings.patience
         self._routes: dict[str, _Route] = {}  # by episode
         self._running: set[asyncio.Task[Answer]] = set()  # in this process
@@ -85,11 +91,14 @@ class EnvPool:
         return self.env_class(env_class).instant(self.env_config, extras)
 
     def starts_from_prompt(self, env_class: str, prompt: Conversation | str) -> bool:
-        """Whether episodes start from the prompt as it is, so that no call of ``init`` is needed."""
+        """Whether episodes start from the prompt as it is, so that no call of ``init`` is
+        needed."""
         own_class = self.env_class(env_class)
         made = (own_class.__new__, own_class.__init__, own_class.init)
         does_nothing = made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
-        return does_nothing and not images_of(prompt)  # one message holds an image once for all of its episodes
+        return does_nothing and not images_of(
+            prompt
+        )  # one message holds an image once for all of its episodes
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
@@ -123,7 +132,9 @@ class EnvPool:
 
     async def _take(self, episode: str, env_class: str, *, here: bool) -> _Route:
         """Decide where the episode is played."""
-        route = self._routes[episode] = _Route(None if here else self.pool.take(episode), key_of(episode))
+        route = self._routes[episode] = _Route(
+            None if here else self.pool.take(episode), key_of(episode)
+        )
         if route.home is not None:
             try:
                 await route.home.load(env_class, env_class, self.env_class(env_class))
@@ -134,7 +145,8 @@ class EnvPool:
 
     async def step(self, episode: str, action: str, seen: TurnTokens | None = None) -> StepResult:
         route = self._routes[episode]
-        opening, route.opening = route.opening, ()
+        opening = route.opening
+        route.opening = ()
         result: StepResult = await self._ask("step", episode, action, seen, *opening)
         if result["done"]:
             if route.retries:
@@ -151,7 +163,8 @@ class EnvPool:
         return metrics
 
     def abandon(self, episode: str) -> None:
-        """Have an episode closed without waiting for it; for episodes that have failed or been cancelled."""
+        """Have an episode closed without waiting for it; for episodes that have failed or been
+        cancelled."""
         if episode not in self._routes:
             return
         route = self._routes[episode]
@@ -159,15 +172,20 @@ class EnvPool:
             self._start(Call(0, "close", route.key, ()))
         else:
             future = route.home.post("close", route.key)
-            future.add_done_callback(lambda closed: closed.cancelled() or closed.exception())  # its result is not used
+            future.add_done_callback(
+                lambda closed: closed.cancelled() or closed.exception()
+            )  # its result is not used
         self._leave(episode)
 
     async def _ask(self, method: str, episode: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
-        """The result, after several tries if errors are transient (but one for "close"); then the episode is over.
+        """The result, after several tries if errors are transient (but one for "close"); then the
+        episode is over.
 
-        Any other error has ended the episode in its process. A call whose caller is cancelled goes on.
+        Any other error has ended the episode in its process. A call whose caller is cancelled goes
+        on.
         """
-        route, tries = self._routes[episode], 0
+        route = self._routes[episode]
+        tries = 0
         while True:
             tries += 1
             try:
@@ -175,7 +193,9 @@ class EnvPool:
                     return await route.home.post(method, route.key, *args)
                 call = Call(0, method, route.key, args)
                 waits = self._local.is_async(call)
-                answer = await (asyncio.shield(self._start(call)) if waits else self._local.run(call))
+                answer = await (
+                    asyncio.shield(self._start(call)) if waits else self._local.run(call)
+                )
                 if answer.error is None:
                     return answer.result
                 raise answer.error
@@ -203,7 +223,9 @@ class EnvPool:
             self.pool.give_back(route.home, episode)
 
 
-def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]) -> EnvPool:
+def local_pool(
+    env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]
+) -> EnvPool:
     """A pool inside this process, for single-process runs and virtual time.
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.
@@ -215,4 +237,6 @@ def local_pool(env_config: dict[str, Any] | None = None, workers: int = 1, **set
 def ray_pool(settings: EnvSettings, workers: int) -> EnvPool:
     """A pool of ``workers`` actors."""
     make = partial(Episodes, settings)
-    return EnvPool(lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads), workers, settings)
+    return EnvPool(
+        lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads), workers, settings
+    )

@@ -14,22 +14,30 @@ from skyasync.envs import ENVS
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 from skyasync.errors import UserError
 from skyasync.rewards.answer_match import gsm8k
-from skyasync.rewards.reward_functions import RewardFunction, load_functions, reward_function, score_response
+from skyasync.rewards.reward_functions import (
+    RewardFunction,
+    load_functions,
+    reward_function,
+    score_response,
+)
 from skyasync.rewards.settings import ENV_KEY, RewardSettings, short_names
 from skyasync.rewards.signature import CODE_SANDBOX, Score, seen
 
 
 @ENVS.register("reward")
 class RewardEnv(BaseTextEnv):
-    """The functions are those of ``environment.domains``, the row's ``reward_funcs``, or ``environment.reward_funcs``.
+    """The functions are those of ``environment.domains``, the row's ``reward_funcs``, or
+    ``environment.reward_funcs``.
 
     Args:
         env_config: ``RewardSettings`` under the key ``rewards``.
-        extras: the row's columns. The right answer is ``label``, or else ``reward_spec.ground_truth``, or ``answer``.
+        extras: the row's columns. The right answer is ``label``, or else
+            ``reward_spec.ground_truth``, or ``answer``.
 
     Raises:
         UserError: if no function applies to the row, or one does not exist.
-        TimeoutError: if a function gives no reward in time, and ``environment.reward_on_timeout`` is raise.
+        TimeoutError: if a function gives no reward in time, and ``environment.reward_on_timeout``
+            is raise.
     """
 
     @classmethod
@@ -43,19 +51,25 @@ class RewardEnv(BaseTextEnv):
         return any(function.looks_at_tokens for function, _ in _functions(env_config, extras))
 
     @classmethod
-    def graded_by(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> list[tuple[str, float]]:
+    def graded_by(
+        cls, env_config: dict[str, Any], extras: dict[str, Any]
+    ) -> list[tuple[str, float]]:
         """All reward functions of the row with their weights, if a judge is among them.
 
         ``skyasync.rollout.generator`` asks the judges, after the episode's end.
         """
         weighted = _settings(env_config).weighted(extras)
-        return weighted if any(is_judge(func) for func, _ in weighted) else []
+        if any(is_judge(func) for func, _ in weighted):
+            return weighted
+        return []
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
         """Import the functions that the run names, here and where they are called."""
         settings = _settings(env_config)
-        load_functions([reward_function(name, settings.registered.get(name)) for name in settings.named()])
+        load_functions(
+            [reward_function(name, settings.registered.get(name)) for name in settings.named()]
+        )
 
     _scores: Sequence[Score] = ()  # until there is a step
 
@@ -77,12 +91,17 @@ class RewardEnv(BaseTextEnv):
                     f"reward function {function.name} gave no reward within {settings.timeout_s:g} s "
                     f"(environment.reward_timeout_s); environment.reward_on_timeout=zero counts it as 0"
                 )
-        reward = sum(weight * score.reward for (_, weight), score in zip(self._weighted, self._scores, strict=True))
+        reward = sum(
+            weight * score.reward
+            for (_, weight), score in zip(self._weighted, self._scores, strict=True)
+        )
         return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
     def get_metrics(self) -> dict[str, float]:
         funcs = [func for func, _ in _settings(self.env_config).weighted(self.extras)]
-        own = [name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)]
+        own = [
+            name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)
+        ]
         quick = [function.quick for function, _ in self._weighted]
         return metrics_of(own, self._scores, quick, self.extras.get("domain"))
 
@@ -92,7 +111,9 @@ def _settings(env_config: dict[str, Any]) -> RewardSettings:
     return settings
 
 
-def _functions(env_config: dict[str, Any], row: dict[str, Any]) -> list[tuple[RewardFunction, float]]:
+def _functions(
+    env_config: dict[str, Any], row: dict[str, Any]
+) -> list[tuple[RewardFunction, float]]:
     """The functions that apply to a row, without judges, and their weights."""
     settings = _settings(env_config)
     return [
@@ -104,7 +125,8 @@ def _functions(env_config: dict[str, Any], row: dict[str, Any]) -> list[tuple[Re
 
 @ENVS.register("gsm8k")
 class GSM8kEnv(BaseTextEnv):
-    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``, or ``label``) among the row's columns.
+    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``, or ``label``) among the
+    row's columns.
 
     Raises:
         UserError: if none of them is there: every answer would be wrong.
@@ -117,12 +139,15 @@ class GSM8kEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         truth = right_answer(self.extras)
         if truth is None:
-            raise UserError(f"gsm8k needs reward_spec.ground_truth or answer; the row has: {', '.join(self.extras)}")
+            raise UserError(
+                f"gsm8k needs reward_spec.ground_truth or answer; the row has: {', '.join(self.extras)}"
+            )
         return {"observations": [], "reward": gsm8k(action, truth), "done": True, "metadata": {}}
 
 
 def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
-    """What the functions that reward a response may take: the row's columns, the conversation, the right answer."""
+    """What the functions that reward a response may take: the row's columns, the conversation, the
+    right answer."""
     content: str | Sequence[Mapping[str, str]] = messages[-1]["content"] if messages else ""
     if not isinstance(content, str):  # in parts
         content = "".join(part.get("text", "") for part in content)
@@ -138,19 +163,24 @@ def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict
 def metrics_of(
     names: Sequence[str], scores: Sequence[Score], quick: Sequence[bool], domain: str | None
 ) -> dict[str, float]:
-    """Each function's own reward under its name, its further metrics, and all of it again under the domain's name."""
+    """Each function's own reward under its name, its further metrics, and all of it again under the
+    domain's name."""
     metrics: dict[str, float] = {}
-    for name, score, never_lost in zip(names, scores, quick, strict=False):  # an episode may end without a step
+    for name, score, never_lost in zip(
+        names, scores, quick, strict=False
+    ):  # an episode may end without a step
         own = {name: score.reward} if score.applies else {}
         metrics |= {**own, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
         if not never_lost:
             metrics[f"{name}/no_reward"] = float(score.no_reward)
-    return metrics | ({f"{domain}/{name}": value for name, value in metrics.items()} if domain else {})
+    return metrics | (
+        {f"{domain}/{name}": value for name, value in metrics.items()} if domain else {}
+    )
 
 
 def right_answer(row: dict[str, Any]) -> object:
-    """The row's label: ``label``, or else the ``ground_truth`` of ``reward_spec`` (SkyRL) or ``reward_model`` (verl),
-    or ``answer``; None if it has none of them."""
+    """The row's label: ``label``, or else the ``ground_truth`` of ``reward_spec`` (SkyRL) or
+    ``reward_model`` (verl), or ``answer``; None if it has none of them."""
     nested = (row.get(column) for column in ("reward_spec", "reward_model"))
     truths = (column.get("ground_truth") for column in nested if isinstance(column, Mapping))
     candidates = (row.get("label"), *truths, row.get("answer"))

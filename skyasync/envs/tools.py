@@ -1,11 +1,13 @@
-"""Tools that the model may call while it plays an episode: methods of an environment, marked with ``@tool``.
+"""Tools that the model may call while it plays an episode: methods of an environment, marked with
+``@tool``.
 
-Invariant: what the model is shown of a tool (its name, what it does, its arguments) is read from the method itself, its
-docstring and its type hints. A call that cannot be carried out is answered with text that begins with "error:", for
-the model to read; what a tool raises besides ``ToolError`` is an error of the environment.
+Invariant: what the model is shown of a tool (its name, what it does, its arguments) is read from
+the method itself, its docstring and its type hints. A call that cannot be carried out is answered
+with text that begins with "error:", for the model to read; what a tool raises besides ``ToolError``
+is an error of the environment.
 
-Calls are read in the Hermes form, which Qwen and many others use: ``<tool_call>{"name": ..., "arguments":
-{...}}</tool_call>``, any number of them behind the text.
+Calls are read in the Hermes form, which Qwen and many others use:
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them behind the text.
 """
 
 from __future__ import annotations
@@ -44,8 +46,13 @@ def tool(method: Tool) -> Tool:
 
 
 def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
-    """Name -> method, for every method of a class that is marked. Of the class: an object's properties would run."""
-    return {name: method for name, method in inspect.getmembers(env_class, inspect.isfunction) if _MARK in vars(method)}
+    """Name -> method, for every method of a class that is marked. Of the class: an object's
+    properties would run."""
+    return {
+        name: method
+        for name, method in inspect.getmembers(env_class, inspect.isfunction)
+        if _MARK in vars(method)
+    }
 
 
 @cache
@@ -72,8 +79,8 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text in front of the tool calls, and the calls in the form of templates, without ids.
 
-    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that its reader sees what
-    was wrong. So does one that cannot be sent (``as_sent``).
+    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that
+    its reader sees what was wrong. So does one that cannot be sent (``as_sent``).
     """
     functions = []
     for part in between(text, "<tool_call>", "</tool_call>"):
@@ -91,19 +98,25 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
         calls = [{"type": "function", "function": function} for function in as_sent(functions)]
     except ValueError:
         return text, []
-    return (text[: text.index("<tool_call>")].rstrip(), calls) if calls else (text, [])
+    if calls:
+        return (text[: text.index("<tool_call>")].rstrip(), calls)
+    return (text, [])
 
 
 def as_sent(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls as their JSON is read, in which all keys are text.
 
     Raises:
-        ValueError: for what templates and clients would fail at: half a surrogate pair, numbers that JSON lacks, more
-            than ``MOST_LEVELS`` levels.
+        ValueError: for what templates and clients would fail at: half a surrogate pair, numbers
+            that JSON lacks, more than ``MOST_LEVELS`` levels.
     """
     level: list[Any] = [functions]
     for _ in range(MOST_LEVELS):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        inner = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
         level = [value for values in inner for value in values]
     if level:
         raise ValueError(f"more than {MOST_LEVELS} levels")
@@ -114,7 +127,8 @@ def as_sent(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def between(text: str, start: str, end: str) -> Iterator[str]:
-    """What stands between the marks, from left to right, in one pass: a model may write thousands of either."""
+    """What stands between the marks, from left to right, in one pass: a model may write thousands
+    of either."""
     place = text.find(start)
     while place >= 0 and (close := text.find(end, place + len(start))) >= 0:
         yield text[place + len(start) : close]
@@ -123,7 +137,8 @@ def between(text: str, start: str, end: str) -> Iterator[str]:
 
 def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
     """The message that a call is answered with."""
-    name, arguments = call["function"]["name"], call["function"]["arguments"]
+    name = call["function"]["name"]
+    arguments = call["function"]["arguments"]
     tools = tools_of(type(owner))
     if name not in tools:
         content = f"error: {unknown('tool', name, tools)}"

@@ -1,9 +1,10 @@
 """Small chat models made on this machine by supervised steps: nothing is downloaded.
 
-Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is named after a hash of
-the recipe and of its sources, so a changed recipe never uses an older model.
+Invariant: on one machine the same recipe gives the same model. A model's folder in the cache is
+named after a hash of the recipe and of its sources, so a changed recipe never uses an older model.
 
-The warm start is counted in steps, not seconds: the starting point does not depend on how busy the machine is.
+The warm start is counted in steps, not seconds: the starting point does not depend on how busy the
+machine is.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ Row = dict[str, Any]  # as of ``skyasync sft``
 
 @dataclass(frozen=True)
 class SFTSteps:
-    """Of supervised training: each learns ``batch_size`` rows, the first ``warmup`` at a rising learning rate."""
+    """Of supervised training: each learns ``batch_size`` rows, the first ``warmup`` at a rising
+    learning rate."""
 
     count: int
     batch_size: int
@@ -60,7 +62,8 @@ class SFTSteps:
 
 @dataclass(frozen=True)
 class WarmStartRecipe(ABC):
-    """Everything that decides what a model is; a subclass defines its tokenizer and its training rows.
+    """Everything that decides what a model is; a subclass defines its tokenizer and its training
+    rows.
 
     The tokenizer and the rows are functions of the recipe alone.
     """
@@ -88,8 +91,11 @@ class WarmStartRecipe(ABC):
         """Endless conversations with the responses that the model learns to write."""
 
     @classmethod
-    def build(cls, *, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
-        """The folder of the model (weights, configuration, tokenizer), made if it does not exist yet.
+    def build(
+        cls, *, out: str | Path | None = None, progress: bool = True, **options: object
+    ) -> str:
+        """The folder of the model (weights, configuration, tokenizer), made if it does not exist
+        yet.
 
         Args:
             out: the folder; None is its place in the cache.
@@ -101,19 +107,26 @@ class WarmStartRecipe(ABC):
         own = Path(inspect.getfile(cls))
         for source in (Path(__file__), own, own.with_name(cls.lessons)):
             digest.update(source.read_bytes())
-        folder = Path(out) if out else cache_folder() / f"{cls.name}-{digest.hexdigest()[:12]}"
+        if out:
+            folder = Path(out)
+        else:
+            folder = cache_folder() / f"{cls.name}-{digest.hexdigest()[:12]}"
         return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
 
 
 def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> None:
-    """Write tokenizer and warm-started model into ``folder``. The caller's random state stays the same."""
+    """Write tokenizer and warm-started model into ``folder``. The caller's random state stays the
+    same."""
     tokenizer = recipe.make_tokenizer()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(llama_config(recipe, tokenizer))
     disable_progress_bar()  # transformers' own, for a file written in no time
     steps = SFTSteps(recipe.steps, recipe.batch_size, recipe.lr, recipe.warmup_steps)
-    title = f"{recipe.name} model, supervised warm start" if progress else ""
+    if progress:
+        title = f"{recipe.name} model, supervised warm start"
+    else:
+        title = ""
     with tempfile.TemporaryDirectory() as start:
         model.save_pretrained(start)
         tokenizer.save_pretrained(start)
@@ -121,12 +134,21 @@ def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> Non
 
 
 def byte_level_bpe(
-    corpus: Iterable[str], *, vocab_size: int, rarest_merge: int, template: str, added: Sequence[Any] = ()
+    corpus: Iterable[str],
+    *,
+    vocab_size: int,
+    rarest_merge: int,
+    template: str,
+    added: Sequence[Any] = (),
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE learnt from ``corpus``; each digit is one token, and so is each text in ``added``."""
+    """A byte-level BPE learnt from ``corpus``; each digit is one token, and so is each text in
+    ``added``."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -141,8 +163,11 @@ def byte_level_bpe(
     return chat_tokenizer(tokenizer, template)
 
 
-def chat_tokenizer(tokenizer: Tokenizer, template: str, **options: object) -> PreTrainedTokenizerFast:
-    """``tokenizer``, whose vocabulary holds ``SPECIAL_TOKENS``, as transformers' with a chat template."""
+def chat_tokenizer(
+    tokenizer: Tokenizer, template: str, **options: object
+) -> PreTrainedTokenizerFast:
+    """``tokenizer``, whose vocabulary holds ``SPECIAL_TOKENS``, as transformers' with a chat
+    template."""
     end_of_text, _, end_of_message = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -172,18 +197,24 @@ def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) ->
     )
 
 
-def fine_tune(start: Path, out: Path, rows: Iterator[Row], steps: SFTSteps, *, title: str = "") -> None:
-    """Supervised steps by the policy's worker in this process, as ``skyasync sft`` takes them in a run's processes.
+def fine_tune(
+    start: Path, out: Path, rows: Iterator[Row], steps: SFTSteps, *, title: str = ""
+) -> None:
+    """Supervised steps by the policy's worker in this process, as ``skyasync sft`` takes them in a
+    run's processes.
 
     Args:
         start: a model's folder; ``out`` becomes that of the trained one.
-        rows: as many as the steps have; as the command's, with a prompt and a completion, or with messages.
+        rows: as many as the steps have; as the command's, with a prompt and a completion, or with
+            messages.
         title: of the bar that shows the progress; without one there is none.
     """
     cfg = Config()
     cfg.trainer.algorithm = AlgorithmConfig(**OBJECTIVE)  # type: ignore[arg-type]
     cfg.trainer.policy.model.path = str(start)
-    cfg.trainer.policy.optimizer_config = OptimizerConfig(lr=steps.lr, num_warmup_steps=steps.warmup)
+    cfg.trainer.policy.optimizer_config = OptimizerConfig(
+        lr=steps.lr, num_warmup_steps=steps.warmup
+    )
     cfg.trainer.max_prompt_length = LONGEST
     tokenizer = load_tokenizer(str(start))
     bar = Progress(
@@ -200,26 +231,32 @@ def fine_tune(start: Path, out: Path, rows: Iterator[Row], steps: SFTSteps, *, t
         worker.setup()
         for _ in range(steps.count):
             drawn = {"rows": list(islice(rows, steps.batch_size))}
-            batch = collate(groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=drawn), 0))
+            batch = collate(
+                groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=drawn), 0)
+            )
             weights = loss_weights(cfg.trainer.algorithm, batch.loss_mask, batch.group_ids)
             ones = torch.ones_like(batch.rewards)
-            metrics = worker.update_policy(batch.to_stage(UpdateBatch, advantages=ones, loss_weights=weights))
+            metrics = worker.update_policy(
+                batch.to_stage(UpdateBatch, advantages=ones, loss_weights=weights)
+            )
             bar.update(task, advance=1, loss=metrics["loss"])
         worker.export(str(out))
 
 
 def cache_folder() -> Path:
     """``$SKYASYNC_CACHE``, else ``$XDG_CACHE_HOME/skyasync``, else ``~/.cache/skyasync``."""
-    if explicit := os.environ.get("SKYASYNC_CACHE"):
+    explicit = os.environ.get("SKYASYNC_CACHE")
+    if explicit:
         return Path(explicit)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "skyasync"
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """``folder``, filled by ``make(temporary folder)`` if it does not exist yet. Raises what ``make`` raises.
+    """``folder``, filled by ``make(temporary folder)`` if it does not exist yet. Raises what
+    ``make`` raises.
 
-    A folder under its final name is complete: it is made under a temporary name, and renamed at the end. If several
-    processes make it at once, all use the result of the first to finish.
+    A folder under its final name is complete: it is made under a temporary name, and renamed at the
+    end. If several processes make it at once, all use the result of the first to finish.
     """
     if folder.is_dir():
         return folder

@@ -1,23 +1,26 @@
 """One client in front of several engines: it routes, batches calls, and owns every wait.
 
-Invariant: each request is answered exactly once or raises; one whose engine makes no progress for too long raises
-``TimeoutError`` with its id (``progress_limit``). Requests made in one turn of the event loop, or while the client is
-``collecting``, travel to their engine in one message. The samples of a prompt are one group: one caller and one wait,
-but each is routed, cut and continued by itself.
+Invariant: each request is answered exactly once or raises; one whose engine makes no progress for
+too long raises ``TimeoutError`` with its id (``progress_limit``). Requests made in one turn of the
+event loop, or while the client is ``collecting``, travel to their engine in one message. The
+samples of a prompt are one group: one caller and one wait, but each is routed, cut and continued by
+itself.
 
-A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and tokens so far are sent as
-a new request, which the engines start with the weights they have then. Its caller gets one answer, with the pieces
-joined (``inflight``). It starts over if its sampling looks at the response so far (``COUNTS_RESPONSE``), because an
-engine takes the tokens that it is sent for the prompt's.
+A request that ``cut`` has ended early, or whose engine has failed, continues here: prompt and
+tokens so far are sent as a new request, which the engines start with the weights they have then.
+Its caller gets one answer, with the pieces joined (``inflight``). It starts over if its sampling
+looks at the response so far (``COUNTS_RESPONSE``), because an engine takes the tokens that it is
+sent for the prompt's.
 
-An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late (``EnginePool.fail``).
-If failures are handled (``EnginePool.on_failure``), it is not called any more, and its requests continue at the others
-from the tokens known of them (``poll``); without others they wait for its replacement. Otherwise, and for every other
-error, the requests that the engine had raise the error.
+An engine fails when a call of it raises ``EngineFailedError``, or when its heartbeat is late
+(``EnginePool.fail``). If failures are handled (``EnginePool.on_failure``), it is not called any
+more, and its requests continue at the others from the tokens known of them (``poll``); without
+others they wait for its replacement. Otherwise, and for every other error, the requests that the
+engine had raise the error.
 
-While every engine is full (``router``) requests wait here, in order. The queue moves when a request ends, an engine is
-admitted or wakes, or one reports room (``poll``). The requests of an engine that falls asleep continue at the others;
-while all sleep, they wait here, and no time counts.
+While every engine is full (``router``) requests wait here, in order. The queue moves when a request
+ends, an engine is admitted or wakes, or one reports room (``poll``). The requests of an engine that
+falls asleep continue at the others; while all sleep, they wait here, and no time counts.
 
 | who waits                | for what                       | woken by                                               |
 |--------------------------|--------------------------------|--------------------------------------------------------|
@@ -39,7 +42,13 @@ from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
 from skyasync.config.schema.sampling import COUNTS_RESPONSE
-from skyasync.inference.inflight import InflightGroup, InflightRequest, InflightTable, continuation, join
+from skyasync.inference.inflight import (
+    InflightGroup,
+    InflightRequest,
+    InflightTable,
+    continuation,
+    join,
+)
 from skyasync.inference.interface import (
     EngineFailedError,
     EngineStats,
@@ -57,7 +66,8 @@ from skyasync.weight_sync.update import WakePart, WeightUpdate
 SHUT_DOWN = "the inference client was shut down"
 MAX_GROUP = 64  # requests that are routed at once
 ANSWER_TOKENS = 256  # whose work the caller's with one answer, however short, is equal to
-ARRIVAL_S = 0.5  # until requests that were on their way to an engine, and missed an abort, are aborted again
+# until requests that were on their way to an engine, and missed an abort, are aborted again
+ARRIVAL_S = 0.5
 
 
 class Outgoing(NamedTuple):
@@ -78,11 +88,13 @@ class InferenceClient:
 
     Args:
         engines: at least one; they hold the same weights.
-        request_timeout_s: how long a request may wait while its engine makes no progress, pauses included.
+        request_timeout_s: how long a request may wait while its engine makes no progress, pauses
+            included.
         tokenizer: gives the model's; needed where requests with stop strings are cut.
-        start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a device measure its
-            free memory when they load, and must do so one after the other.
-        adaptive: limit what an engine has at once by its queue (``ConcurrencyLimit``), as far as ``poll`` asks for it.
+        start_at_once: engines that load at the same time, in order; 0 is all. Engines that share a
+            device measure its free memory when they load, and must do so one after the other.
+        adaptive: limit what an engine has at once by its queue (``ConcurrencyLimit``), as far as
+            ``poll`` asks for it.
 
     Attributes:
         pool: the engines, and which of them are healthy.
@@ -142,19 +154,25 @@ class InferenceClient:
         """Answer one request, and have what is ended early continued.
 
         Raises:
-            TimeoutError: naming the request, after ``request_timeout_s`` without progress of its engine.
+            TimeoutError: naming the request, after ``request_timeout_s`` without progress of its
+                engine.
             ValueError: if a request with this id is in flight already.
             RequestFailedError: if this request cannot be answered; the engines continue.
             Exception: whatever the engine raised, with its traceback.
         """
         return await self._only(self.generate_group([request]))
 
-    async def go_on(self, request: GenerationRequest, partial: GenerationOutput) -> GenerationOutput:
-        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``). As ``generate``."""
+    async def go_on(
+        self, request: GenerationRequest, partial: GenerationOutput
+    ) -> GenerationOutput:
+        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``).
+        As ``generate``."""
         partial = replace(partial, request_id=request.request_id)
         if partial.finish_reason or len(partial.token_ids) >= request.sampling.max_tokens:
             return replace(partial, finish_reason=partial.finish_reason or "length")
-        return await self._only(self.generate_group([request], replace(partial, finish_reason="abort")))
+        return await self._only(
+            self.generate_group([request], replace(partial, finish_reason="abort"))
+        )
 
     @staticmethod
     async def _only(answers: AsyncGenerator[list[GenerationOutput], None]) -> GenerationOutput:
@@ -213,13 +231,17 @@ class InferenceClient:
             self._cut.add(name)
 
     def _take(self, piece: InflightRequest) -> GenerationOutput | None:
-        """The whole answer that the piece completes; None if it was cut, and the rest is requested."""
+        """The whole answer that the piece completes; None if it was cut, and the rest is
+        requested."""
         self._remove(piece)
-        answer, group, name = piece.result, piece.group, piece.caller_id
+        answer = piece.result
+        group = piece.group
+        name = piece.caller_id
         if isinstance(answer, BaseException):
             raise answer
         assert answer is not None
-        request, before = group.requests[name], self._inflight.before.pop(name, None)
+        request = group.requests[name]
+        before = self._inflight.before.pop(name, None)
         if before is not None:
             seen = len(before.token_ids)
             answer = cut_at_stop_string(request, join(before, answer), seen, self._tokenizer)
@@ -229,9 +251,13 @@ class InferenceClient:
             return None
         self._cut.discard(answer.request_id)
         del group.requests[name]
-        return answer if answer.request_id == name else replace(answer, request_id=name)
+        if answer.request_id == name:
+            return answer
+        return replace(answer, request_id=name)
 
-    def _continue(self, request: GenerationRequest, answer: GenerationOutput, group: InflightGroup) -> None:
+    def _continue(
+        self, request: GenerationRequest, answer: GenerationOutput, group: InflightGroup
+    ) -> None:
         """Request the rest of an answer, or all of it again."""
         if any(getattr(request.sampling, name) for name in COUNTS_RESPONSE):
             answer = GenerationOutput(request.request_id)
@@ -240,14 +266,18 @@ class InferenceClient:
 
     def _remove(self, piece: InflightRequest) -> None:
         """The caller has the result of a piece, or no longer waits for it."""
-        name, charge = piece.request.request_id, piece.charge
+        name = piece.request.request_id
+        charge = piece.charge
         del piece.group.in_flight[piece], self._inflight[name]
         self._queue.pop(piece, None)
         if charge is not None:
             if piece.result is None:
                 self._outgoing(charge.engine).abandoned.append(name)
                 self._inflight.leaving[charge.engine].add(name)
-            answer = piece.result if isinstance(piece.result, GenerationOutput) else None
+            if isinstance(piece.result, GenerationOutput):
+                answer = piece.result
+            else:
+                answer = None
             self.pool.router.ended(charge, answer, asyncio.get_running_loop().time())
         piece.abandon()
         if not self._inflight:
@@ -256,11 +286,15 @@ class InferenceClient:
     def _advance(self) -> None:
         """Give the first requests of the queue to engines; stop at one that no engine can take."""
         while self._queue:
-            now, queued = asyncio.get_running_loop().time(), len(self._queue)
+            now = asyncio.get_running_loop().time()
+            queued = len(self._queue)
             samples = self._first_in_queue()
-            charges = (
-                self.pool.router.choose_group([piece.request for piece in samples], now, queued) if samples else []
-            )
+            if samples:
+                charges = self.pool.router.choose_group(
+                    [piece.request for piece in samples], now, queued
+                )
+            else:
+                charges = []
             for piece, charge in zip(samples, charges, strict=False):
                 del self._queue[piece]
                 piece.since_s = now
@@ -270,7 +304,8 @@ class InferenceClient:
                 return
 
     def _first_in_queue(self) -> list[InflightRequest]:
-        """The first requests, as far as they have one prompt; those without a waiting caller leave the queue."""
+        """The first requests, as far as they have one prompt; those without a waiting caller leave
+        the queue."""
         samples: list[InflightRequest] = []
         for piece in list(islice(self._queue, MAX_GROUP)):
             if piece.done:
@@ -282,7 +317,8 @@ class InferenceClient:
         return samples
 
     def _outgoing(self, index: int) -> Outgoing:
-        """What the engine is sent in the next turn of the event loop, with everything of this turn."""
+        """What the engine is sent in the next turn of the event loop, with everything of this
+        turn."""
         if index not in self._outbox:
             self._outbox[index] = Outgoing([], [])
             self._unsent.add(index)
@@ -292,10 +328,11 @@ class InferenceClient:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Requests that are made inside leave at its end, in one message per engine, though other tasks run meanwhile.
+        """Requests that are made inside leave at its end, in one message per engine, though other
+        tasks run meanwhile.
 
-        An engine that gets them in several messages would begin with some of them: what it computes together would
-        depend on the time.
+        An engine that gets them in several messages would begin with some of them: what it computes
+        together would depend on the time.
         """
         self._collecting += 1
         try:
@@ -306,7 +343,8 @@ class InferenceClient:
                 self._start_sending()
 
     def _start_sending(self) -> None:
-        unsent, self._unsent = self._unsent, set()
+        unsent = self._unsent
+        self._unsent = set()
         for index in sorted(unsent & self._outbox.keys()):  # an engine may have failed meanwhile
             task = asyncio.get_running_loop().create_task(self._send(index))
             calls = self.pool.calls[index]
@@ -316,28 +354,40 @@ class InferenceClient:
     async def _send(self, index: int) -> None:
         requests, abandoned = self._outbox.pop(index)
         engine = self.engines[index]
-        waiting = {inflight.request.request_id: inflight for inflight in requests if not inflight.done}
+        waiting = {
+            inflight.request.request_id: inflight for inflight in requests if not inflight.done
+        }
         try:
             if abandoned:
-                with contextlib.suppress(Exception):  # the error of a failed engine goes to those who still wait
+                with contextlib.suppress(
+                    Exception
+                ):  # the error of a failed engine goes to those who still wait
                     await engine.abort(abandoned)
                 self._inflight.leaving[index].difference_update(abandoned)
             if not waiting:
                 return
-            async for outputs in engine.generate([inflight.request for inflight in waiting.values()]):
+            async for outputs in engine.generate(
+                [inflight.request for inflight in waiting.values()]
+            ):
                 self._limit.answered(index)
                 tokens = 0
                 for output in outputs:
                     failed = output.finish_reason == "error"
-                    waiting.pop(output.request_id).finish(RequestFailedError(output.error) if failed else output)
+                    waiting.pop(output.request_id).finish(
+                        RequestFailedError(output.error) if failed else output
+                    )
                     tokens += len(output.token_ids) + ANSWER_TOKENS
                     if tokens >= TURN_TOKENS:  # let the callers, and others, have their turn
                         tokens = 0
                         await asyncio.sleep(0)
             if waiting:
-                raise RuntimeError(f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}")
+                raise RuntimeError(
+                    f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}"
+                )
         except BaseException as error:
-            if isinstance(error, EngineFailedError) and self.pool.fail(index, error, asyncio.current_task()):
+            if isinstance(error, EngineFailedError) and self.pool.fail(
+                index, error, asyncio.current_task()
+            ):
                 return
             ended = isinstance(error, asyncio.CancelledError)
             for inflight in waiting.values():
@@ -349,7 +399,9 @@ class InferenceClient:
         """End these requests (all of them: None) for good, also if they had been cut."""
         if request_ids is not None:
             callers = set(request_ids)
-            request_ids = [name for name, inflight in self._inflight.items() if inflight.caller_id in callers]
+            request_ids = [
+                name for name, inflight in self._inflight.items() if inflight.caller_id in callers
+            ]
         ended = list(self._inflight if request_ids is None else request_ids)
         self._cut.difference_update(ended)
         for inflight in [self._inflight[name] for name in ended]:
@@ -357,17 +409,22 @@ class InferenceClient:
                 inflight.finish(inflight.so_far)
         await self.pool.all(lambda engine: engine.abort(request_ids))
 
-    async def progress(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
-        """What the healthy engines have of these unanswered requests (of all: None), by their ids."""
+    async def progress(
+        self, request_ids: Collection[str] | None = None
+    ) -> dict[str, GenerationOutput]:
+        """What the healthy engines have of these unanswered requests (of all: None), by their
+        ids."""
         await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
         return self._inflight.so_far(request_ids)
 
     async def poll(self, index: int, *, tokens: bool = True) -> None:
-        """Ask an engine for a heartbeat. With ``tokens`` for its progress, which its requests would continue from."""
+        """Ask an engine for a heartbeat. With ``tokens`` for its progress, which its requests would
+        continue from."""
         answer: tuple[Any] | None
         if tokens:
             async with self._polling[index]:
-                requests, leaving = self._inflight.at(index), set(self._inflight.leaving[index])
+                requests = self._inflight.at(index)
+                leaving = set(self._inflight.leaving[index])
                 try:
                     answer = await self.pool.ask(index, self.engines[index].progress())
                 except BaseException:
@@ -395,7 +452,8 @@ class InferenceClient:
         await self.pool.all(lambda engine: engine.pause(mode))
 
     async def cut(self) -> None:
-        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is lost."""
+        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is
+        lost."""
         self._cut.update(self._inflight)
         self._cutting = True
         await self.pause("abort")
@@ -404,14 +462,19 @@ class InferenceClient:
         self._paused = self._cutting = False
         await self.pool.all(lambda engine: engine.resume())
 
-    async def update_weights(self, update: WeightUpdate, engines: Collection[int] | None = None) -> list[str]:
+    async def update_weights(
+        self, update: WeightUpdate, engines: Collection[int] | None = None
+    ) -> list[str]:
         """As ``InferenceEngine.update_weights``, of these engines (None: all) that are awake."""
-        self.pool.router.prompts.clear()  # what engines have in their caches was computed by the old weights
+        # what engines have in their caches was computed by the old weights
+        self.pool.router.prompts.clear()
         self.updating = True
         try:
             if "members" in update.info:  # sender and receivers meet in a group
                 await self.pool.all_or_none(
-                    update.info["members"], lambda engine: engine.update_weights(update), "update_weights"
+                    update.info["members"],
+                    lambda engine: engine.update_weights(update),
+                    "update_weights",
                 )
                 return []
             chosen = [index for index in self.pool.awake if engines is None or index in engines]
@@ -421,12 +484,15 @@ class InferenceClient:
         return sorted({name for unproven in answers.values() for name in unproven or ()})
 
     async def sleep(self, engines: Collection[int] | None = None) -> None:
-        """These engines (None: all) free their memory. Their requests continue at the others, or wait here."""
+        """These engines (None: all) free their memory. Their requests continue at the others, or
+        wait here."""
         chosen = [index for index in self.pool.awake if engines is None or index in engines]
         self.pool.router.open[chosen] = False
         await asyncio.gather(*(self._withdraw(index) for index in chosen))
         self.pool.asleep.update(chosen)
-        await self.pool.all(lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]])
+        await self.pool.all(
+            lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]]
+        )
 
     async def wake(self, part: WakePart, engines: Collection[int] | None = None) -> None:
         """These engines (None: all) take requests again when their caches are awake."""
@@ -449,20 +515,25 @@ class InferenceClient:
             if await self.pool.ask(index, self.engines[index].abort(list(leaving))) is None:
                 return  # it has failed
             await asyncio.wait({each.end() for each in leaving.values()}, timeout=ARRIVAL_S)
-        if calls := set(self.pool.calls[index]):  # of what callers have abandoned
+        calls = set(self.pool.calls[index])
+        if calls:  # of what callers have abandoned
             await asyncio.wait(calls)
 
     async def _share(self, woken: Collection[int]) -> None:
-        """Engines that woke get requests that others have not begun, the newest first, up to equal numbers."""
+        """Engines that woke get requests that others have not begun, the newest first, up to equal
+        numbers."""
         router = self.pool.router
         mean = -(-int(router.in_flight.sum()) // max(int((router.healthy & router.open).sum()), 1))
         calls = []
         for index in [index for index in self.pool.awake if index not in woken]:
-            waiting = [each.request for each in self._inflight.at(index).values() if each.received == []]
+            waiting = [
+                each.request for each in self._inflight.at(index).values() if each.received == []
+            ]
             moved = waiting[::-1][: max(int(router.in_flight[index]) - mean, 0)]
             for request in moved:
                 router.sessions.pop(request.session_id or "", None)  # which would stay where it is
-            if names := [request.request_id for request in moved]:
+            names = [request.request_id for request in moved]
+            if names:
                 self._cut.update(names)
                 calls.append(self.pool.ask(index, self.engines[index].abort(names)))
         await asyncio.gather(*calls)
@@ -474,18 +545,26 @@ class InferenceClient:
     async def stats(self) -> list[EngineStats]:
         """Per engine, by its place; nothing but zeros for one that has failed."""
         stats = await self.pool.all(lambda engine: engine.stats(), self.pool.healthy)
-        return [stats.get(i, EngineStats(gone=bool(left))) for i, left in enumerate(self.pool.router.left)]
+        return [
+            stats.get(i, EngineStats(gone=bool(left)))
+            for i, left in enumerate(self.pool.router.left)
+        ]
 
     async def shutdown(self) -> None:
-        await asyncio.sleep(0)  # a ``_send`` that is cancelled before it starts would not answer its callers
+        await asyncio.sleep(
+            0
+        )  # a ``_send`` that is cancelled before it starts would not answer its callers
         calls = set[asyncio.Future[Any]]().union(*self.pool.calls)
         for task in calls:
             task.cancel()
-        await asyncio.gather(*calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True)
+        await asyncio.gather(
+            *calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True
+        )
         self._fail_all(RuntimeError(SHUT_DOWN))  # what had no engine
         await self._limit.close()
 
-    # ---------------------------------------------------------------- failures, and engines that come and go
+    # ---------------------------------------------------------------- failures, and engines that
+    # come and go
 
     def _recover(self, index: int) -> LostWork:
         """An engine has failed or left: its requests continue at the others."""
@@ -520,10 +599,14 @@ class InferenceClient:
         return index
 
     async def remove(self, index: int, patience_s: float) -> int:
-        """This engine gets no request any more, and its own continue at the others. Returns the number of these."""
-        self.pool.router.healthy[index], self.pool.router.left[index] = False, True
+        """This engine gets no request any more, and its own continue at the others. Returns the
+        number of these."""
+        self.pool.router.healthy[index] = False
+        self.pool.router.left[index] = True
         leaving = self._inflight.at(index)
-        with contextlib.suppress(Exception):  # if it fails or hangs, they continue from what is known of them
+        with contextlib.suppress(
+            Exception
+        ):  # if it fails or hangs, they continue from what is known of them
             async with asyncio.timeout(patience_s):
                 await self._withdraw(index)
         self._recover(index)

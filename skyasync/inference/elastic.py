@@ -2,12 +2,14 @@
 
 ```
  a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests.
- a line is removed ──▶ between two syncs: gets no request ──▶ its requests continue at the others ──▶ shut down.
+ a line is removed ──▶ between two syncs: gets no request ──▶ its requests continue at the others
+ ──▶ shut down.
 ```
 
-Invariant: the file lists the engines by their names, one per line: a server's address, or the number of one of the
-run's own. An error of a joining engine or of the file does not end the run: it is logged in a line. The last healthy
-engine does not leave. An engine that joined fails and is replaced as the others are (``supervisor``).
+Invariant: the file lists the engines by their names, one per line: a server's address, or the
+number of one of the run's own. An error of a joining engine or of the file does not end the run: it
+is logged in a line. The last healthy engine does not leave. An engine that joined fails and is
+replaced as the others are (``supervisor``).
 
 | who waits  | for what                              | woken by                                                     |
 |------------|---------------------------------------|--------------------------------------------------------------|
@@ -70,8 +72,13 @@ class ElasticEngines(RunExtension):
         limit_s: float,
     ) -> None:
         self.joined = self.left = 0
-        self._client, self._weights, self._supervisor, self._make = client, weights, supervisor, make
-        self._file, self._interval_s, self._limit_s = file, interval_s, limit_s
+        self._client = client
+        self._weights = weights
+        self._supervisor = supervisor
+        self._make = make
+        self._file = file
+        self._interval_s = interval_s
+        self._limit_s = limit_s
         self._indexes = {name.rstrip("/"): index for index, name in enumerate(names)}
         self._servers = any(map(is_server, names))
         self._rejected: dict[str, float] = {}  # name -> when it may be asked again
@@ -92,7 +99,8 @@ class ElasticEngines(RunExtension):
 
     async def close(self) -> None:
         """No engine joins or leaves any more; those that are joining are ended."""
-        watching, self._watching = self._watching, None
+        watching = self._watching
+        self._watching = None
         if watching is not None:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -109,7 +117,8 @@ class ElasticEngines(RunExtension):
                 self._text = text
                 self._rejected.clear()
                 self._logged.clear()
-            if names := read_engine_list(text):  # an empty file may be half written
+            names = read_engine_list(text)
+            if names:  # an empty file may be half written
                 for name in [name for name in names if name not in self._indexes]:
                     await self._join(name)
                 for name in [name for name in self._indexes if name not in names]:
@@ -118,7 +127,8 @@ class ElasticEngines(RunExtension):
     async def _join(self, name: str) -> None:
         now = asyncio.get_running_loop().time
         began = now()
-        if problem := wrong_name(name, servers=self._servers):
+        problem = wrong_name(name, servers=self._servers)
+        if problem:
             self._warn(f"{self._file.name}: {problem}")
             return
         if began < self._rejected.get(name, 0.0):
@@ -133,15 +143,26 @@ class ElasticEngines(RunExtension):
                     await engine.update_weights(update)
                     index = await self._client.join(engine)
         except Exception as error:
-            self._rejected[name] = now() + RETRY_S if is_server(name) else float("inf")
-            again = "asked again" if is_server(name) else f"left out until {self._file.name} changes"
+            if is_server(name):
+                self._rejected[name] = now() + RETRY_S
+            else:
+                self._rejected[name] = float("inf")
+            if is_server(name):
+                again = "asked again"
+            else:
+                again = f"left out until {self._file.name} changes"
             self._warn(f"engine {name} could not join and is {again}: {headline(error)}")
             return
         self._indexes[name] = index
         self._supervisor.watch(index)
         self.joined += 1
         took = now() - began
-        log.info("engine %s has joined after %.1f s, with the weights of version %d", name, took, update.version)
+        log.info(
+            "engine %s has joined after %.1f s, with the weights of version %d",
+            name,
+            took,
+            update.version,
+        )
 
     async def _leave(self, name: str) -> None:
         index = self._indexes[name]
@@ -183,7 +204,9 @@ def is_server(name: str) -> bool:
 def wrong_name(name: str, *, servers: bool) -> str:
     """What is wrong with the name of an engine that shall join; empty if nothing is."""
     if servers and not is_server(name):
-        return f"{name!r} is not the address of a server, as the run's engines are (http://host:port)"
+        return (
+            f"{name!r} is not the address of a server, as the run's engines are (http://host:port)"
+        )
     if not servers and (is_server(name) or not re.fullmatch(r"\w[\w.-]*", name)):
         return f"{name!r} is not the number of an engine: this run starts its engines itself"
     return ""

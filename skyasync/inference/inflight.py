@@ -1,6 +1,8 @@
-"""Requests in flight, and answers that are made of several pieces: a request that was cut continues as a new one.
+"""Requests in flight, and answers that are made of several pieces: a request that was cut continues
+as a new one.
 
-Invariant: the joined pieces are what one engine would have given without the cut: no token is lost or repeated.
+Invariant: the joined pieces are what one engine would have given without the cut: no token is lost
+or repeated.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ class InflightGroup:
 
     Attributes:
         requests: by their ids, those without a whole answer.
-        in_flight: the requests of the group at engines or in the queue: these, or the rest of a response that was cut.
+        in_flight: the requests of the group at engines or in the queue: these, or the rest of a
+            response that was cut.
     """
 
     def __init__(self, requests: Iterable[GenerationRequest]) -> None:
@@ -64,7 +67,8 @@ class InflightGroup:
             await self._waiter
         if self._error is not None:
             raise self._error
-        answered, self._answered = self._answered, []
+        answered = self._answered
+        self._answered = []
         return answered
 
     @property
@@ -92,7 +96,9 @@ class InflightRequest:
     group: InflightGroup
     charge: Charge | None = None
     since_s: float = 0.0
-    received: list[GenerationOutput] | None = field(default_factory=list)  # None: some of it may be missing
+    received: list[GenerationOutput] | None = field(
+        default_factory=list
+    )  # None: some of it may be missing
     result: GenerationOutput | BaseException | None = None
     _end: asyncio.Future[None] | None = None
 
@@ -180,7 +186,8 @@ class InflightTable(dict[str, InflightRequest]):
         """Record an engine's progress.
 
         Args:
-            before: the requests that it had when the progress was requested; ``leaving``: the ids that were leaving.
+            before: the requests that it had when the progress was requested; ``leaving``: the ids
+                that were leaving.
         """
         for each in progress:
             request = self.get(each.request_id)
@@ -188,21 +195,30 @@ class InflightTable(dict[str, InflightRequest]):
                 continue
             known = before.get(each.request_id)
             new = known is None and each.request_id not in leaving  # it may have started meanwhile
-            if known is not request and not new:  # the progress may be that of another request of the same name
+            if (
+                known is not request and not new
+            ):  # the progress may be that of another request of the same name
                 request.received = None
             elif request.received is not None:
                 request.received.append(each)
 
     def so_far(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
         """What is known of these requests (None: of all), by their callers' ids."""
-        parts = {r.caller_id: r.so_far for r in self.values() if request_ids is None or r.caller_id in request_ids}
-        return parts | {name: join(before, parts[name]) for name, before in self.before.items() if name in parts}
+        parts = {
+            r.caller_id: r.so_far
+            for r in self.values()
+            if request_ids is None or r.caller_id in request_ids
+        }
+        return parts | {
+            name: join(before, parts[name]) for name, before in self.before.items() if name in parts
+        }
 
 
 def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
-    """The request for what ``answer`` lacks. With a seed its tokens are those that it would have had without a cut;
-    without one a new id gives it a random stream of its own."""
-    done, sampling = len(answer.token_ids), request.sampling
+    """The request for what ``answer`` lacks. With a seed its tokens are those that it would have
+    had without a cut; without one a new id gives it a random stream of its own."""
+    done = len(answer.token_ids)
+    sampling = request.sampling
     return replace(
         request,
         continues=True,

@@ -1,7 +1,8 @@
 """The engine interface: requests, answers, the base class of engines and the table of backends.
 
-Invariant: a request is answered exactly once, with one behaviour log-probability and one policy version
-per generated token. The engine records the version with the token, and it never changes afterwards.
+Invariant: a request is answered exactly once, with one behaviour log-probability and one policy
+version per generated token. The engine records the version with the token, and it never changes
+afterwards.
 """
 
 from __future__ import annotations
@@ -36,10 +37,20 @@ LIMITS: dict[str, Key] = {
     if key.bounds()
 }
 _PLAIN: list[tuple[str, Any, float, float]] = [
-    (name, key.type, nextafter(key.above or 0.0, inf) if key.low is None else key.low, key.high or 0.0)
+    (
+        name,
+        key.type,
+        nextafter(key.above or 0.0, inf) if key.low is None else key.low,
+        key.high or 0.0,
+    )
     for name, key in LIMITS.items()
 ]
-_SEQUENCES: dict[str, type] = {"stop": str, "bad_words": str, "stop_token_ids": Integral, "allowed_token_ids": Integral}
+_SEQUENCES: dict[str, type] = {
+    "stop": str,
+    "bad_words": str,
+    "stop_token_ids": Integral,
+    "allowed_token_ids": Integral,
+}
 LARGEST_BIAS = 100
 
 
@@ -47,21 +58,24 @@ LARGEST_BIAS = 100
 class SamplingParams:
     """How to sample one response; the names and meanings are those of vLLM's ``SamplingParams``.
 
-    ``top_k <= 0`` is off, and so is an empty list. Log-probabilities are reported of the distribution that was really
-    sampled from: after bans, bias, penalties, temperature, min-p, top-k and top-p. ``temperature = 0`` is greedy
-    (log-probabilities then are those of the untempered, unfiltered distribution).
+    ``top_k <= 0`` is off, and so is an empty list. Log-probabilities are reported of the
+    distribution that was really sampled from: after bans, bias, penalties, temperature, min-p,
+    top-k and top-p. ``temperature = 0`` is greedy (log-probabilities then are those of the
+    untempered, unfiltered distribution).
 
-    ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of the response: its
-    tokens always hold the stop string. ``structured_outputs`` and ``repetition_detection`` (the fields of vLLM's
-    classes of these names) are for vLLM only.
+    ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of
+    the response: its tokens always hold the stop string. ``structured_outputs`` and
+    ``repetition_detection`` (the fields of vLLM's classes of these names) are for vLLM only.
 
-    A list, one text, None, and the keys of JSON are accepted and stored in one form, which can be compared and be a
-    key.
+    A list, one text, None, and the keys of JSON are accepted and stored in one form, which can be
+    compared and be a key.
 
-    Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or float32 cannot hold.
+    Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or
+    float32 cannot hold.
 
     Raises:
-        TypeError: naming the field, where its members are not texts or tokens, or its value is no number.
+        TypeError: naming the field, where its members are not texts or tokens, or its value is no
+            number.
         ValueError: naming the field, where a number is out of its bounds or a text is no Unicode.
     """
 
@@ -87,19 +101,32 @@ class SamplingParams:
     repetition_detection: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        store, given = object.__setattr__, vars(self)  # the class is frozen for all others
+        # the class is frozen for all others
+        store = object.__setattr__
+        given = vars(self)
         for name, kind in _SEQUENCES.items():
             value: Any = given[name]
-            members = (value,) if isinstance(value, str) else tuple(value or ())
+            if isinstance(value, str):
+                members = (value,)
+            else:
+                members = tuple(value or ())
             if not all(isinstance(member, kind) for member in members):
-                raise TypeError(f"{name} must be {'texts' if kind is str else 'token ids'}; found {value!r:.200}")
+                raise TypeError(
+                    f"{name} must be {'texts' if kind is str else 'token ids'}; found {value!r:.200}"
+                )
             if kind is str:
                 try:
                     "".join(members).encode()
                 except UnicodeEncodeError:
-                    raise ValueError(f"{name} has half of a surrogate pair, which is not a character") from None
+                    raise ValueError(
+                        f"{name} has half of a surrogate pair, which is not a character"
+                    ) from None
             store(self, name, members if kind is str else tuple(map(int, members)))
-        store(self, "logit_bias", {int(token): float(value) for token, value in (self.logit_bias or {}).items()})
+        store(
+            self,
+            "logit_bias",
+            {int(token): float(value) for token, value in (self.logit_bias or {}).items()},
+        )
         for token, value in self.logit_bias.items():
             if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
                 problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
@@ -115,7 +142,9 @@ class SamplingParams:
                 if member is None and name == "seed":
                     continue
                 if not isinstance(member, number) or isinstance(member, bool):
-                    raise TypeError(f"{name} is {member!r:.100}, not a {'' if number is Real else 'whole '}number")
+                    raise TypeError(
+                        f"{name} is {member!r:.100}, not a {'' if number is Real else 'whole '}number"
+                    )
                 if not limits.allows(cast(float, member)):
                     raise ValueError(f"{name} is {member!r:.100}, not {limits.bounds()}")
 
@@ -128,13 +157,15 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its cache.
+    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its
+    cache.
 
-    The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images`` as the model reads
-    them (``ImageProcessor.expand``).
+    The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images``
+    as the model reads them (``ImageProcessor.expand``).
 
-    ``drawn``: so many tokens at the prompt's end are of the response. The stream of random numbers of a seed goes on
-    after them. An engine that begins a stream with each request takes ``fresh_sampling``.
+    ``drawn``: so many tokens at the prompt's end are of the response. The stream of random numbers
+    of a seed goes on after them. An engine that begins a stream with each request takes
+    ``fresh_sampling``.
     """
 
     request_id: str
@@ -142,7 +173,9 @@ class GenerationRequest:
     sampling: SamplingParams
     session_id: str | None = None
     images: Images = ()
-    continues: bool = False  # the rest of a response: an engine that can takes it before other requests that wait
+    continues: bool = (
+        False  # the rest of a response: an engine that can takes it before other requests that wait
+    )
     drawn: int = 0
 
     def __post_init__(self) -> None:
@@ -158,16 +191,18 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class GenerationOutput:
-    """The response to one request: three arrays of the same length, int32, float32 and int32; lists become arrays.
+    """The response to one request: three arrays of the same length, int32, float32 and int32; lists
+    become arrays.
 
     With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
     A token that ended the response (end-of-sequence, stop token) is part of it.
 
-    ``experts``, if they are requested: of each token that the engine has computed, from the prompt's first to the last
-    but one of the response; in ``progress`` of those that are new.
+    ``experts``, if they are requested: of each token that the engine has computed, from the
+    prompt's first to the last but one of the response; in ``progress`` of those that are new.
 
-    With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says why; the engine and
-    all other requests continue. The client makes a ``RequestFailedError`` of it.
+    With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says
+    why; the engine and all other requests continue. The client makes a ``RequestFailedError`` of
+    it.
     """
 
     request_id: str
@@ -179,18 +214,28 @@ class GenerationOutput:
     error: str = ""
 
     def __post_init__(self) -> None:
-        self.token_ids, self.logprobs, self.versions = ints(self.token_ids), floats(self.logprobs), ints(self.versions)
+        self.token_ids, self.logprobs, self.versions = (
+            ints(self.token_ids),
+            floats(self.logprobs),
+            ints(self.versions),
+        )
 
     def __reduce__(self) -> tuple[Callable[..., GenerationOutput], tuple[Any, ...]]:
-        """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds of tokens."""
+        """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds
+        of tokens."""
         parts = (self.token_ids, self.logprobs, self.versions)
         packed = b"".join(part.tobytes() for part in parts)
         return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
         """The same, ended after its first ``count`` tokens."""
-        known = None if self.experts is None else self.experts[: len(self.experts) + count - len(self.token_ids)]
-        tokens, logprobs, versions = self.token_ids[:count], self.logprobs[:count], self.versions[:count]
+        if self.experts is None:
+            known = None
+        else:
+            known = self.experts[: len(self.experts) + count - len(self.token_ids)]
+        tokens = self.token_ids[:count]
+        logprobs = self.logprobs[:count]
+        versions = self.versions[:count]
         return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
 
 
@@ -205,9 +250,14 @@ class RequestFailedError(UserError):
 
 def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
     """The answer to a request that cannot be answered."""
-    why = str(error) if isinstance(error, RequestFailedError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, RequestFailedError):
+        why = str(error)
+    else:
+        why = f"{type(error).__name__}: {error}"
     name = request.request_id
-    return GenerationOutput(name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}")
+    return GenerationOutput(
+        name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}"
+    )
 
 
 class EngineFailedError(WeightReceiverFailedError):
@@ -216,9 +266,10 @@ class EngineFailedError(WeightReceiverFailedError):
 
 @dataclass
 class EngineStats:
-    """Counters since start. ``busy_s`` is wall time with at least one request running. ``cache_tokens``: those that its
-    cache holds; 0 if there is no such number. ``cache_used``: how many of them running requests take now; None if
-    unknown. ``gone``: the engine has left, and is not counted."""
+    """Counters since start. ``busy_s`` is wall time with at least one request running.
+    ``cache_tokens``: those that its cache holds; 0 if there is no such number. ``cache_used``: how
+    many of them running requests take now; None if unknown. ``gone``: the engine has left, and is
+    not counted."""
 
     running: int = 0
     waiting: int = 0
@@ -231,7 +282,8 @@ class EngineStats:
 
 
 class Stopwatch:
-    """Attributes: on: it is running, which ``switch`` changes; ``seconds`` counts the time for which it was on."""
+    """Attributes: on: it is running, which ``switch`` changes; ``seconds`` counts the time for
+    which it was on."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -248,7 +300,8 @@ class Stopwatch:
 
     def switch(self, on: bool) -> None:
         if on != self.on:
-            self._seconds, self._since = self.seconds, (time.perf_counter() if on else None)
+            self._seconds = self.seconds
+            self._since = time.perf_counter() if on else None
 
 
 class NotSupportedError(UserError):
@@ -256,10 +309,11 @@ class NotSupportedError(UserError):
 
 
 class InferenceEngine:
-    """One engine: the base class of all backends and of the handles that stand for engines in other processes.
+    """One engine: the base class of all backends and of the handles that stand for engines in other
+    processes.
 
-    A backend overrides ``REQUIRED``; what else it does not override is not supported. All methods may be called at any
-    time from one event loop; none blocks it.
+    A backend overrides ``REQUIRED``; what else it does not override is not supported. All methods
+    may be called at any time from one event loop; none blocks it.
 
     Attributes:
         config: what it was made with.
@@ -282,17 +336,22 @@ class InferenceEngine:
         """Load the model. Raises what loading raised."""
         raise self.unsupported("start")
 
-    def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         """Answer each request once, in lists, as they finish.
 
-        What it raises fails all of them. An error of one request is that request's answer (``finish_reason="error"``).
+        What it raises fails all of them. An error of one request is that request's answer
+        (``finish_reason="error"``).
         """
         raise self.unsupported("generate")
 
     async def progress(self) -> list[GenerationOutput]:
-        """New tokens of unanswered requests since the last call, between two steps; also a heartbeat.
+        """New tokens of unanswered requests since the last call, between two steps; also a
+        heartbeat.
 
-        ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out; by default all are.
+        ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out;
+        by default all are.
         """
         await self.heartbeat()
         return []
@@ -302,12 +361,13 @@ class InferenceEngine:
         await self.stats()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token after the first under the current weights, temperature 1; 0 of those that
-        stand for images (``ImageTokens``)."""
+        """Log-probability of each token after the first under the current weights, temperature 1; 0
+        of those that stand for images (``ImageTokens``)."""
         raise self.unsupported("score")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop computing tokens: keep requests with their cache, abort them, or wait until they finish.
+        """Stop computing tokens: keep requests with their cache, abort them, or wait until they
+        finish.
 
         New requests are accepted while paused and start after ``resume``.
         """
@@ -318,14 +378,16 @@ class InferenceEngine:
         raise self.unsupported("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are ignored."""
+        """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are
+        ignored."""
         raise self.unsupported("abort")
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
         """Fetch and load the weights; tokens computed afterwards carry ``update.version``.
 
-        Returns the weights that could not be compared with what was sent: verification prompts then run after every
-        sync. None means none. The caller has paused the engine or knows that it is idle.
+        Returns the weights that could not be compared with what was sent: verification prompts then
+        run after every sync. None means none. The caller has paused the engine or knows that it is
+        idle.
         """
         raise self.unsupported("update_weights")
 
@@ -334,7 +396,8 @@ class InferenceEngine:
         raise self.unsupported("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        """Undo ``sleep`` in two steps: memory for the weights and, after their update, for the cache."""
+        """Undo ``sleep`` in two steps: memory for the weights and, after their update, for the
+        cache."""
         raise self.unsupported("wake")
 
     async def stats(self) -> EngineStats:
@@ -355,7 +418,17 @@ class InferenceEngine:
 
 
 #: Methods that every backend overrides.
-REQUIRED = ("start", "generate", "score", "pause", "resume", "abort", "update_weights", "stats", "shutdown")
+REQUIRED = (
+    "start",
+    "generate",
+    "score",
+    "pause",
+    "resume",
+    "abort",
+    "update_weights",
+    "stats",
+    "shutdown",
+)
 
 
 @dataclass(frozen=True)
@@ -388,10 +461,14 @@ class EngineConfig:
 #: What an engine can do, as configuration asks it: name -> default. Engines of users set class attributes.
 CAPABILITIES: dict[str, Any] = {
     "tensor_parallel": False,  # one engine may take several GPUs
-    "weight_sync": ("shared_memory",),  # how weights may reach it (TRANSFERS); the first without GPUs
-    "computes_on_mapped_weights": False,  # it maps weights in the machine's shared memory and computes on them
+    "weight_sync": (
+        "shared_memory",
+    ),  # how weights may reach it (TRANSFERS); the first without GPUs
+    # it maps weights in the machine's shared memory and computes on them
+    "computes_on_mapped_weights": False,
     "reads_mapped_weights": False,  # it copies weights out of the machine's shared memory
-    "loads_as_files": False,  # it wants weights by the names of the model's files, not of transformers' parameters
+    # it wants weights by the names of the model's files, not of transformers' parameters
+    "loads_as_files": False,
     "takes_changes": False,  # it accepts a delta of weights
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
     "forgets_asleep": False,  # ``sleep`` drops its weights
@@ -403,7 +480,8 @@ CAPABILITIES: dict[str, Any] = {
     "sampling": (),  # settings of generator.sampling_params that not every engine has
     "lacks": (),  # settings of generator.sampling_params that other engines have
     "elsewhere": False,  # a server of generator.engines, which the run does not start
-    "options": "",  # module:function that says what is wrong with generator.engine_kwargs; "" takes none
+    # module:function that says what is wrong with generator.engine_kwargs; "" takes none
+    "options": "",
     "cpu_limits": "",  # module:function(configuration) that says what it cannot do without GPUs
     "gpu_limits": "",  # the same of what it cannot do on GPUs
     "extra": "",  # the extra of this library that installs what it needs
@@ -474,11 +552,14 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class EngineRegistry(Registry):
-    """``BACKENDS`` and the engines of users, which may be any class with the methods of ``REQUIRED``."""
+    """``BACKENDS`` and the engines of users, which may be any class with the methods of
+    ``REQUIRED``."""
 
     @cached_property
     def _builtins(self) -> dict[str, tuple[str, About]]:
-        return {name: (cls, About(can={**CAPABILITIES, **own})) for name, (cls, own) in BACKENDS.items()}
+        return {
+            name: (cls, About(can={**CAPABILITIES, **own})) for name, (cls, own) in BACKENDS.items()
+        }
 
     def __missing__(self, name: str) -> Any:  # noqa: ANN401  (a class)
         if name not in BACKENDS:
@@ -487,7 +568,8 @@ class EngineRegistry(Registry):
         return self.register(name, **own)(resolve_reference(reference, kind="engine"))
 
     def make(self, backend: str, config: EngineConfig) -> InferenceEngine:
-        """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its defaults."""
+        """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its
+        defaults."""
         factory: Any = self.find(backend)
         if isinstance(factory, type) and not issubclass(factory, InferenceEngine):
             factory = type(factory.__name__, (factory, InferenceEngine), {})

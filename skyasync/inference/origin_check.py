@@ -1,7 +1,7 @@
 """Checks of requests to our servers: those that a browser sends for another site's page, and keys.
 
-A page can send requests to every server that its browser can reach, on the loopback too: its site is in ``Origin``. If
-the site's own name resolves to the loopback, ``Host`` has that name.
+A page can send requests to every server that its browser can reach, on the loopback too: its site
+is in ``Origin``. If the site's own name resolves to the loopback, ``Host`` has that name.
 """
 
 from __future__ import annotations
@@ -50,19 +50,24 @@ def names_the_loopback(host: str) -> bool:
 def is_loopback(text: str) -> bool:
     """Raises ``ValueError`` for what is no address."""
     address = ipaddress.ip_address(text)
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    if isinstance(address, ipaddress.IPv6Address):
+        mapped = address.ipv4_mapped
+    else:
+        mapped = None
     return (mapped or address).is_loopback
 
 
 class AccessMiddleware:
     """ASGI, in front of all routes of a vLLM server that ``skyasync serve`` has started.
 
-    Invariant: pages of other sites are rejected. With a key in ``KEY_VARIABLE`` no route but ``/health`` is reached
-    without it, also not those that take weights, which vLLM's own key does not guard.
+    Invariant: pages of other sites are rejected. With a key in ``KEY_VARIABLE`` no route but
+    ``/health`` is reached without it, also not those that take weights, which vLLM's own key does
+    not guard.
     """
 
     def __init__(self, app: App) -> None:
-        self._app, self._key = app, os.environ.get(KEY_VARIABLE, "")
+        self._app = app
+        self._key = os.environ.get(KEY_VARIABLE, "")
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:  # noqa: ANN401  (ASGI's)
         if scope["type"] not in ("http", "websocket"):
@@ -73,11 +78,15 @@ class AccessMiddleware:
             loopback = is_loopback((scope.get("server") or ("",))[0])
         except ValueError:  # a socket of another kind
             loopback = False
-        status, problem = 403, foreign_origin(headers.get(b"host", ""), headers.get(b"origin"), loopback=loopback)
+        status = 403
+        problem = foreign_origin(
+            headers.get(b"host", ""), headers.get(b"origin"), loopback=loopback
+        )
         if not problem and self._key and scope["path"] != "/health":
             key = headers.get(b"authorization", "")
             if not hmac.compare_digest(key.encode(), f"Bearer {self._key}".encode()):
-                status, problem = 401, f"this server wants the key of {KEY_VARIABLE}"
+                status = 401
+                problem = f"this server wants the key of {KEY_VARIABLE}"
         if not problem:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":

@@ -1,7 +1,8 @@
 """The engines of a run: which of them are healthy, and which calls wait for each.
 
-Invariant: once an engine has failed, no caller waits for it. Calls of it are cancelled and count as unanswered; what it
-answers later is ignored. The engine that takes its place starts with a new state.
+Invariant: once an engine has failed, no caller waits for it. Calls of it are cancelled and count as
+unanswered; what it answers later is ignored. The engine that takes its place starts with a new
+state.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ Calls = set[asyncio.Future[Any]]  # tasks that wait for an engine's answer
 
 
 class LostWork(NamedTuple):
-    """What a failure interrupts: requests that continue at other engines, and the tokens that are known of them."""
+    """What a failure interrupts: requests that continue at other engines, and the tokens that are
+    known of them."""
 
     requests: int
     tokens: int
@@ -32,13 +34,15 @@ class EnginePool:
 
     Attributes:
         calls: of each engine; they are cancelled when it fails.
-        on_failure: is called with a failed engine's number, the error, and what ``recover`` has returned. None: the
-            first failure is the error of the caller.
+        on_failure: is called with a failed engine's number, the error, and what ``recover`` has
+            returned. None: the first failure is the error of the caller.
         asleep: engines that are healthy, and are called only to wake, or for their state.
         end: why no engine will answer any more, if that is so.
     """
 
-    def __init__(self, engines: Sequence[InferenceEngine], recover: Callable[[int], LostWork]) -> None:
+    def __init__(
+        self, engines: Sequence[InferenceEngine], recover: Callable[[int], LostWork]
+    ) -> None:
         self.engines = list(engines)
         self.router = Router(len(engines))
         self.calls: list[Calls] = [set() for _ in engines]
@@ -56,19 +60,28 @@ class EnginePool:
         return [index for index in self.healthy if index not in self.asleep]
 
     async def all(
-        self, call: Callable[[InferenceEngine], Coroutine[Any, Any, R]], among: Sequence[int] | None = None
+        self,
+        call: Callable[[InferenceEngine], Coroutine[Any, Any, R]],
+        among: Sequence[int] | None = None,
     ) -> dict[int, R]:
-        """The answers of these engines (None: all that are awake), by their numbers, without those that fail."""
+        """The answers of these engines (None: all that are awake), by their numbers, without those
+        that fail."""
         if self.end is not None:
             raise self.end
         engines = self.awake if among is None else among
-        answers = await asyncio.gather(*(self.ask(index, call(self.engines[index])) for index in engines))
+        answers = await asyncio.gather(
+            *(self.ask(index, call(self.engines[index])) for index in engines)
+        )
         return {index: answer[0] for index, answer in zip(engines, answers, strict=True) if answer}
 
     async def all_or_none(
-        self, members: Sequence[int], call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]], name: str
+        self,
+        members: Sequence[int],
+        call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]],
+        name: str,
     ) -> None:
-        """Call these engines, which wait for each other in the call: if one fails, all of them have failed.
+        """Call these engines, which wait for each other in the call: if one fails, all of them have
+        failed.
 
         Args:
             name: of the call, for the error.
@@ -85,17 +98,26 @@ class EnginePool:
         waiting = set(calls.values())
         while waiting and not failed:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            failed = [index for index, answer in calls.items() if answer.done() and answer.result() is None]
+            failed = [
+                index
+                for index, answer in calls.items()
+                if answer.done() and answer.result() is None
+            ]
         if failed:
-            error = EngineFailedError(f"engine {failed[0]} has failed in a call in which the others wait: {name}")
+            error = EngineFailedError(
+                f"engine {failed[0]} has failed in a call in which the others wait: {name}"
+            )
             for index in [index for index, answer in calls.items() if not answer.done()]:
                 self.fail(index, error)
             raise error
 
-    def ask(self, index: int, request: Coroutine[Any, Any, R]) -> Coroutine[Any, Any, tuple[R] | None]:
+    def ask(
+        self, index: int, request: Coroutine[Any, Any, R]
+    ) -> Coroutine[Any, Any, tuple[R] | None]:
         """An engine's answer to a call of it; None if it fails before.
 
-        The call is on its way when this returns: requests that are made after it must not overtake it.
+        The call is on its way when this returns: requests that are made after it must not overtake
+        it.
         """
         call = asyncio.ensure_future(request)
         calls = self.calls[index]
@@ -117,7 +139,9 @@ class EnginePool:
 
         return answer()
 
-    def fail(self, index: int, error: BaseException, noticed_by: asyncio.Future[Any] | None = None) -> bool:
+    def fail(
+        self, index: int, error: BaseException, noticed_by: asyncio.Future[Any] | None = None
+    ) -> bool:
         """An engine has failed: continue without it. False if ``on_failure`` is None.
 
         Args:

@@ -1,11 +1,12 @@
 """The time limit of requests: it counts only the time in which their engine makes no progress.
 
-An engine makes progress when it answers a request, or when its number of generated tokens grows. The number is
-requested from an engine that has requests, and has answered none for an interval. For a request without an engine the
-progress of any engine counts.
+An engine makes progress when it answers a request, or when its number of generated tokens grows.
+The number is requested from an engine that has requests, and has answered none for an interval. For
+a request without an engine the progress of any engine counts.
 
-Invariant: a request ends within the limit after the latest token of its engine. A report with more tokens than the
-report before proves progress only at the time of the report before: the engine may have stopped right after it.
+Invariant: a request ends within the limit after the latest token of its engine. A report with more
+tokens than the report before proves progress only at the time of the report before: the engine may
+have stopped right after it.
 """
 
 from __future__ import annotations
@@ -29,8 +30,12 @@ class TokenReports:
         self._requested_s = 0.0
 
     def add(self, tokens: float, requested_s: float) -> float:
-        """Add a report that was requested at this time. Returns when the counter still grew; -inf if unknown."""
-        progress_s = self._requested_s if tokens > self._tokens else -inf
+        """Add a report that was requested at this time. Returns when the counter still grew; -inf
+        if unknown."""
+        if tokens > self._tokens:
+            progress_s = self._requested_s
+        else:
+            progress_s = -inf
         self._tokens = tokens
         self._requested_s = requested_s
         return progress_s
@@ -104,7 +109,10 @@ class ProgressLimit:
         return max(inflight.since_s, progress_s)
 
     def _message(self, inflight: InflightRequest) -> str:
-        engines = "all engines" if inflight.charge is None else f"engine {inflight.charge.engine}"
+        if inflight.charge is None:
+            engines = "all engines"
+        else:
+            engines = f"engine {inflight.charge.engine}"
         return (
             f"request {inflight.request.request_id} was not answered: {engines} generated nothing for "
             f"{self._limit_s:g} s (generator.request_timeout_s)"
@@ -113,7 +121,9 @@ class ProgressLimit:
     async def _request_report(self, engine: int) -> None:
         requested_s = asyncio.get_running_loop().time()
         try:
-            with contextlib.suppress(Exception):  # of an engine that failed, which its requests raise
+            with contextlib.suppress(
+                Exception
+            ):  # of an engine that failed, which its requests raise
                 answer = await self._pool.ask(engine, self._pool.engines[engine].stats())
                 if answer is not None:
                     progress_s = self._reports[engine].add(answer[0].generated_tokens, requested_s)

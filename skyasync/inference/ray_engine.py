@@ -1,7 +1,7 @@
 """An engine in a Ray actor, called like a local one.
 
-Invariant: nothing here blocks the caller's event loop; the actor runs from the engine's making to ``shutdown`` and ends
-with the process that started it.
+Invariant: nothing here blocks the caller's event loop; the actor runs from the engine's making to
+``shutdown`` and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ from skyasync.weight_sync.update import WeightUpdate
 log = logging.getLogger(__name__)
 
 #: The user's terminal shows the run's progress, not that of every library's loading.
-QUIET = {"TQDM_DISABLE": "1", "PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR", "VLLM_LOGGING_LEVEL": "ERROR"}
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 #: Calls that an engine's process serves at once. Requests at a paused engine are calls too: if they could take all
 #: places, the call that resumes the engine would find none.
@@ -47,7 +52,10 @@ class _EngineActor:
     """The process of an engine, which loads the engine's libraries."""
 
     def __init__(self, backend: str, user_engines: dict[str, Any]) -> None:
-        for name, value in QUIET.items():  # before the engine's libraries are imported, here and in its processes
+        for (
+            name,
+            value,
+        ) in QUIET.items():  # before the engine's libraries are imported, here and in its processes
             os.environ.setdefault(name, value)
         ENGINES.update(user_engines)
         self._backend = backend
@@ -63,14 +71,17 @@ class _EngineActor:
     async def call(self, method: str, *args: object) -> object:
         return await methodcaller(method, *args)(self._engine)
 
-    async def generate(self, requests: list[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: list[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
             for message in messages(outputs):
                 yield message
 
 
 def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
-    """The outputs in order, in lists of about ``MESSAGE_TOKENS``: reading a message blocks the reader's event loop."""
+    """The outputs in order, in lists of about ``MESSAGE_TOKENS``: reading a message blocks the
+    reader's event loop."""
     message: list[GenerationOutput] = []
     tokens = 0
     for output in outputs:
@@ -78,13 +89,15 @@ def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOut
         tokens += len(output.token_ids)
         if tokens >= MESSAGE_TOKENS:
             yield message
-            message, tokens = [], 0
+            message = []
+            tokens = 0
     if message:
         yield message
 
 
 class RayEngine(InferenceEngine):
-    """Making one starts its process, so Ray must be up. Methods of ``REMOTE`` are those of the engine there.
+    """Making one starts its process, so Ray must be up. Methods of ``REMOTE`` are those of the
+    engine there.
 
     Args:
         options: Ray's actor options (resources, placement); an attribute too.
@@ -94,7 +107,11 @@ class RayEngine(InferenceEngine):
     restartable: ClassVar[bool] = True
 
     def __init__(
-        self, backend: str, config: EngineConfig, options: dict[str, Any] | None = None, start_timeout_s: float = 300.0
+        self,
+        backend: str,
+        config: EngineConfig,
+        options: dict[str, Any] | None = None,
+        start_timeout_s: float = 300.0,
     ) -> None:
         super().__init__(config)
         self.backend = backend
@@ -121,9 +138,13 @@ class RayEngine(InferenceEngine):
                 f"(generator.engine_start_timeout_s)"
             ) from error
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         with self._alive() as actor:
-            async for reference in actor.generate.options(num_returns="streaming").remote(list(requests)):
+            async for reference in actor.generate.options(num_returns="streaming").remote(
+                list(requests)
+            ):
                 yield await reference
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
@@ -142,14 +163,18 @@ class RayEngine(InferenceEngine):
             raise EngineFailedError(f"the {self.backend} engine has been ended")
         try:
             yield self._actor
-        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:  # the latter: Ray ended it
+        except (
+            ray.exceptions.RayActorError,
+            ray.exceptions.OutOfMemoryError,
+        ) as error:  # the latter: Ray ended it
             raise EngineFailedError(str(error)) from error
 
     async def shutdown(self) -> None:
         """Let the engine release what it holds, then end its process in any case."""
         if self._actor is None:
             return
-        actor, self._actor = self._actor, None
+        actor = self._actor
+        self._actor = None
         if self._start_was_called:  # else it holds nothing, and may still be importing
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(SHUTDOWN_S):
@@ -157,9 +182,11 @@ class RayEngine(InferenceEngine):
         ray.kill(actor)
 
     def kill(self) -> None:
-        """End its process and all that it started, also if it does not answer any more. Safe to call twice."""
+        """End its process and all that it started, also if it does not answer any more. Safe to
+        call twice."""
         if self._actor is not None:
-            actor, self._actor = self._actor, None
+            actor = self._actor
+            self._actor = None
             ray.kill(actor)
         if self._process is not None:
             self._process.end()
@@ -169,27 +196,41 @@ class RayEngine(InferenceEngine):
 
     @staticmethod
     def one_more(
-        engines: Sequence[InferenceEngine], left: Iterable[bool], devices: int, *, may_grow: bool = False
+        engines: Sequence[InferenceEngine],
+        left: Iterable[bool],
+        devices: int,
+        *,
+        may_grow: bool = False,
     ) -> RayEngine:
-        """Another engine like these, with the resources of one that has left, or else free ones of Ray. Blocks.
+        """Another engine like these, with the resources of one that has left, or else free ones of
+        Ray. Blocks.
 
         Args:
-            left: of each engine, whether it has left; the resources of a failed one are its replacement's.
+            left: of each engine, whether it has left; the resources of a failed one are its
+                replacement's.
             devices: GPUs of an engine; 0 without GPUs: engines then share the cores.
-            may_grow: request GPUs that Ray does not have, until the engine's start times out: Ray's autoscaler may add
-                a node.
+            may_grow: request GPUs that Ray does not have, until the engine's start times out: Ray's
+                autoscaler may add a node.
 
         Raises:
             UserError: if Ray has too few free GPUs, and ``may_grow`` is false.
         """
-        ours = {engine: gone for engine, gone in zip(engines, left, strict=True) if isinstance(engine, RayEngine)}
+        ours = {
+            engine: gone
+            for engine, gone in zip(engines, left, strict=True)
+            if isinstance(engine, RayEngine)
+        }
         taken = [id(engine.options) for engine, gone in ours.items() if not gone]
         free = [engine.options for engine in ours if id(engine.options) not in taken]
-        options: dict[str, Any] = free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
+        options: dict[str, Any] = (
+            free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
+        )
         available = ray.available_resources().get("GPU", 0.0)
         first = next(iter(ours))
         if not free and available < devices:
-            lacking = f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
+            lacking = (
+                f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
+            )
             if not may_grow:
                 raise UserError(lacking)
             limit = f"{first._start_timeout_s:g} s (generator.engine_start_timeout_s)"
@@ -202,7 +243,8 @@ def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
     async def call(self: RayEngine, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
         return await self._remote(name, *args)
 
-    call.__name__, call.__doc__ = name, vars(InferenceEngine)[name].__doc__
+    call.__name__ = name
+    call.__doc__ = vars(InferenceEngine)[name].__doc__
     return call
 
 

@@ -1,12 +1,13 @@
 """Servers that the run does not start, as engines: what is the same for all kinds of servers.
 
-Invariant: a token's version is the one that the server's core reports for it. A version that this run did not set is a
-failure: the server was restarted, or another run uses it. A server that cannot be reached, or that ends in the middle
-of an answer, is ``EngineFailedError``; one that rejects a request is an error with its own message. Of a server's state
-a run changes the weights only.
+Invariant: a token's version is the one that the server's core reports for it. A version that this
+run did not set is a failure: the server was restarted, or another run uses it. A server that cannot
+be reached, or that ends in the middle of an answer, is ``EngineFailedError``; one that rejects a
+request is an error with its own message. Of a server's state a run changes the weights only.
 
-Requests that have a token keep their cache over an update; those without a token are sent again. Prompts are salted
-with the version, so that no prompt finds blocks that other weights have computed.
+Requests that have a token keep their cache over an update; those without a token are sent again.
+Prompts are salted with the version, so that no prompt finds blocks that other weights have
+computed.
 
 | who waits               | for what               | woken by                                                     |
 |-------------------------|------------------------|--------------------------------------------------------------|
@@ -56,17 +57,23 @@ from skyasync.weight_sync.update import CurrentContent, WeightSyncError, WeightU
 INFO = "/server_info"  # the route by which vLLM and SGLang describe themselves
 ANSWER_S = 30.0  # the first time it is asked, a server inspects its machine, for seconds
 CONNECT_S = 10.0
-KEEPALIVE_S = 2.0  # of an idle connection; the server closes it after five, and must not do so under a request
+# of an idle connection; the server closes it after five, and must not do so under a request
+KEEPALIVE_S = 2.0
 LONGEST_LINE = 2**25  # bytes; a token of a chunk takes about 80
 RETRY_S = 1.0  # between two attempts to find a server that has to come back
 
 
 class ServerConnection:
-    """Args: kind: whose server it is, in messages. url: ``http://host:port``. key: sent if not empty; it stands in no
-    message. core_failures: words of a refusal by which the server says that its core has ended."""
+    """Args: kind: whose server it is, in messages. url: ``http://host:port``. key: sent if not
+    empty; it stands in no message. core_failures: words of a refusal by which the server says that
+    its core has ended."""
 
-    def __init__(self, kind: str, url: str, key: str = "", core_failures: Sequence[str] = ()) -> None:
-        self.url, self._key, self._core_failures = url.rstrip("/"), key, core_failures
+    def __init__(
+        self, kind: str, url: str, key: str = "", core_failures: Sequence[str] = ()
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._key = key
+        self._core_failures = core_failures
         self.name = f"the {kind} server {self.url}"
         self._session: aiohttp.ClientSession | None = None
 
@@ -89,7 +96,8 @@ class ServerConnection:
     async def chunks(
         self, route: str, body: Mapping[str, Any], accepted: Callable[[], None] = lambda: None
     ) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a streamed answer. Leaving the iteration early has the server end the request.
+        """The pieces of a streamed answer. Leaving the iteration early has the server end the
+        request.
 
         Args:
             accepted: called when the server has read the request, before the first piece.
@@ -110,7 +118,8 @@ class ServerConnection:
 
     async def close(self) -> None:
         """Safe to call twice."""
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 
@@ -145,10 +154,17 @@ class ServerConnection:
             raise self.failure(error) from error
 
     def _refusal(self, route: str, answer: object, status: int = 0) -> Exception:
-        inner = answer.get("error", answer) if isinstance(answer, dict) else answer
+        if isinstance(answer, dict):
+            inner = answer.get("error", answer)
+        else:
+            inner = answer
         text = str(inner.get("message", inner) if isinstance(inner, dict) else inner).strip()
         line = f"{self.name}{route} answers{f' {status}' if status else ''}: {text[:400]}"
-        return (EngineFailedError if any(words in text for words in self._core_failures) else RuntimeError)(line)
+        return (
+            EngineFailedError
+            if any(words in text for words in self._core_failures)
+            else RuntimeError
+        )(line)
 
 
 @dataclass(eq=False)
@@ -192,7 +208,11 @@ class RemoteRequest:
 
     def progress(self) -> GenerationOutput | None:
         """The tokens since the last call that are surely of the version that it was sent under."""
-        first, last = self.reported, len(self.tokens) if self.certain is None else self.certain
+        first = self.reported
+        if self.certain is None:
+            last = len(self.tokens)
+        else:
+            last = self.certain
         if last <= first:
             return None
         self.reported = last
@@ -205,7 +225,8 @@ class RemoteRequest:
 
 
 def versions_of(spans: Sequence[Mapping[str, Any]] | None, count: int) -> Ints | None:
-    """The version of each of ``count`` tokens; None if the server has weights without a version of a run."""
+    """The version of each of ``count`` tokens; None if the server has weights without a version of
+    a run."""
     versions = [int(s["version"]) if str(s["version"]).isdecimal() else None for s in spans or ()]
     lengths = [span["end"] - span["start"] for span in spans or ()]
     if sum(lengths) < count or None in versions:
@@ -214,8 +235,9 @@ def versions_of(spans: Sequence[Mapping[str, Any]] | None, count: int) -> Ints |
 
 
 class RemoteEngine(InferenceEngine):
-    """``config.extra``: ``url``; ``key``, if the server needs one; ``start_s``: how long its start may take;
-    ``returns``: it has failed, and may stay away until then. A kind of server overrides what is not supported here."""
+    """``config.extra``: ``url``; ``key``, if the server needs one; ``start_s``: how long its start
+    may take; ``returns``: it has failed, and may stay away until then. A kind of server overrides
+    what is not supported here."""
 
     kind: ClassVar[str]  # of server, in messages
     how_to_start: ClassVar[str]  # one that can be an engine
@@ -228,17 +250,21 @@ class RemoteEngine(InferenceEngine):
         super().__init__(config)
         self.version = config.version
         extra = config.extra
-        self._server = ServerConnection(self.kind, extra["url"], extra.get("key", ""), self.core_failures)
+        self._server = ServerConnection(
+            self.kind, extra["url"], extra.get("key", ""), self.core_failures
+        )
         self._run = uuid4().hex  # whose versions these are: the server may have served others
         self._requests: dict[str, RemoteRequest] = {}
         self._tasks: set[asyncio.Task[GenerationOutput]] = set()
         self._finished_tokens = self._cache_tokens = 0
-        self._busy, self._paused = Stopwatch(), Stopwatch()
+        self._busy = Stopwatch()
+        self._paused = Stopwatch()
         self._control = asyncio.Lock()
         self._content = CurrentContent()
         self._closing: asyncio.Future[None] | None = None
 
-    # -- what each kind of server implements --------------------------------------------------------------
+    # -- what each kind of server implements
+    # --------------------------------------------------------------
 
     @classmethod
     def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
@@ -268,7 +294,8 @@ class RemoteEngine(InferenceEngine):
         raise self.unsupported("abort")
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
-        """Log-probabilities of each token after the first; None if it was cut before the server had them."""
+        """Log-probabilities of each token after the first; None if it was cut before the server had
+        them."""
         raise self.unsupported("score")
 
     async def _schedule(self, mode: PauseMode | None) -> None:
@@ -279,12 +306,18 @@ class RemoteEngine(InferenceEngine):
         """Have the paused server load the weights, and set their version."""
         raise self.unsupported("update_weights")
 
-    # -- lifecycle ----------------------------------------------------------------------------------------
+    # -- lifecycle
+    # ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Check the server, and end a pause and requests of an earlier run. A successor waits for its server."""
+        """Check the server, and end a pause and requests of an earlier run. A successor waits for
+        its server."""
         extra = self.config.extra
-        async with within(extra["start_s"], f"the start of engine {extra['url']}", "generator.engine_start_timeout_s"):
+        async with within(
+            extra["start_s"],
+            f"the start of engine {extra['url']}",
+            "generator.engine_start_timeout_s",
+        ):
             while True:
                 try:
                     info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
@@ -293,7 +326,8 @@ class RemoteEngine(InferenceEngine):
                     if not extra.get("returns"):
                         raise UserError(f"generator.engines: {error}") from error
                     await asyncio.sleep(RETRY_S)
-            if problem := self.complaint(self._server.url, info, self.config):
+            problem = self.complaint(self._server.url, info, self.config)
+            if problem:
                 raise UserError(problem)
             self._cache_tokens = await self._reset(info)
 
@@ -317,9 +351,12 @@ class RemoteEngine(InferenceEngine):
         extra = {**self.config.extra, "returns": True}
         return type(self)(replace(self.config, version=self.version, extra=extra))
 
-    # -- requests -----------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         finished: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
         mine = [asyncio.create_task(self._answer(request)) for request in requests]
         self._tasks.update(mine)
@@ -341,8 +378,8 @@ class RemoteEngine(InferenceEngine):
                     task.exception()  # it may be one of many that a server's failure has ended
 
     async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        """A rejection by the server is an error of that request alone. A request without a token is sent again after a
-        weight update."""
+        """A rejection by the server is an error of that request alone. A request without a token is
+        sent again after a weight update."""
         name = request.request_id
         try:
             while True:
@@ -370,14 +407,17 @@ class RemoteEngine(InferenceEngine):
         Args:
             spans: JSON of the server: the version of its tokens.
         """
-        name, count = pending.request.request_id, len(pending.tokens)
+        name = pending.request.request_id
+        count = len(pending.tokens)
         versions = versions_of(spans, count)
         if versions is None:
             raise self._server.failure(
                 "it reports a weight version that this run never sent: it was restarted, or another run uses it"
             )
         self._finished_tokens += count
-        return GenerationOutput(name, ints(pending.tokens), floats(pending.logprobs), versions, reason)
+        return GenerationOutput(
+            name, ints(pending.tokens), floats(pending.logprobs), versions, reason
+        )
 
     def _salt(self, version: int) -> str:
         """Keeps a prompt from finding blocks that other weights have computed."""
@@ -396,7 +436,8 @@ class RemoteEngine(InferenceEngine):
 
         async def scored(sequence: Sequence[int]) -> list[float]:
             while len(sequence) > 1:  # until neither a weight update nor pause("abort") has cut it
-                if (scores := await self._score(sequence)) is not None:
+                scores = await self._score(sequence)
+                if scores is not None:
                     return scores
             return []
 
@@ -408,10 +449,12 @@ class RemoteEngine(InferenceEngine):
         for pending in chosen:
             if not pending.tokens:
                 pending.leave("ended")
-        if at_the_server := [pending for pending in chosen if pending.tokens]:
+        at_the_server = [pending for pending in chosen if pending.tokens]
+        if at_the_server:
             await self._abort(at_the_server)
 
-    # -- control ------------------------------------------------------------------------------------------
+    # -- control
+    # ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         async with self._control:
@@ -433,7 +476,9 @@ class RemoteEngine(InferenceEngine):
             WeightSyncError: if the server is healthy and has not loaded the weights.
         """
         if update.backend != "shared_memory":
-            raise UserError(f"servers of generator.engines take weights from a file, not by {update.backend}")
+            raise UserError(
+                f"servers of generator.engines take weights from a file, not by {update.backend}"
+            )
         self._content.begin(update)
         async with self._control:
             was_paused = self._paused.on
@@ -441,7 +486,10 @@ class RemoteEngine(InferenceEngine):
                 await self._set_paused("keep")
             try:
                 unproven = await self._load(update)
-            except (EngineFailedError, RuntimeError) as error:  # a server may close the connection at an internal error
+            except (
+                EngineFailedError,
+                RuntimeError,
+            ) as error:  # a server may close the connection at an internal error
                 await self._server.get(self.core_route)
                 raise WeightSyncError(  # layers may lack their weights
                     f"{self._server.name} has rejected the weights of version {update.version} (its own log says why) "
@@ -458,7 +506,8 @@ class RemoteEngine(InferenceEngine):
                 await self._set_paused(None)
             return unproven
 
-    # -- watching -----------------------------------------------------------------------------------------
+    # -- watching
+    # -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
         counts = [len(pending.tokens) for pending in self._requests.values()]
@@ -476,7 +525,8 @@ class RemoteEngine(InferenceEngine):
     def _watch(self) -> None:
         self._busy.switch(bool(self._requests) and not self._paused.on)
 
-    # -- checks before the start --------------------------------------------------------------------------
+    # -- checks before the start
+    # --------------------------------------------------------------------------
 
     @classmethod
     def foreign(cls, url: str, why: str) -> str:
@@ -521,7 +571,8 @@ class RemoteEngine(InferenceEngine):
 def check_servers(
     urls: list[str], config: EngineConfig, weight_sync_dir: str = "", backend: str = "vllm_server"
 ) -> None:
-    """Raises UserError, in one line, for the first server that does not answer or cannot be an engine. Blocks."""
+    """Raises UserError, in one line, for the first server that does not answer or cannot be an
+    engine. Blocks."""
     engine: type[RemoteEngine] = ENGINES.find(backend)
     if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
         raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is not a writable folder")
@@ -529,23 +580,40 @@ def check_servers(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in urls:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
-            raise UserError(f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000")
-        request = urllib.request.Request(f"{url.rstrip('/')}{INFO}?config_format=json", headers=headers)
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.path not in ("", "/")
+        ):
+            raise UserError(
+                f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000"
+            )
+        request = urllib.request.Request(
+            f"{url.rstrip('/')}{INFO}?config_format=json", headers=headers
+        )
         try:
             with urllib.request.urlopen(request, timeout=ANSWER_S) as response:
                 info = json.load(response)
         except urllib.error.HTTPError as error:
             if error.code == 401:
-                what = "rejected the key in" if key else "needs a key: set"
+                if key:
+                    what = "rejected the key in"
+                else:
+                    what = "needs a key: set"
                 raise UserError(
                     f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
                 ) from None
             raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
         except OSError as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise UserError(f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}") from None
+            if isinstance(error, urllib.error.URLError):
+                reason = error.reason
+            else:
+                reason = error
+            raise UserError(
+                f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}"
+            ) from None
         except ValueError:
             raise UserError(engine.foreign(url, f"{INFO} is not JSON")) from None
-        if problem := engine.complaint(url, info if isinstance(info, dict) else {}, config):
+        problem = engine.complaint(url, info if isinstance(info, dict) else {}, config)
+        if problem:
             raise UserError(problem)

@@ -1,20 +1,22 @@
 """Which engine gets the next request, and when.
 
-Pure: no asyncio, no I/O, no clock. Invariant: nothing is sent to a failed engine, and nothing while all are full. A
-session stays where it began while that engine takes requests; nothing else is sent to a full engine. ``choose`` charges
-an engine for a request, and ``ended`` frees the charge.
+Pure: no asyncio, no I/O, no clock. Invariant: nothing is sent to a failed engine, and nothing while
+all are full. A session stays where it began while that engine takes requests; nothing else is sent
+to a full engine. ``choose`` charges an engine for a request, and ``ended`` frees the charge.
 
-The next request goes to the engine that would finish it first: the one with the fewest outstanding tokens for its
-throughput, among those whose cache has room for it, if any has. A request's tokens are its prompt and a response of
-mean length. Throughput is measured, so that an engine twice as fast gets twice the tokens; engines of about the same
-throughput count as equal, and the choice then does not depend on the clock. An engine that has the prompt in its cache
-saves a quarter of the prompt.
+The next request goes to the engine that would finish it first: the one with the fewest outstanding
+tokens for its throughput, among those whose cache has room for it, if any has. A request's tokens
+are its prompt and a response of mean length. Throughput is measured, so that an engine twice as
+fast gets twice the tokens; engines of about the same throughput count as equal, and the choice then
+does not depend on the clock. An engine that has the prompt in its cache saves a quarter of the
+prompt.
 
-An engine is full when its cache would not hold the request in addition to what it holds. A running request holds on
-average its prompt and half of its response; what engines report of their caches corrects the sum. An engine with
-nothing in flight is never full: a request that is larger than all caches is for the engine to reject. With adaptive
-concurrency an engine is also full at its limit of requests in flight, and when it has its share of what is left: a
-request waits for a fast engine if the slow one would be the last to finish.
+An engine is full when its cache would not hold the request in addition to what it holds. A running
+request holds on average its prompt and half of its response; what engines report of their caches
+corrects the sum. An engine with nothing in flight is never full: a request that is larger than all
+caches is for the engine to reject. With adaptive concurrency an engine is also full at its limit of
+requests in flight, and when it has its share of what is left: a request waits for a fast engine if
+the slow one would be the last to finish.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from skyasync.inference.interface import EngineStats, GenerationOutput, Generati
 
 Rates = NDArray[np.float64]
 
-REMEMBERED_SESSIONS = 65_536  # least recently used first out; between two turns a conversation has no request in flight
+# least recently used first out; between two turns a conversation has no request in flight
+REMEMBERED_SESSIONS = 65_536
 REMEMBERED_PROMPTS = 8_192
-CACHED = 0.25  # what a cached token of a prompt saves: prompts are computed in batches, unlike tokens of a response
+# what a cached token of a prompt saves: prompts are computed in batches, unlike tokens of a
+# response
+CACHED = 0.25
 MIN_ANSWERS = 32  # before that an engine's throughput is unknown
 DECAY = 1 - 1 / 512  # per answer, of all earlier ones
 NOISE = 1.25  # throughputs whose ratio is below count as equal
@@ -43,9 +48,10 @@ MAX_RATIO = 16.0  # to the slowest; a higher one means that the slowest hangs
 class Throughput:
     """An engine's tokens per second at its usual load, measured while it is loaded.
 
-    Let n requests be in flight for dt seconds each, R = sum n dt (request-seconds) and Q = sum n^2 dt. Then tokens / R
-    is the rate of one request, and Q / R the load that a request meets. Their product is the throughput at that load.
-    A straggler that is computed alone does not make the engine slow.
+    Let n requests be in flight for dt seconds each, R = sum n dt (request-seconds) and Q = sum n^2
+    dt. Then tokens / R is the rate of one request, and Q / R the load that a request meets. Their
+    product is the throughput at that load. A straggler that is computed alone does not make the
+    engine slow.
     """
 
     def __init__(self) -> None:
@@ -55,7 +61,10 @@ class Throughput:
 
     def load(self, in_flight: int, now: float) -> None:
         """So many requests were in flight from the last call until now."""
-        passed = max(now - self._since, 0.0) if self._since is not None else 0.0
+        if self._since is not None:
+            passed = max(now - self._since, 0.0)
+        else:
+            passed = 0.0
         self._since = now
         self._request_s += in_flight * passed
         self._squared_s += in_flight * in_flight * passed
@@ -75,8 +84,8 @@ class Throughput:
 
 
 def relative(rates: Rates) -> Rates:
-    """Throughputs in tokens/s, 0 if unknown: the slowest is 1; all are 1 while one is unknown, or if they are about
-    the same."""
+    """Throughputs in tokens/s, 0 if unknown: the slowest is 1; all are 1 while one is unknown, or
+    if they are about the same."""
     slowest = rates.min()
     if not slowest or rates.max() < NOISE * slowest:
         return np.ones_like(rates)
@@ -95,7 +104,8 @@ class Charge(NamedTuple):
 class _Offers:
     """The engines that can take a request of a prompt, and when each would have finished it.
 
-    ``finish``: outstanding tokens by relative throughput, infinite if the cache lacks room for them.
+    ``finish``: outstanding tokens by relative throughput, infinite if the cache lacks room for
+    them.
     """
 
     engines: list[int]
@@ -114,20 +124,25 @@ class Router:
         capacity: tokens that an engine's cache holds; infinite if unknown.
         adaptive: the requests in flight are limited by what engines report of their queues.
         limit: of the requests in flight at an engine; infinite without one.
-        cache_tokens: of its cache, by the charges; ``unforeseen``: what it has reported in addition.
+        cache_tokens: of its cache, by the charges; ``unforeseen``: what it has reported in
+            addition.
         left: it will not come back. open: it takes requests; not while it sleeps.
-        prompts: hash of a prompt -> engines that have it in their cache, least recently used first; new weights clear
-            it.
+        prompts: hash of a prompt -> engines that have it in their cache, least recently used first;
+            new weights clear it.
     """
 
     def __init__(self, engines: int) -> None:
         self.adaptive = False
         self.in_flight = np.zeros(engines, np.int64)
-        self.capacity, self.limit = np.full(engines, np.inf), np.full(engines, np.inf)
+        self.capacity = np.full(engines, np.inf)
+        self.limit = np.full(engines, np.inf)
         self._limits = [ConcurrencyLimit() for _ in range(engines)]
         self.outstanding, self.cache_tokens, self.unforeseen = np.zeros((3, engines))
-        self.healthy, self.open, self.left = np.ones(engines, bool), np.ones(engines, bool), np.zeros(engines, bool)
-        self._throughput, self._rates = [Throughput() for _ in range(engines)], np.zeros(engines)
+        self.healthy = np.ones(engines, bool)
+        self.open = np.ones(engines, bool)
+        self.left = np.zeros(engines, bool)
+        self._throughput = [Throughput() for _ in range(engines)]
+        self._rates = np.zeros(engines)
         self.sessions: dict[str, int] = {}  # session -> engine, least recently used first
         self.prompts: dict[int, set[int]] = {}
         self._answers = self._tokens = 0
@@ -142,23 +157,35 @@ class Router:
         self.healthy[-1] = False
         return len(self.healthy) - 1
 
-    def choose(self, request: GenerationRequest, now: float = 0.0, queued: int = 1) -> Charge | None:
-        """The engine for a request, or its session's; charged there. None if none is healthy, or all are full.
+    def choose(
+        self, request: GenerationRequest, now: float = 0.0, queued: int = 1
+    ) -> Charge | None:
+        """The engine for a request, or its session's; charged there. None if none is healthy, or
+        all are full.
 
         Args:
             queued: requests that have no engine yet, with this one.
         """
         charges = self.choose_group([request], now, queued)
-        return charges[0] if charges else None
+        if charges:
+            return charges[0]
+        return None
 
-    def choose_group(self, requests: Sequence[GenerationRequest], now: float = 0.0, queued: int = 1) -> list[Charge]:
-        """``choose`` for one request after the other, of the same prompt and length; fewer once all engines are full.
+    def choose_group(
+        self, requests: Sequence[GenerationRequest], now: float = 0.0, queued: int = 1
+    ) -> list[Charge]:
+        """``choose`` for one request after the other, of the same prompt and length; fewer once all
+        engines are full.
 
         What engines offer is computed once, and again when one of them is full.
         """
-        prompt, longest = len(requests[0].prompt_token_ids), float(requests[0].sampling.max_tokens)
+        prompt = len(requests[0].prompt_token_ids)
+        longest = float(requests[0].sampling.max_tokens)
         tokens = prompt + (min(longest, self._tokens / self._answers) if self._answers else longest)
-        cache_tokens = prompt + (tokens - prompt) / 2 if self._answers else float(prompt)
+        if self._answers:
+            cache_tokens = prompt + (tokens - prompt) / 2
+        else:
+            cache_tokens = float(prompt)
         key = hash(requests[0].prompt_token_ids.tobytes())
         charges: list[Charge] = []
         offers: _Offers | None = None
@@ -172,18 +199,28 @@ class Router:
             charge = Charge(index, tokens, cache_tokens - (prompt if cached_at else 0))
             self._add(charge, now)
             charges.append(charge)
-            if not cached_at or index not in offers.engines or self._nearly_full(index, tokens, cache_tokens):
+            if (
+                not cached_at
+                or index not in offers.engines
+                or self._nearly_full(index, tokens, cache_tokens)
+            ):
                 offers = None
             else:
                 place = offers.engines.index(index)
                 offers.finish[place] += tokens / offers.rates[place]
         return charges
 
-    def _offers(self, prompt: int, tokens: float, cache_tokens: float, key: int, queued: int) -> _Offers:
+    def _offers(
+        self, prompt: int, tokens: float, cache_tokens: float, key: int, queued: int
+    ) -> _Offers:
         used = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
-        full = (self.in_flight > 0) & (used + cache_tokens > self.capacity) | (self.in_flight >= self.limit)
+        full = (self.in_flight > 0) & (used + cache_tokens > self.capacity) | (
+            self.in_flight >= self.limit
+        )
         takes = self.healthy & self.open
-        if np.isfinite(self.limit[takes]).any():  # a slow engine takes no more than its share of what is left
+        if np.isfinite(
+            self.limit[takes]
+        ).any():  # a slow engine takes no more than its share of what is left
             rates = relative(self._rates[takes])
             share = (self.outstanding[takes].sum() + queued * tokens) / rates.sum()
             full[takes] |= self.outstanding[takes] > share * rates
@@ -204,10 +241,13 @@ class Router:
         if isfinite(self.limit[index]):
             return True
         used = self.cache_tokens[index] + max(self.unforeseen[index], 0.0)
-        return bool(max(used + cache_tokens, self.outstanding[index] + tokens) > self.capacity[index])
+        return bool(
+            max(used + cache_tokens, self.outstanding[index] + tokens) > self.capacity[index]
+        )
 
     def _of_session(self, session: str | None, best: int) -> int:
-        """Where the session began, if that engine takes requests; else it begins at the best one."""
+        """Where the session began, if that engine takes requests; else it begins at the best
+        one."""
         if session is None:
             return best
         index = self.sessions.pop(session, best)
@@ -219,7 +259,8 @@ class Router:
         return index
 
     def _note_prompt(self, key: int, index: int) -> bool:
-        """Note that the engine has the prompt in its cache from now on. Returns whether it had it before."""
+        """Note that the engine has the prompt in its cache from now on. Returns whether it had it
+        before."""
         engines = self.prompts.pop(key, set())
         known = index in engines
         engines.add(index)
@@ -241,14 +282,17 @@ class Router:
         self._rates[index] = throughput.tokens_per_s or 0.0
 
     def reported(self, index: int, stats: EngineStats) -> None:
-        """An engine's own account of its queue, and of its cache; waiting requests will take as much as others do."""
+        """An engine's own account of its queue, and of its cache; waiting requests will take as
+        much as others do."""
         if self.adaptive:
             self.limit[index] = self._limits[index].observe(stats, int(self.in_flight[index]))
         if stats.cache_used is not None and self.in_flight[index]:
             waiting = stats.waiting * self.cache_tokens[index] / self.in_flight[index]
             self.unforeseen[index] = stats.cache_used + waiting - self.cache_tokens[index]
 
-    def ended(self, charge: Charge, answer: GenerationOutput | None = None, now: float = 0.0) -> None:
+    def ended(
+        self, charge: Charge, answer: GenerationOutput | None = None, now: float = 0.0
+    ) -> None:
         """A request has left its engine: its charge is free again."""
         index = charge.engine
         self._throughput[index].load(int(self.in_flight[index]), now)
@@ -267,9 +311,13 @@ class Router:
 
     def renew(self, index: int) -> None:
         """Another engine takes the place: its throughput is unknown, and it gets requests."""
-        self.healthy[index], self.open[index], self.unforeseen[index] = True, True, 0.0
-        self._throughput[index], self._rates[index] = Throughput(), 0.0
-        self._limits[index], self.limit[index] = ConcurrencyLimit(), np.inf
+        self.healthy[index] = True
+        self.open[index] = True
+        self.unforeseen[index] = 0.0
+        self._throughput[index] = Throughput()
+        self._rates[index] = 0.0
+        self._limits[index] = ConcurrencyLimit()
+        self.limit[index] = np.inf
         for owners in self.prompts.values():
             owners.discard(index)
 
@@ -284,16 +332,19 @@ FULL = 0.95  # of the cache
 class ConcurrencyLimit:
     """How many requests one engine gets at once, by its queue (``generator.adaptive_concurrency``).
 
-    A limit is above what the engine was seen to compute, so no engine has less to do than without a limit. What is held
-    back waits in the client, and goes to the first engine with room: a request that waits in an engine cannot go to
-    another that has become free. A preempted request waits again, so a cache that is too small shows as a queue too;
-    how full it may become is the router's decision (``Router.capacity``).
+    A limit is above what the engine was seen to compute, so no engine has less to do than without a
+    limit. What is held back waits in the client, and goes to the first engine with room: a request
+    that waits in an engine cannot go to another that has become free. A preempted request waits
+    again, so a cache that is too small shows as a queue too; how full it may become is the router's
+    decision (``Router.capacity``).
 
-    A limit is set when the engine had a queue in ``SETTLED`` reports and its running requests have stopped to grow:
-    requests that have just arrived wait as well. If the queue is gone although the limit was reached, the limit grows.
+    A limit is set when the engine had a queue in ``SETTLED`` reports and its running requests have
+    stopped to grow: requests that have just arrived wait as well. If the queue is gone although the
+    limit was reached, the limit grows.
 
-    Source: prime-rl (pull request 3285) limits rollouts by the engines' load, with additive increase and multiplicative
-    decrease. Here the running requests measure the capacity, so the limit goes there at once.
+    Source: prime-rl (pull request 3285) limits rollouts by the engines' load, with additive
+    increase and multiplicative decrease. Here the running requests measure the capacity, so the
+    limit goes there at once.
 
     Attributes:
         limit: of requests in flight; infinite before the engine has had a queue for a while.
@@ -317,7 +368,11 @@ class ConcurrencyLimit:
                 self.limit = most + max(most // RUNNING_PER_WAITING, 1)
             return self.limit
         self.running = []
-        cache_is_full = stats.cache_used is not None and stats.cache_used >= FULL * stats.cache_tokens > 0
+        cache_is_full = (
+            stats.cache_used is not None and stats.cache_used >= FULL * stats.cache_tokens > 0
+        )
         if in_flight >= self.limit and not cache_is_full:
-            self.limit = max(self.limit * GROWTH, float(in_flight))  # more may have been sent before the limit was set
+            self.limit = max(
+                self.limit * GROWTH, float(in_flight)
+            )  # more may have been sent before the limit was set
         return self.limit

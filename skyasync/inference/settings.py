@@ -1,7 +1,7 @@
 """The configuration of a run in the terms of ``EngineConfig``.
 
-Invariant: pure functions of the configuration and of whether there are GPUs. What cannot work is rejected here, before
-an engine starts.
+Invariant: pure functions of the configuration and of whether there are GPUs. What cannot work is
+rejected here, before an engine starts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FEW_TURNS = 4  # for which max_model_len suffices if generator.max_turns is not 
 
 def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
     """Raises ``UserError`` for settings that this machine or the chosen engine cannot carry out."""
-    generator, trainer, name = cfg.generator, cfg.trainer, backend(cfg)
+    generator = cfg.generator
+    trainer = cfg.trainer
+    name = backend(cfg)
     can = ENGINES.about(name).can
     limits = can["gpu_limits"] if gpus else can["cpu_limits"]
     if limits:
@@ -43,7 +45,10 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             f"{generator.max_num_seqs}, and each of these sequences gets a token per step: raise the one, lower the "
             f"other, or leave it at 0"
         )
-    sleep = "trainer.placement.colocate_all=true" if trainer.placement.colocate_all else ""
+    if trainer.placement.colocate_all:
+        sleep = "trainer.placement.colocate_all=true"
+    else:
+        sleep = ""
     if generator.hybrid_engines:
         sleep = f"generator.hybrid_engines={generator.hybrid_engines}"
     if sleep and ("gpu" if gpus else "cpu") not in can["sleeps_on"]:
@@ -75,18 +80,29 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
 
 
 def max_model_len(cfg: Config) -> int:
-    """Tokens of a sequence in the engine, at which an episode ends: ``generator.max_model_len``, or what 0 stands for.
+    """Tokens of a sequence in the engine, at which an episode ends: ``generator.max_model_len``, or
+    what 0 stands for.
 
-    Then an episode has room for its turns; the text between its responses is as long as a prompt may be.
+    Then an episode has room for its turns; the text between its responses is as long as a prompt
+    may be.
     """
-    generator, model = cfg.generator, cfg.trainer.policy.model
+    generator = cfg.generator
+    model = cfg.trainer.policy.model
     if generator.max_model_len:
         return generator.max_model_len
     file = config_file(model.path)
     try:
-        shape = read_json(file, model.path) if file else {POSITIONS: sys.maxsize}
+        if file:
+            shape = read_json(file, model.path)
+        else:
+            shape = {POSITIONS: sys.maxsize}
         longest = int({**shape, **model.config_kwargs}[POSITIONS])
-    except (UserError, KeyError, TypeError, ValueError):  # an error is raised where the model is checked
+    except (
+        UserError,
+        KeyError,
+        TypeError,
+        ValueError,
+    ):  # an error is raised where the model is checked
         longest = sys.maxsize
     response = max(sampling.max_generate_length for sampling in sampling_groups(generator).values())
     turn = cfg.trainer.max_prompt_length + response
@@ -96,28 +112,36 @@ def max_model_len(cfg: Config) -> int:
 def adapter_rank(cfg: Config) -> int:
     """Of the adapters, if engines are sent adapters alone; 0 if they are sent weights."""
     lora = cfg.trainer.policy.lora
-    return lora.rank if lora.sync == "adapter" else 0
+    if lora.sync == "adapter":
+        return lora.rank
+    return 0
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
     """What rounding can do to a log-probability, for the dtypes of policy and engine."""
     dtypes = {cfg.trainer.policy.model.dtype, engine_config(cfg, gpus=gpus).dtype}
-    return FLOAT32 if dtypes <= ({"float32"} if gpus else {"float32", "auto"}) else BFLOAT16
+    if dtypes <= ({"float32"} if gpus else {"float32", "auto"}):
+        return FLOAT32
+    return BFLOAT16
 
 
 def engines_per_device(cfg: Config) -> int:
     """The most engines that have a device together, as ``plan_slots`` places them."""
     placement = cfg.trainer.placement
-    return ceil(cfg.generator.own_engines / placement.policy_ranks) if placement.colocate_all else 1
+    if placement.colocate_all:
+        return ceil(cfg.generator.own_engines / placement.policy_ranks)
+    return 1
 
 
 def colocated_rank(engine: int, ranks: int) -> int:
-    """The policy's rank that shares its device with an engine, with ``trainer.placement.colocate_all``."""
+    """The policy's rank that shares its device with an engine, with
+    ``trainer.placement.colocate_all``."""
     return engine % ranks
 
 
 def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
-    """How the weights travel: ``generator.weight_sync_backend``, with what ``auto`` stands for here."""
+    """How the weights travel: ``generator.weight_sync_backend``, with what ``auto`` stands for
+    here."""
     chosen = cfg.generator.weight_sync_backend
     if chosen in BETWEEN_GPUS and not gpus:
         raise UserError(
@@ -127,24 +151,38 @@ def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
     # The checks reject cuda_ipc without a shared device, but not if a tool separates them.
     if chosen != "auto" and (together or chosen != "cuda_ipc"):
         return chosen
-    by_file = cfg.generator.weight_sync_mode == "delta" or adapter_rank(cfg) or cfg.generator.hybrid_engines
-    way, ways = "cuda_ipc" if together else "nccl", ENGINES.about(backend(cfg)).can["weight_sync"]
-    return way if gpus and not by_file and way in ways else str(ways[0])
+    by_file = (
+        cfg.generator.weight_sync_mode == "delta"
+        or adapter_rank(cfg)
+        or cfg.generator.hybrid_engines
+    )
+    way = "cuda_ipc" if together else "nccl"
+    ways = ENGINES.about(backend(cfg)).can["weight_sync"]
+    if gpus and not by_file and way in ways:
+        return way
+    return str(ways[0])
 
 
 def loads_as_files(cfg: Config) -> bool:
     """Whether the run's engines load weights by the names of the model's files."""
-    engine = ENGINES.builtins().get(backend(cfg))  # an engine of the user's may be known to their program alone
+    engine = ENGINES.builtins().get(
+        backend(cfg)
+    )  # an engine of the user's may be known to their program alone
     return engine is not None and bool(engine.can["loads_as_files"])
 
 
 def maps_weights(cfg: Config) -> bool:
-    """Whether the trainer writes weights into shared memory that its engines have mapped, and not into a file.
+    """Whether the trainer writes weights into shared memory that its engines have mapped, and not
+    into a file.
 
     Deltas and adapters are added to weights that an engine has itself.
     """
-    engine = ENGINES.builtins().get(backend(cfg))  # one of the user's may be known to their program alone
-    able = engine is not None and (engine.can["computes_on_mapped_weights"] or engine.can["reads_mapped_weights"])
+    engine = ENGINES.builtins().get(
+        backend(cfg)
+    )  # one of the user's may be known to their program alone
+    able = engine is not None and (
+        engine.can["computes_on_mapped_weights"] or engine.can["reads_mapped_weights"]
+    )
     whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
     return bool(able) and whole and not cfg.generator.weight_sync_dir and sys.platform == "linux"
 
@@ -156,7 +194,8 @@ def computes_on_mapped_weights(cfg: Config) -> bool:
 
 def chosen_engine(cfg: Config) -> str:
     """The engine of the run, and why it is this one; empty for a run without engines."""
-    generator, name = cfg.generator, backend(cfg)
+    generator = cfg.generator
+    name = backend(cfg)
     if generator.engines:
         return f"{name} (generator.engines: {len(generator.engines)})"
     if generator.num_inference_engines == 0:
@@ -167,13 +206,16 @@ def chosen_engine(cfg: Config) -> str:
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
-    """A line that names what ``auto`` has become, and why; empty if the configuration names a backend."""
+    """A line that names what ``auto`` has become, and why; empty if the configuration names a
+    backend."""
     if cfg.generator.weight_sync_backend != "auto":
         return ""
-    if (way := weight_sync_backend(cfg, gpus=gpus)) != "shared_memory":
+    way = weight_sync_backend(cfg, gpus=gpus)
+    if way != "shared_memory":
         why = _BETWEEN_GPUS.get(way, f"the {backend(cfg)} engine's own way")
         return f"generator.weight_sync_backend=auto is {way}: {why}"
-    delta, adapters = cfg.generator.weight_sync_mode == "delta", adapter_rank(cfg)
+    delta = cfg.generator.weight_sync_mode == "delta"
+    adapters = adapter_rank(cfg)
     if maps_weights(cfg):
         dtype = cfg.generator.dtype
         if not computes_on_mapped_weights(cfg):
@@ -188,13 +230,27 @@ def chosen_backend(cfg: Config, *, gpus: bool) -> str:
             what = "of the adapters alone (trainer.policy.lora.sync=adapter)"
         elif delta:
             what = "of what has changed (generator.weight_sync_mode=delta)"
-        where = cfg.generator.weight_sync_dir or "memory of this machine (/dev/shm, or the temporary folder)"
+        where = (
+            cfg.generator.weight_sync_dir
+            or "memory of this machine (/dev/shm, or the temporary folder)"
+        )
         how = f"a file {what} in {where}"
-    why = f" (the {backend(cfg)} engine has no other way)" if gpus and not (delta or adapters) else ""
-    others = "; engines on other nodes get theirs by broadcast" if crosses_nodes(cfg) else ""
+    if gpus and not (delta or adapters):
+        why = f" (the {backend(cfg)} engine has no other way)"
+    else:
+        why = ""
+    if crosses_nodes(cfg):
+        others = "; engines on other nodes get theirs by broadcast"
+    else:
+        others = ""
     return f"generator.weight_sync_backend=auto is shared_memory{why}: {how}{others}"
 
 
 def crosses_nodes(cfg: Config) -> bool:
-    """Whether weights that do not go by NCCL may have to reach engines on other nodes of a cluster."""
-    return bool(cfg.ray.address) and cfg.generator.own_engines > 0 and not cfg.generator.weight_sync_dir
+    """Whether weights that do not go by NCCL may have to reach engines on other nodes of a
+    cluster."""
+    return (
+        bool(cfg.ray.address)
+        and cfg.generator.own_engines > 0
+        and not cfg.generator.weight_sync_dir
+    )

@@ -1,6 +1,7 @@
 """Stop strings in a response that is generated token by token, or in several pieces.
 
-Invariant: only text that the newest token added can complete a stop string, so a match is found exactly once.
+Invariant: only text that the newest token added can complete a stop string, so a match is found
+exactly once.
 """
 
 from __future__ import annotations
@@ -15,27 +16,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for an incomplete character
-_CONTEXT = 8  # tokens decoded before the longest possible match, so that it is decoded as in its place
+_CONTEXT = (
+    8  # tokens decoded before the longest possible match, so that it is decoded as in its place
+)
 
 
 class StopStrings:
-    """The stop strings of one request. Most tokens are ruled out by their own text, without decoding others."""
+    """The stop strings of one request. Most tokens are ruled out by their own text, without
+    decoding others."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str], skip_special_tokens: bool = True
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        strings: Sequence[str],
+        skip_special_tokens: bool = True,
     ) -> None:
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
         self._strings = [s for s in strings if s]
         self._last_characters = {s[-1] for s in self._strings}
         self._window = max((len(s.encode()) for s in self._strings), default=0) + _CONTEXT
         self._may_end: dict[int, bool] = {}
 
     def completed_by_last(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of ``tokens`` (a response so far) ends or contains the end of a stop string."""
+        """Whether the last of ``tokens`` (a response so far) ends or contains the end of a stop
+        string."""
         last = tokens[-1]
         if last not in self._may_end:
             text = self._decode([last])
-            self._may_end[last] = _INCOMPLETE in text or any(character in text for character in self._last_characters)
+            self._may_end[last] = _INCOMPLETE in text or any(
+                character in text for character in self._last_characters
+            )
         if not self._may_end[last]:
             return False
         window = list(tokens[-self._window :])
@@ -44,13 +55,18 @@ class StopStrings:
         return any(text.find(s, max(0, before - len(s) + 1)) >= 0 for s in self._strings)
 
     def _decode(self, tokens: list[int]) -> str:
-        text = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(
+            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
         assert isinstance(text, str)
         return text
 
 
 def cut_at_stop_string(
-    request: GenerationRequest, answer: GenerationOutput, seen: int, tokenizer: Callable[[], Any] | None
+    request: GenerationRequest,
+    answer: GenerationOutput,
+    seen: int,
+    tokenizer: Callable[[], Any] | None,
 ) -> GenerationOutput:
     """The answer up to the first stop string that ends after its first ``seen`` tokens.
 

@@ -1,12 +1,14 @@
 """Heartbeats of engines, and replacements of engines that fail while a run continues.
 
 ```
- healthy ──(a call raises a failure, or no heartbeat in time)──▶ failed ──kill, start──▶ loaded ──weights──▶ healthy
+ healthy ──(a call raises a failure, or no heartbeat in time)──▶ failed ──kill, start──▶ loaded
+ ──weights──▶ healthy
 ```
 
-Invariant: an engine that takes requests holds the weights that the other engines have, proven by their digests. A
-replacement is admitted between two weight syncs; a sync that comes while an engine loads continues without it. Restarts
-are limited per hour: then, or if a replacement's weights are not what was sent, the run ends with the first error.
+Invariant: an engine that takes requests holds the weights that the other engines have, proven by
+their digests. A replacement is admitted between two weight syncs; a sync that comes while an engine
+loads continues without it. Restarts are limited per hour: then, or if a replacement's weights are
+not what was sent, the run ends with the first error.
 
 | who waits                   | for what                              | woken by                                       |
 |-----------------------------|---------------------------------------|------------------------------------------------|
@@ -46,11 +48,13 @@ OWN_DELAY_S = 1.0  # this process may have been too busy to read an answer that 
 
 
 class EngineSupervisor(RunExtension):
-    """Watches the engines' heartbeats and replaces engines that fail; from the first weight sync to ``close``.
+    """Watches the engines' heartbeats and replaces engines that fail; from the first weight sync to
+    ``close``.
 
     Args:
         max_restarts: per hour (``generator.max_engine_restarts``), at least 1.
-        heartbeat_s: how often an engine is asked for a heartbeat, and for its progress (``POLLED_PER_S``).
+        heartbeat_s: how often an engine is asked for a heartbeat, and for its progress
+            (``POLLED_PER_S``).
         heartbeat_timeout_s: an engine that does not answer within this time has failed.
         limit_s: how long a replacement may take to get its weights.
         timeline: restarts are recorded there; an attribute too.
@@ -71,8 +75,12 @@ class EngineSupervisor(RunExtension):
     ) -> None:
         self.failures = self.restarts = 0
         self.timeline = timeline or Timeline(None)
-        self._client, self._weights, self._limit_s, self._colocation = client, weights, limit_s, colocation
-        self._heartbeat_s, self._timeout_s = heartbeat_s, heartbeat_timeout_s
+        self._client = client
+        self._weights = weights
+        self._limit_s = limit_s
+        self._colocation = colocation
+        self._heartbeat_s = heartbeat_s
+        self._timeout_s = heartbeat_timeout_s
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque()  # of the last hour
         self._recovery_s = 0.0  # the longest since the last step
@@ -84,9 +92,13 @@ class EngineSupervisor(RunExtension):
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if self.failures:
-            metrics |= {"engines/deaths": float(self.failures), "engines/restarts": float(self.restarts)}
+            metrics |= {
+                "engines/deaths": float(self.failures),
+                "engines/restarts": float(self.restarts),
+            }
         if self._recovery_s:
-            metrics["engines/recovery_s"], self._recovery_s = self._recovery_s, 0.0
+            metrics["engines/recovery_s"] = self._recovery_s
+            self._recovery_s = 0.0
 
     def begin(self) -> None:
         """From now on a failure does not end the run. A second call does nothing."""
@@ -102,11 +114,13 @@ class EngineSupervisor(RunExtension):
 
     def forget(self, index: int) -> None:
         """An engine leaves: it is not restarted."""
-        if task := self._restarting.pop(index, None):
+        task = self._restarting.pop(index, None)
+        if task:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop watching, and end replacements that are not ready. From now on a failure is an error."""
+        """Stop watching, and end replacements that are not ready. From now on a failure is an
+        error."""
         self._client.pool.on_failure = None
         tasks = list(self._tasks)
         for task in tasks:
@@ -145,7 +159,8 @@ class EngineSupervisor(RunExtension):
         return False
 
     async def _restart(self, index: int, error: BaseException, lost: LostWork) -> None:
-        loop, start = asyncio.get_running_loop(), self.timeline.now()
+        loop = asyncio.get_running_loop()
+        start = self.timeline.now()
         failed_at = loop.time()
         old = self._client.engines[index]
         while True:
@@ -179,15 +194,21 @@ class EngineSupervisor(RunExtension):
             requests=lost.requests,
             tokens_known=lost.tokens,
         )
-        log.info("engine %d is back after %.1f s, with the weights of version %d", index, took, version)
+        log.info(
+            "engine %d is back after %.1f s, with the weights of version %d", index, took, version
+        )
 
     async def _replace(self, index: int, old: InferenceEngine) -> int:
-        """Start an engine in a failed one's place, and give it the weights, whose version is returned.
+        """Start an engine in a failed one's place, and give it the weights, whose version is
+        returned.
 
-        A shared device has memory for an engine only while the policy is in host memory: in the engines' turn.
+        A shared device has memory for an engine only while the policy is in host memory: in the
+        engines' turn.
         """
         what = f"the first weight sync of engine {index}"
-        if self._colocation is None or (self._colocation.hybrid and index not in self._colocation.hybrid):
+        if self._colocation is None or (
+            self._colocation.hybrid and index not in self._colocation.hybrid
+        ):
             async with ended_on_error(old.successor()) as engine:
                 await engine.start()
                 async with within(self._limit_s, what), self._weights.between_syncs() as update:
@@ -196,7 +217,10 @@ class EngineSupervisor(RunExtension):
             return update.version
         while True:
             await self._colocation.wait_for_engines()
-            async with self._weights.between_syncs() as update, self._colocation.for_engines() as ours:
+            async with (
+                self._weights.between_syncs() as update,
+                self._colocation.for_engines() as ours,
+            ):
                 if not ours:  # the turn has ended during the wait for a sync
                     continue
                 async with ended_on_error(old.successor()) as engine:
@@ -213,13 +237,15 @@ class EngineSupervisor(RunExtension):
             if not self._client.pool.router.healthy[index]:
                 continue
             engine = self._client.engines[index]
-            now, own_answer = asyncio.get_running_loop().time(), None
+            now = asyncio.get_running_loop().time()
+            own_answer = None
             tokens = now - polled_at >= len(self._client.engines) / POLLED_PER_S
             polled_at = now if tokens else polled_at
             poll = asyncio.ensure_future(self._client.poll(index, tokens=tokens))
             try:
                 overdue = await self._overdue(poll)
-                # vLLM's core answers nothing while it loads weights: its own process must answer then.
+                # vLLM's core answers nothing while it loads weights: its own process must answer
+                # then.
                 while overdue and self._client.updating:
                     own_answer = asyncio.ensure_future(engine.stats())
                     if await self._overdue(own_answer):
@@ -227,7 +253,9 @@ class EngineSupervisor(RunExtension):
                     own_answer.exception()  # a failure, which its calls raise
                     overdue = await self._overdue(poll)
                 if not overdue:
-                    with contextlib.suppress(Exception):  # of an engine that failed, which its requests raise
+                    with contextlib.suppress(
+                        Exception
+                    ):  # of an engine that failed, which its requests raise
                         poll.result()
                 elif self._client.engines[index] is engine:
                     late = f"engine {index} did not answer within {self._timeout_s:g} s (generator.heartbeat_timeout_s)"

@@ -1,6 +1,8 @@
-"""Code and recipes of other frameworks: settings, translations, class names and adapters, a folder for each framework.
+"""Code and recipes of other frameworks: settings, translations, class names and adapters, a folder
+for each framework.
 
-Invariant: importing this package, or a framework's folder, imports neither torch nor another package of the library.
+Invariant: importing this package, or a framework's folder, imports neither torch nor another
+package of the library.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ class Interop(OtherFrameworks):
 
     def __init__(self) -> None:
         self.environments = {
-            s.adapter("environment"): s.name for s in systems().values() if "environment" in s.adapters
+            s.adapter("environment"): s.name
+            for s in systems().values()
+            if "environment" in s.adapters
         }
         [player] = [system for system in systems().values() if "agent_file" in system.adapters]
         self.agent_file_environment = player.name
@@ -29,7 +33,13 @@ class Interop(OtherFrameworks):
     def titles(self) -> list[str]:
         return [system.title for system in systems().values()]
 
-    def key_hint(self, path: str, value: object, given: Mapping[str, Foreign], defaults: Mapping[str, Foreign]) -> str:
+    def key_hint(
+        self,
+        path: str,
+        value: object,
+        given: Mapping[str, Foreign],
+        defaults: Mapping[str, Foreign],
+    ) -> str:
         from skyasync.interop.conversion import ConversionContext, key_hint
 
         return key_hint(path, value, ConversionContext(given, given, defaults))
@@ -41,7 +51,11 @@ class Interop(OtherFrameworks):
 
     def variables(self) -> Mapping[str, tuple[str, str]]:
         named = [(system.title, system.table.variables) for system in systems().values()]
-        return {name: (title, row.targets[0].path) for title, rows in named for name, row in rows.items()}
+        return {
+            name: (title, row.targets[0].path)
+            for title, rows in named
+            for name, row in rows.items()
+        }
 
     def translate(self, argv: Sequence[str]) -> None:
         from skyasync.interop.translation import translate

@@ -1,5 +1,6 @@
-"""Pages of the documentation: ``python -m skyasync.interop`` prints all settings of other frameworks with their
-counterparts (``docs/coming_from.md``), and with a framework's name its guide (``docs/migration/NAME.md``)."""
+"""Pages of the documentation: ``python -m skyasync.interop`` prints all settings of other
+frameworks with their counterparts (``docs/coming_from.md``), and with a framework's name its guide
+(``docs/migration/NAME.md``)."""
 
 from __future__ import annotations
 
@@ -28,7 +29,10 @@ _CODE = {
         "Environments need only changed imports: `from skyasync.interop.skyrl import ...`. "
         "The class of the tutorial on asynchronous training runs with `from skyasync import ...`.",
     ),
-    "openrlhf": ("openrlhf-no-changes", "Reward files, remote reward models and agent files run unchanged."),
+    "openrlhf": (
+        "openrlhf-no-changes",
+        "Reward files, remote reward models and agent files run unchanged.",
+    ),
     "areal": ("areal", "Its documented forms of rewards and agents run unchanged."),
     "trl": ("trl-and-verl-reward-functions", "Reward functions run unchanged."),
     "verl": ("trl-and-verl-reward-functions", "Reward functions run unchanged."),
@@ -61,7 +65,12 @@ def markdown() -> str:
     """The page, ending in one newline."""
     lines = [(PAGES / "introduction.md").read_text(encoding="utf-8")]
     for system in systems().values():
-        lines += [f"## {system.title}", "", f"| {system.title} | skyasync | notes |", "|---|---|---|"]
+        lines += [
+            f"## {system.title}",
+            "",
+            f"| {system.title} | skyasync | notes |",
+            "|---|---|---|",
+        ]
         lines += map(_line, system.table.rows)
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -71,7 +80,8 @@ def _line(row: TableRow) -> str:
     """A row as one of a table."""
     theirs = ", ".join(f"`{name}`" for name in row.spelled)
     ours = {"-": "none", "=": "not needed"}.get(row.kind) or ", ".join(
-        f"`{target}`" if target.fixed is None else f"`{target}={target.fixed}`" for target in row.targets
+        f"`{target}`" if target.fixed is None else f"`{target}={target.fixed}`"
+        for target in row.targets
     )
     aliases = " ".join(f"`{a}={b}`" for a, b in row.aliases.items())
     notes = "; ".join(filter(None, (row.note, aliases)))

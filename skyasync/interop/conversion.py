@@ -1,7 +1,9 @@
-"""A value of another system as ours, and the message for a user who writes another system's key or value.
+"""A value of another system as ours, and the message for a user who writes another system's key or
+value.
 
-Invariant: the result can be set as it is; a value without a counterpart raises ``NoCounterpartError``. Every message
-follows from the tables; systems that mean different things are all named.
+Invariant: the result can be set as it is; a value without a counterpart raises
+``NoCounterpartError``. Every message follows from the tables; systems that mean different things
+are all named.
 """
 
 from __future__ import annotations
@@ -24,17 +26,28 @@ class NoCounterpartError(Exception):
 
 @dataclass
 class ConversionContext:
-    """What else is set: ``ours`` by our keys, ``theirs`` by the system's. ``defaults`` are our keys' defaults."""
+    """What else is set: ``ours`` by our keys, ``theirs`` by the system's. ``defaults`` are our
+    keys' defaults."""
 
     ours: Mapping[str, Value] = field(default_factory=dict)
     theirs: Mapping[str, Value] = field(default_factory=dict)
     defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def number(self, path: str) -> float:
-        """The number that our key has, or will have: set by our name, by any system's plain name, or by default."""
+        """The number that our key has, or will have: set by our name, by any system's plain name,
+        or by default."""
         rows = (row for system in systems().values() for row in system.table.rows)
-        names = [name for row in rows if row.free == [Target(path)] and not row.function for name in row.names]
-        given = [self.ours.get(path), *(self.theirs.get(name) for name in names), self.defaults.get(path)]
+        names = [
+            name
+            for row in rows
+            if row.free == [Target(path)] and not row.function
+            for name in row.names
+        ]
+        given = [
+            self.ours.get(path),
+            *(self.theirs.get(name) for name in names),
+            self.defaults.get(path),
+        ]
         value = next((value for value in given if value is not None), None)
         if not is_number(value):
             raise NoCounterpartError(f"it depends on {path}")
@@ -42,17 +55,22 @@ class ConversionContext:
 
 
 Conversion = Callable[[Value, ConversionContext], list[Value]]
-"""What ``@name`` in a table does: from their value, and what else is set, to a value for each free target."""
+"""What ``@name`` in a table does: from their value, and what else is set, to a value for each free
+target."""
 
 
 def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[str, Value] | None:
-    """What the row's targets become (``key[0]`` for an entry of a list), None where they stay at their defaults.
+    """What the row's targets become (``key[0]`` for an entry of a list), None where they stay at
+    their defaults.
 
     Raises:
         NoCounterpartError: if the value has none.
     """
     whole = isinstance(value, list | dict) and value  # which no alias spells
-    alias = None if whole else row.aliases.get(written(value), row.aliases.get("*"))
+    if whole:
+        alias = None
+    else:
+        alias = row.aliases.get(written(value), row.aliases.get("*"))
     if alias == "~":
         return None
     if alias == "-" or row.kind != "key":
@@ -69,13 +87,20 @@ def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[s
     else:
         values = [value] * len(row.free)
     settings = dict(zip(map(str, row.free), values, strict=False))
-    return settings | {target.path: value_of(target.fixed) for target in row.targets if target.fixed is not None}
+    return settings | {
+        target.path: value_of(target.fixed) for target in row.targets if target.fixed is not None
+    }
 
 
 def _entry(row: TableRow, entry: Value) -> Value:
     """An entry of a list, where it is spelled differently; one without a counterpart stays."""
-    alias = row.aliases.get(written(entry), "-") if isinstance(entry, str) else "-"
-    return entry if alias in "~-" else value_of(alias)
+    if isinstance(entry, str):
+        alias = row.aliases.get(written(entry), "-")
+    else:
+        alias = "-"
+    if alias in "~-":
+        return entry
+    return value_of(alias)
 
 
 def is_number(value: Value) -> bool:
@@ -86,7 +111,9 @@ def as_list(value: Value) -> list[Value]:
     """``a,b`` as a list of texts, anything else that is not a list as a list of one."""
     if isinstance(value, list):
         return value
-    return [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return [value]
 
 
 def _no_counterpart(value: Value, context: ConversionContext) -> list[Value]:
@@ -97,12 +124,16 @@ def _per_prompt(value: Value, context: ConversionContext) -> list[Value]:
     """Responses there, prompts here."""
     samples = context.number(N)
     if not is_number(value) or value % samples:  # type: ignore[operator]
-        raise NoCounterpartError(f"{written(value)} responses are not a multiple of the group size {samples:g}")
+        raise NoCounterpartError(
+            f"{written(value)} responses are not a multiple of the group size {samples:g}"
+        )
     return [int(value // samples)]  # type: ignore[operator]
 
 
 def _each(value: Value, context: ConversionContext) -> list[Value]:
-    return value if isinstance(value, list) else [value_of(part) for part in str(value).replace(",", " ").split()]
+    if isinstance(value, list):
+        return value
+    return [value_of(part) for part in str(value).replace(",", " ").split()]
 
 
 def _int(value: Value, context: ConversionContext) -> list[Value]:
@@ -168,21 +199,40 @@ def key_hint(path: str, value: object = UNKNOWN, context: ConversionContext | No
     every = systems().values()
     matches = [(system, row) for system in every if (row := system.table.find(path))]
     if not matches:  # a key without its groups counts if all keys that end so have one counterpart
-        ending = [(s, row) for s in every for name, row in s.table.exact.items() if name.endswith(f".{path}")]
-        if len({(row.kind, *map(str, row.targets)) for _, row in ending}) == 1 and ending[0][1].kind == "key":
+        ending = [
+            (s, row)
+            for s in every
+            for name, row in s.table.exact.items()
+            if name.endswith(f".{path}")
+        ]
+        if (
+            len({(row.kind, *map(str, row.targets)) for _, row in ending}) == 1
+            and ending[0][1].kind == "key"
+        ):
             matches = list({system.name: (system, row) for system, row in ending}.values())
     answers: dict[str, list[str]] = {}
     for system, row in matches:
-        answers.setdefault(_answer(row, value, context or ConversionContext()), []).append(system.title)
+        answers.setdefault(_answer(row, value, context or ConversionContext()), []).append(
+            system.title
+        )
     if len(answers) != 1:
-        lines = [f"{_and(titles)} {'mean' if titles[1:] else 'means'}: {answer}" for answer, titles in answers.items()]
+        lines = [
+            f"{_and(titles)} {'mean' if titles[1:] else 'means'}: {answer}"
+            for answer, titles in answers.items()
+        ]
         return "; ".join(lines)
     [(answer, titles)], row = answers.items(), matches[0][1]
     if not answer.startswith("here it is"):
         return f"that is {_and(titles)}'s; {answer}"
     target = row.free[0].path if row.free else ""
-    unchanged = target if value is UNKNOWN else f"{target}={written(value)}"
-    if target.endswith(f".{path}") and answer.removeprefix("here it is ").partition(" (")[0] == unchanged:
+    if value is UNKNOWN:
+        unchanged = target
+    else:
+        unchanged = f"{target}={written(value)}"
+    if (
+        target.endswith(f".{path}")
+        and answer.removeprefix("here it is ").partition(" (")[0] == unchanged
+    ):
         return f"did you mean {target}?{_note(row)}"
     return f"that is how {_and(titles)} {'spell' if titles[1:] else 'spells'} it; {answer}"
 
@@ -194,7 +244,9 @@ def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
         return f"it needs no setting here: {row.note}"
     names = " and ".join(map(str, row.free))
     if value is UNKNOWN:
-        aliases = ", ".join(f"{theirs} is {ours}" for theirs, ours in row.aliases.items() if ours not in "~-")
+        aliases = ", ".join(
+            f"{theirs} is {ours}" for theirs, ours in row.aliases.items() if ours not in "~-"
+        )
         return f"here it is {names}{_note(row, aliases)}"
     try:
         settings = converted(row, value, context)  # type: ignore[arg-type]
@@ -202,14 +254,19 @@ def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
         return f"here it is {names}, without a counterpart for {written(value)}{_note(row, str(reason))}"
     if settings is None:
         return f"here it is {names}, which stays at its default for {written(value)}{_note(row)}"
-    extra = f"{written(value)} over {context.number(N):g} samples per prompt" if row.function == "per_prompt" else ""
+    if row.function == "per_prompt":
+        extra = f"{written(value)} over {context.number(N):g} samples per prompt"
+    else:
+        extra = ""
     setting = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
     return f"here it is {setting}{_note(row, extra)}"
 
 
 def _note(row: TableRow, more: str = "") -> str:
     notes = list(dict.fromkeys(filter(None, (row.note, more))))
-    return f" ({'; '.join(notes)})" if notes else ""
+    if notes:
+        return f" ({'; '.join(notes)})"
+    return ""
 
 
 def value_hint(path: str, value: Value) -> str:
@@ -217,17 +274,25 @@ def value_hint(path: str, value: Value) -> str:
     meanings: dict[str, list[str]] = {}
     for system in systems().values():
         for row in system.table.rows:
-            if path not in (target.path for target in row.free) or written(value) not in row.aliases:
+            if (
+                path not in (target.path for target in row.free)
+                or written(value) not in row.aliases
+            ):
                 continue
             ours = row.aliases[written(value)]
             if ours == "-":
                 meaning = "has no counterpart here"
             else:
-                meaning = f"is {path} left at its default" if ours == "~" else f"is {ours} here"
+                if ours == "~":
+                    meaning = f"is {path} left at its default"
+                else:
+                    meaning = f"is {ours} here"
             titles = meanings.setdefault(meaning, [])
             if system.title not in titles:
                 titles.append(system.title)
-    return ", ".join(f"{_and(titles)}'s {written(value)} {meaning}" for meaning, titles in meanings.items())
+    return ", ".join(
+        f"{_and(titles)}'s {written(value)} {meaning}" for meaning, titles in meanings.items()
+    )
 
 
 def _and(titles: list[str]) -> str:

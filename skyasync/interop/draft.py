@@ -1,4 +1,5 @@
-"""The state of a translation: what each of their keys became, and what several of them decide together.
+"""The state of a translation: what each of their keys became, and what several of them decide
+together.
 
 Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or ``carried``.
 """
@@ -18,11 +19,15 @@ from skyasync.interop.system import System, TableRow, Target
 
 A = "trainer.algorithm."
 CORRECTION = f"{A}off_policy_correction"
-PLAN, PLACEMENT = "trainer.plan", "trainer.placement."
+PLAN = "trainer.plan"
+PLACEMENT = "trainer.placement."
 MINI = "trainer.policy_mini_batch_size"
 SAMPLING = "generator.sampling_params"
 #: Names and folders that a run makes: what a shell would fill in would become part of a file's name.
-OUTPUTS = {f"trainer.{name}" for name in ("run_name", "project_name", "runs_dir", "ckpt_path", "export_path")}
+OUTPUTS = {
+    f"trainer.{name}"
+    for name in ("run_name", "project_name", "runs_dir", "ckpt_path", "export_path")
+}
 HUB = re.compile(r"[\w.-]+/[\w.-]+(#[^:]+)?")  # a data set of the hub, named without a split
 
 #: The bounds of each correction, low and high.
@@ -39,7 +44,8 @@ BOUNDS = {
 
 @dataclass
 class DraftSetting:
-    """A value for a key of ours, whose keys it came from, and whether they were given or are defaults there.
+    """A value for a key of ours, whose keys it came from, and whether they were given or are
+    defaults there.
 
     ``note`` says what differs from theirs; it stands behind the setting.
     """
@@ -54,9 +60,9 @@ class DraftSetting:
 class Draft:
     """What became of every key so far.
 
-    ``left``: key -> why it has no counterpart; ``silent``: key -> why it needs no setting; ``unknown``: in no table;
-    ``carried``: key -> the first of ours that it set, whatever decided in the end. ``remarks``: what differs from
-    theirs, and no key says.
+    ``left``: key -> why it has no counterpart; ``silent``: key -> why it needs no setting;
+    ``unknown``: in no table; ``carried``: key -> the first of ours that it set, whatever decided in
+    the end. ``remarks``: what differs from theirs, and no key says.
     """
 
     system: System
@@ -75,21 +81,29 @@ class Draft:
 
     def value(self, path: str) -> Value:
         """What our key is, or will be."""
-        return self.ours[path].value if path in self.ours else self.keys[path].default
+        if path in self.ours:
+            return self.ours[path].value
+        return self.keys[path].default
 
     def number(self, path: str) -> float:
         """``value`` of a key that is a number; its default where a shell fills the value in."""
         value = self.value(path)
-        value = value if isinstance(value, int | float) else self.keys[path].default
+        if isinstance(value, int | float):
+            value = value
+        else:
+            value = self.keys[path].default
         assert isinstance(value, int | float), path
         return value
 
     def theirs(self, *names: str) -> Value:
-        """The value of their key: of the first of its names that is given, else the default there."""
+        """The value of their key: of the first of its names that is given, else the default
+        there."""
         for name in self.named(*names):
             return self.given[name]
         row = next((row for name in names if (row := self.system.table.exact.get(name))), None)
-        return value_of(row.default) if row and row.default else None
+        if row and row.default:
+            return value_of(row.default)
+        return None
 
     def named(self, *names: str) -> list[str]:
         """Their keys among these that were given."""
@@ -97,7 +111,9 @@ class Draft:
 
     def origin(self, path: str) -> tuple[str, ...]:
         """Their keys that our key came from."""
-        return self.ours[path].theirs if path in self.ours else ()
+        if path in self.ours:
+            return self.ours[path].theirs
+        return ()
 
     def put(self, path: str, value: Value, *theirs: str, note: str = "") -> None:
         """Set our key; it counts as given if any of theirs is."""
@@ -135,14 +151,20 @@ class Draft:
             return
         self.left |= dict.fromkeys(self.named(*origin), f"it has no effect there: {name} decides")
         value = self.theirs(name)
-        result = converted(self.system.table.exact[name], value, self.context()) if value is not None else None
+        if value is not None:
+            result = converted(self.system.table.exact[name], value, self.context())
+        else:
+            result = None
         self.ours.pop(path)
         if result:
             self.put(path, result[path], name)
 
     def set_correction(self, enabled: bool, bounds: Value, *names: str) -> None:
-        """The correction and its bounds; ``none`` where theirs is off, in asynchronous plans too."""
-        for path in {path for pair in BOUNDS.values() for path in pair if {*self.origin(path)} & {*names}}:
+        """The correction and its bounds; ``none`` where theirs is off, in asynchronous plans
+        too."""
+        for path in {
+            path for pair in BOUNDS.values() for path in pair if {*self.origin(path)} & {*names}
+        }:
             self.ours.pop(path)
         chosen = self.value(CORRECTION)
         if not enabled:
@@ -164,7 +186,13 @@ class Draft:
                 self.put(path, enabled, *theirs)
         if not coefficient:
             self.drop_unasked("trainer.ref.model.dtype")
-            for name in ("kl_loss_coef", "kl_estimator_type", "kl_ctrl.horizon", "kl_ctrl.kl_target", "kl_ctrl.type"):
+            for name in (
+                "kl_loss_coef",
+                "kl_estimator_type",
+                "kl_ctrl.horizon",
+                "kl_ctrl.kl_target",
+                "kl_ctrl.type",
+            ):
                 self.drop(f"{A}{name}", "there is no KL term")
 
     def set_kl_clamp(self, *estimators: str) -> None:
@@ -183,7 +211,8 @@ class Draft:
                 self.ours[path] = replace(setting, note=note)
 
     def remark_kl_in_reward(self) -> None:
-        """Say how a KL penalty in the reward meets an estimator that compares the rewards of a group."""
+        """Say how a KL penalty in the reward meets an estimator that compares the rewards of a
+        group."""
         compared = ("grpo", "dr_grpo", "rloo", "normalized", "reinforce++_baseline")
         if self.value(f"{A}use_kl_in_reward") and self.value(f"{A}advantage_estimator") in compared:
             self.remarks.append(
@@ -193,7 +222,9 @@ class Draft:
 
     def remark_filters(self) -> None:
         """Say that their log-probabilities are of all tokens, if sampling leaves some out."""
-        top_p, top_k, min_p = (self.number(f"{SAMPLING}.{name}") for name in ("top_p", "top_k", "min_p"))
+        top_p, top_k, min_p = (
+            self.number(f"{SAMPLING}.{name}") for name in ("top_p", "top_k", "min_p")
+        )
         if top_p < 1 or top_k > 0 or min_p > 0:
             self.remarks.append(
                 f"trained log-probabilities are of the tokens that {SAMPLING} leaves, there of all: "
@@ -204,14 +235,21 @@ class Draft:
         """The whole number above a ratio of batches bounds the staleness."""
         ratio = self.value("trainer.async_generation_ratio")
         if self.value(PLAN) == "fully_async" and isinstance(ratio, int | float) and ratio:
-            self.put("trainer.max_staleness", max(ceil(ratio), ceil(self.number("trainer.sync_interval")) - 1), name)
+            self.put(
+                "trainer.max_staleness",
+                max(ceil(ratio), ceil(self.number("trainer.sync_interval")) - 1),
+                name,
+            )
 
     def set_prompts(self, path: str, responses: int, *names: str) -> None:
-        """Set a key that counts prompts from a number of responses, if it is one of whole groups."""
+        """Set a key that counts prompts from a number of responses, if it is one of whole
+        groups."""
         samples = self.number(N)
         if responses % samples or responses < samples:
             for name in self.named(*names):
-                self.left.setdefault(name, f"{responses} responses are not a multiple of the group size {samples:g}")
+                self.left.setdefault(
+                    name, f"{responses} responses are not a multiple of the group size {samples:g}"
+                )
             return
         prompts = int(responses // samples)
         whole = path == MINI and prompts >= self.number(BATCH)
@@ -221,10 +259,13 @@ class Draft:
 
     def set_split(self, path: str, *names: str) -> None:
         """The split of data sets that are named without one, from their keys for it."""
-        sources, given = self.value(path), self.named(*names)
+        sources = self.value(path)
+        given = self.named(*names)
         split = self.given[given[0]] if given else None
         if split and split != "train" and isinstance(sources, list):
-            whole: list[Value] = [f"{name}:{split}" if HUB.fullmatch(str(name)) else name for name in sources]
+            whole: list[Value] = [
+                f"{name}:{split}" if HUB.fullmatch(str(name)) else name for name in sources
+            ]
             self.put(path, whole, *self.origin(path), *given)
         for name in given:
             self.left.pop(name, None)
@@ -232,12 +273,14 @@ class Draft:
 
 
 def begin(system: System, recipe: SourceRecipe) -> Draft:
-    """Every key by its row, and the defaults that differ from ours. Units that depend on other keys come last."""
+    """Every key by its row, and the defaults that differ from ours. Units that depend on other keys
+    come last."""
     draft = Draft(system, recipe)
     order = {id(row): at for at, row in enumerate(system.table.rows)}
     given: list[tuple[str, TableRow]] = []
     for name in draft.given:
-        if row := system.table.find(name):
+        row = system.table.find(name)
+        if row:
             given.append((name, row))
         elif name in draft.keys and system.has_our_keys:
             given.append((name, TableRow((name,), (name,), "", "key", (Target(name),))))
@@ -246,29 +289,40 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
         else:
             draft.unknown.append(name)
     given_rows = {id(row) for _, row in given}
-    given.sort(key=lambda entry: order.get(id(entry[1]), len(order)))  # keys that are ours come last
+    given.sort(
+        key=lambda entry: order.get(id(entry[1]), len(order))
+    )  # keys that are ours come last
     for later in (False, True):
         for name, row in given:
             if bool(row.function) == later:
                 _carry(draft, name, row, draft.given[name], given=True)
         for row in system.table.rows:
-            if row.default and row.kind == "key" and bool(row.function) == later and id(row) not in given_rows:
+            if (
+                row.default
+                and row.kind == "key"
+                and bool(row.function) == later
+                and id(row) not in given_rows
+            ):
                 _carry(draft, row.names[0], row, value_of(row.default), given=False)
     return draft
 
 
 def _entry_row(draft: Draft, name: str) -> TableRow | None:
-    """The row of an entry of their mapping, where the mapping is one of ours; None for any other key."""
+    """The row of an entry of their mapping, where the mapping is one of ours; None for any other
+    key."""
     group, _, entry = name.rpartition(".")
     row = draft.system.table.exact.get(group)
     if row is None or len(row.free) != 1:
         return None
     target = f"{row.free[0].path}.{entry}"
-    return TableRow((name,), (name,), "", "key", (Target(target),)) if draft.keys.holder(target) else None
+    if draft.keys.holder(target):
+        return TableRow((name,), (name,), "", "key", (Target(target),))
+    return None
 
 
 def _is_filled_in(entry: Value, key: Key) -> bool:
-    """Whether a shell fills in what cannot stand as it is written: a number, a switch, one of our names, an output."""
+    """Whether a shell fills in what cannot stand as it is written: a number, a switch, one of our
+    names, an output."""
     if "$" not in str(entry) and "`" not in str(entry):
         return False
     return bool(key.options()) or key.type in (int, float, bool) or key.path in OUTPUTS
@@ -306,4 +360,6 @@ def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool)
         assert isinstance(entries, list)
         entries = [entry if at == target.index else other for at, other in enumerate(entries)]
         theirs = (*(before.theirs if before else ()), name)
-        draft.ours[target.path] = DraftSetting(entries, theirs, given or bool(before and before.given))
+        draft.ours[target.path] = DraftSetting(
+            entries, theirs, given or bool(before and before.given)
+        )

@@ -7,7 +7,9 @@ from pathlib import Path
 from skyasync.config.values import Value
 from skyasync.errors import UserError
 
-LARGEST_FILE = 512 * 1024  # bytes of a script, a YAML file or a program: the largest published ones have 60 KB
+LARGEST_FILE = (
+    512 * 1024
+)  # bytes of a script, a YAML file or a program: the largest published ones have 60 KB
 LARGEST_NOTEBOOK = 32 * 1024 * 1024  # bytes, most of them pictures
 LONGEST_VALUE = 65_536  # characters of a value whose references are replaced
 MOST_KEYS = 5_000  # of a recipe: all settings of the largest framework are below 1,000
@@ -30,16 +32,21 @@ class Budget:
         """Raises UserError where the work would exceed its limit."""
         self._rest -= characters
         if self._rest < 0:
-            raise UserError(f"{self._subject} expands to too much: at most {MOST_WORK:,} characters are evaluated")
+            raise UserError(
+                f"{self._subject} expands to too much: at most {MOST_WORK:,} characters are evaluated"
+            )
 
     def check_length(self, characters: int) -> None:
         """Raises UserError for a value that is too long."""
         if characters > LONGEST_VALUE:
-            raise UserError(f"{self._subject} has a value that is too long: at most {LONGEST_VALUE:,} characters")
+            raise UserError(
+                f"{self._subject} has a value that is too long: at most {LONGEST_VALUE:,} characters"
+            )
 
 
 def read_limited(path: Path, limit: int = LARGEST_FILE, errors: str = "strict") -> str:
-    """The text of a file; ``errors`` is what to do with bytes that are no text, as in ``bytes.decode``.
+    """The text of a file; ``errors`` is what to do with bytes that are no text, as in
+    ``bytes.decode``.
 
     Raises:
         UserError: if it cannot be read, is no text, or is larger than ``limit`` bytes.

@@ -17,16 +17,25 @@ import yaml
 from skyasync.config.values import Value, check_nodes, free, value_or_text
 from skyasync.errors import UserError
 from skyasync.interop import shell
-from skyasync.interop.limits import LARGEST_FILE, LARGEST_NOTEBOOK, MOST_KEYS, Budget, check_size, read_limited
+from skyasync.interop.limits import (
+    LARGEST_FILE,
+    LARGEST_NOTEBOOK,
+    MOST_KEYS,
+    Budget,
+    check_size,
+    read_limited,
+)
 from skyasync.interop.system import systems
 
 
 @dataclass
 class SourceRecipe:
-    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" if there is none.
+    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" if there is
+    none.
 
-    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a program names it.
-    ``remarks``: key -> what a program does to its value that is not carried out here.
+    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a
+    program names it. ``remarks``: key -> what a program does to its value that is not carried out
+    here.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
@@ -40,7 +49,9 @@ class SourceRecipe:
         keys = self.keys | other.keys
         command = other.command or self.command
         branches = self.branches or other.branches
-        return SourceRecipe(keys, command, branches, other.system or self.system, self.remarks | other.remarks)
+        return SourceRecipe(
+            keys, command, branches, other.system or self.system, self.remarks | other.remarks
+        )
 
 
 def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
@@ -57,7 +68,9 @@ def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
     if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
     if len(recipe.keys) > MOST_KEYS:
-        raise UserError(f"these are {len(recipe.keys):,} keys: at most {MOST_KEYS:,} are translated")
+        raise UserError(
+            f"these are {len(recipe.keys):,} keys: at most {MOST_KEYS:,} are translated"
+        )
     return recipe
 
 
@@ -69,16 +82,27 @@ def _file(path: Path) -> SourceRecipe:
         return _script(text, path.parent)
     if path.suffix == ".ipynb":
         try:
-            cells = ["".join(cell["source"]) for cell in json.loads(text)["cells"] if cell["cell_type"] == "code"]
+            cells = [
+                "".join(cell["source"])
+                for cell in json.loads(text)["cells"]
+                if cell["cell_type"] == "code"
+            ]
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path} is no notebook") from None
         # without the commands of its shell
-        text = "\n".join(re.sub(r"^[ \t]*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells)
+        text = "\n".join(
+            re.sub(r"^[ \t]*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells
+        )
     [system] = [system for system in systems().values() if "program" in system.adapters]
     program = system.adapter("program")(text, path)
-    example = _script(program.example, path.parent).keys if program.example else {}
+    if program.example:
+        example = _script(program.example, path.parent).keys
+    else:
+        example = {}
     name = system.name if program.trainer else ""
-    return SourceRecipe(example | program.settings, program.trainer, system=name, remarks=program.remarks)
+    return SourceRecipe(
+        example | program.settings, program.trainer, system=name, remarks=program.remarks
+    )
 
 
 def _script(text: str, folder: Path) -> SourceRecipe:
@@ -87,26 +111,43 @@ def _script(text: str, folder: Path) -> SourceRecipe:
     recipes = [SourceRecipe(_flags_of_command(words), " ".join(words)) for words in script.commands]
     best = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
     known = {name for system in systems().values() for name in system.table.variables}
-    best.keys |= {n: value_or_text(v) for n, v in script.variables.items() if n in known and isinstance(v, str)}
+    best.keys |= {
+        n: value_or_text(v)
+        for n, v in script.variables.items()
+        if n in known and isinstance(v, str)
+    }
     best.branches = script.branches
-    if file := _config(best.keys, folder):
+    file = _config(best.keys, folder)
+    if file:
         return _file(file).with_(best)
     return best
 
 
 def _config(keys: dict[str, Value], folder: Path) -> Path | None:
-    """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path`` and ``config-name``.
+    """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path``
+    and ``config-name``.
 
     The file is searched as it is written, next to the script and in the folders above.
     """
-    names = [key for key in ("config", "config_file", "config_name", "config-name") if isinstance(keys.get(key), str)]
+    names = [
+        key
+        for key in ("config", "config_file", "config_name", "config-name")
+        if isinstance(keys.get(key), str)
+    ]
     for key in names:
         name = str(keys[key])
         path_key = key.replace("name", "path")
         parent = keys.get(path_key) if "name" in key else None
-        name = name if name.endswith((".yaml", ".yml")) else f"{name}.yaml"
+        if name.endswith((".yaml", ".yml")):
+            name = name
+        else:
+            name = f"{name}.yaml"
         # What a shell would fill in is most often the script's own folder.
-        for written in (f"{parent}/{name}" if isinstance(parent, str) else name, name, name.rpartition("/")[2]):
+        for written in (
+            f"{parent}/{name}" if isinstance(parent, str) else name,
+            name,
+            name.rpartition("/")[2],
+        ):
             relative = written.rpartition("}/")[2].rpartition(")/")[2].lstrip("/")
             for base in (folder, *folder.parents):
                 if "$" not in relative and (base / relative).is_file():
@@ -115,7 +156,9 @@ def _config(keys: dict[str, Value], folder: Path) -> Path | None:
                     return base / relative
     others = [key for key in keys if key not in names]
     if names and not any(system.table.find(key) for system in systems().values() for key in others):
-        raise UserError(f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself")
+        raise UserError(
+            f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself"
+        )
     return None
 
 
@@ -128,18 +171,24 @@ def _flags_of_command(words: list[str]) -> dict[str, Value]:
     arguments = _program_arguments(words)
     keys = flags(arguments)
     for written, value in flags(words[: len(words) - len(arguments)]).items():
-        if (name := written.replace("-", "_")) in _LAUNCHER:  # a program's name may follow its value
+        name = written.replace("-", "_")
+        if name in _LAUNCHER:  # a program's name may follow its value
             keys.setdefault(name, value[0] if isinstance(value, list) else value)
     return keys
 
 
 def _program_arguments(words: list[str]) -> list[str]:
-    """What follows the program that is started: its module, its file, or a system's command and subcommand."""
+    """What follows the program that is started: its module, its file, or a system's command and
+    subcommand."""
     commands = {system.command for system in systems().values()} - {""}
     if "--" in words:
         words = words[words.index("--") + 1 :]
     for at, word in enumerate(words):
-        if word == "-m" and at + 1 < len(words) and not words[at + 1].startswith("torch.distributed"):
+        if (
+            word == "-m"
+            and at + 1 < len(words)
+            and not words[at + 1].startswith("torch.distributed")
+        ):
             return words[at + 2 :]
         if word.endswith(".py") and not word.startswith("-"):
             return words[at + 1 :]
@@ -152,7 +201,8 @@ _FLAG = re.compile(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=")
 
 
 def flags(words: Sequence[str]) -> dict[str, Value]:
-    """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag is true."""
+    """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag
+    is true."""
     keys: dict[str, Value] = {}
     rest = deque(words)
     while rest:
@@ -160,12 +210,22 @@ def flags(words: Sequence[str]) -> dict[str, Value]:
         name, equals, text = word.partition("=")
         if word.startswith("--"):
             values = [text] if equals else []
-            while not equals and rest and not _FLAG.match(rest[0]) and not (values and re.match(r"\w+=", rest[0])):
+            while (
+                not equals
+                and rest
+                and not _FLAG.match(rest[0])
+                and not (values and re.match(r"\w+=", rest[0]))
+            ):
                 values.append(rest.popleft())
             if len(values) > 1:
-                keys[name.lstrip("-")] = [value_or_text(value.removesuffix(",")) for value in values]
+                keys[name.lstrip("-")] = [
+                    value_or_text(value.removesuffix(",")) for value in values
+                ]
             else:
-                keys[name.lstrip("-")] = value_or_text(values[0]) if values else True
+                if values:
+                    keys[name.lstrip("-")] = value_or_text(values[0])
+                else:
+                    keys[name.lstrip("-")] = True
         elif equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
             keys[name.lstrip("+")] = value_or_text(text)
     return keys
@@ -197,7 +257,9 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
                 keys[key] = free(value)
 
     add(root, "")
-    if isinstance(job := keys.get("run"), str) and "\n" in job:  # a launcher's, with the script in it
+    if (
+        isinstance(job := keys.get("run"), str) and "\n" in job
+    ):  # a launcher's, with the script in it
         return _script(job, path.parent)
     _expand_groups(keys)
     references = _References(keys)
@@ -208,31 +270,44 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def _expand_groups(keys: dict[str, Value]) -> None:
-    """Give a key that refers to a group, as ``critic.optimizer: ${actor.optimizer}``, that group's keys.
+    """Give a key that refers to a group, as ``critic.optimizer: ${actor.optimizer}``, that group's
+    keys.
 
     Raises:
         UserError: for references to groups that stand for too many keys.
     """
     for key, value in list(keys.items()):
-        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if isinstance(value, str):
+            match = _REFERENCE.fullmatch(value)
+        else:
+            match = None
         prefix = f"{match[1]}." if match else ""
         if not match or match[1] in keys or f"{key}.".startswith(prefix):
             continue
-        members = {name.removeprefix(prefix): entry for name, entry in keys.items() if name.startswith(prefix)}
+        members = {
+            name.removeprefix(prefix): entry
+            for name, entry in keys.items()
+            if name.startswith(prefix)
+        }
         for name, entry in members.items():
             keys.setdefault(f"{key}.{name}", entry)
         if members:
             del keys[key]
         if len(keys) > MOST_KEYS:
-            raise UserError(f"references to groups stand for too many keys: at most {MOST_KEYS:,} are translated")
+            raise UserError(
+                f"references to groups stand for too many keys: at most {MOST_KEYS:,} are translated"
+            )
 
 
 class _References:
-    """``${other.key}`` replaced by its value; a key that is not in the file stays as it is written."""
+    """``${other.key}`` replaced by its value; a key that is not in the file stays as it is
+    written."""
 
     def __init__(self, keys: Mapping[str, Value]) -> None:
         self._keys = keys
-        self._open: list[str] = []  # keys whose values are being resolved: one that names itself stays
+        self._open: list[
+            str
+        ] = []  # keys whose values are being resolved: one that names itself stays
         self._budget = Budget("the file")
 
     def resolved(self, value: Value) -> Value:
@@ -241,12 +316,16 @@ class _References:
             return [self.resolved(entry) for entry in value]
         if not isinstance(value, str) or "${" not in value:
             return value
-        if match := _REFERENCE.fullmatch(value):
+        match = _REFERENCE.fullmatch(value)
+        if match:
             return self._value(match[1], value)
         length = 0
         texts = []
         for at, text in enumerate(_REFERENCE.split(value)):
-            replaced = str(self._value(text, f"${{{text}}}")) if at % 2 else text
+            if at % 2:
+                replaced = str(self._value(text, f"${{{text}}}"))
+            else:
+                replaced = text
             length += len(replaced)
             self._budget.check_length(length)
             texts.append(replaced)
@@ -263,7 +342,8 @@ class _References:
 
 
 def detect(recipe: SourceRecipe) -> str:
-    """The system that a program names, or whose tables know most keys; of two, the one that names more exactly.
+    """The system that a program names, or whose tables know most keys; of two, the one that names
+    more exactly.
 
     Raises:
         UserError: if no system knows any, or two know as many.
@@ -280,5 +360,7 @@ def detect(recipe: SourceRecipe) -> str:
     if not best[0]:
         raise UserError(f"these are no keys of {', '.join(titles)}: name the system with --from")
     if names[1:]:
-        raise UserError(f"these keys are of {' and of '.join(titles)}: add --from {'|'.join(names)}")
+        raise UserError(
+            f"these keys are of {' and of '.join(titles)}: add --from {'|'.join(names)}"
+        )
     return names[0]

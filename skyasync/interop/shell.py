@@ -1,9 +1,9 @@
 """A shell script as the words of its commands.
 
-Invariant: nothing is run, and the work is bounded (``limits.py``). Variables and arrays that the script sets take
-effect, of the environment only ``ENVIRONMENT``; ``$(command)`` and names without a value stay as they are written. A
-condition that compares known values is evaluated; the branches of any other condition set only variables that have no
-value yet.
+Invariant: nothing is run, and the work is bounded (``limits.py``). Variables and arrays that the
+script sets take effect, of the environment only ``ENVIRONMENT``; ``$(command)`` and names without a
+value stay as they are written. A condition that compares known values is evaluated; the branches of
+any other condition set only variables that have no value yet.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ from skyasync.interop.limits import LARGEST_FILE, STATEMENT, Budget, read_limite
 ENVIRONMENT = ("HOME", "PWD", "USER", "LOGNAME")
 _NAME = r"[A-Za-z_]\w*"
 #: What stands in braces: the length sign, a name, an index, an operator and its word.
-_PARAMETER = re.compile(rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL)
-_PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][\w./-]*)>")  # which a shell would take for two redirections
+_PARAMETER = re.compile(
+    rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL
+)
+_PLACEHOLDER = re.compile(
+    r"(?<!<)<([A-Za-z][\w./-]*)>"
+)  # which a shell would take for two redirections
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
@@ -62,8 +66,11 @@ class Script:
     branches: bool = False
 
 
-def read(text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None) -> Script:
-    """The whole script; scripts that it starts or sources are read with it if they are in ``folder``.
+def read(
+    text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
+) -> Script:
+    """The whole script; scripts that it starts or sources are read with it if they are in
+    ``folder``.
 
     Args:
         environment: variables that the script may read; by default ``ENVIRONMENT`` of this process.
@@ -86,7 +93,10 @@ def _parse(text: str) -> Node:
 
 
 def _text(source: Node | bytes) -> str:
-    encoded = source if isinstance(source, bytes) else source.text or b""
+    if isinstance(source, bytes):
+        encoded = source
+    else:
+        encoded = source.text or b""
     return encoded.decode().replace("\ue000", "<").replace("\ue001", ">")
 
 
@@ -95,11 +105,17 @@ def _parts(node: Node) -> list[Node]:
 
 
 def _and(left: Known, right: Known) -> Known:
-    return False if False in (left, right) else None if None in (left, right) else True
+    if False in (left, right):
+        return False
+    if None in (left, right):
+        return None
+    return True
 
 
 def _not(known: Known) -> Known:
-    return None if known is None else not known
+    if known is None:
+        return None
+    return not known
 
 
 @dataclass
@@ -109,14 +125,20 @@ class _Reader:
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     depth: int = 0
-    sources: list[Path] = field(default_factory=list)  # the scripts that are being read, the innermost last
-    alternative: bool = False  # it is not known whether this branch runs or an earlier one of its condition
+    sources: list[Path] = field(
+        default_factory=list
+    )  # the scripts that are being read, the innermost last
+    alternative: bool = (
+        False  # it is not known whether this branch runs or an earlier one of its condition
+    )
     budget: Budget = field(default_factory=lambda: Budget("the script"))
 
-    # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether it succeeds.
+    # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether
+    # it succeeds.
 
     def run(self, node: Node, runs: Known) -> Known:
-        kind, children = node.type, _parts(node)
+        kind = node.type
+        children = _parts(node)
         if runs is False:
             return None
         self.budget.spend(STATEMENT)
@@ -125,9 +147,12 @@ class _Reader:
         elif kind == "list":
             sign = _text(node.children[1])
             left = self.run(children[0], runs)
-            # Where it is not known whether the first succeeds, the second is no branch of the script's: it counts.
+            # Where it is not known whether the first succeeds, the second is no branch of the
+            # script's: it counts.
             right = self.run(children[1], _and(runs, left if sign == "&&" else _not(left)))
-            return _and(left, right) if sign == "&&" else _not(_and(_not(left), _not(right)))
+            if sign == "&&":
+                return _and(left, right)
+            return _not(_and(_not(left), _not(right)))
         elif kind == "if_statement":
             self._if(node, runs)
         elif kind == "case_statement":
@@ -153,11 +178,19 @@ class _Reader:
 
     def _if(self, node: Node, runs: Known) -> None:
         taken: Known = False
-        for branch in [node, *(child for child in node.children if child.type in ("elif_clause", "else_clause"))]:
+        for branch in [
+            node,
+            *(child for child in node.children if child.type in ("elif_clause", "else_clause")),
+        ]:
             parts = branch.children
             then = next((at for at, child in enumerate(parts) if child.type in ("then", "else")), 0)
             condition = [child for child in parts[:then] if child.is_named]
-            known = self.holds(condition[-1]) if len(condition) == 1 else None if condition else True
+            if len(condition) == 1:
+                known = self.holds(condition[-1])
+            elif condition:
+                known = None
+            else:
+                known = True
             active = _and(_not(taken), known)
             before = self.alternative
             self.alternative = before or (active is None and taken is None)
@@ -169,8 +202,10 @@ class _Reader:
 
     def _case(self, node: Node, runs: Known) -> None:
         [word, *items] = node.named_children
-        value, taken = self.joined(word), False
-        outer, first = self.alternative, True
+        value = self.joined(word)
+        taken = False
+        outer = self.alternative
+        first = True
         for item in items:
             if item.type != "case_item":
                 continue
@@ -187,8 +222,10 @@ class _Reader:
     def _assign(self, node: Node, runs: Known) -> None:
         if node.type != "variable_assignment" or node.named_children[0].type != "variable_name":
             return
-        name, plus = _text(node.named_children[0]), node.children[1].type == "+="
-        variables, value = self.script.variables, node.child_by_field_name("value")
+        name = _text(node.named_children[0])
+        plus = node.children[1].type == "+="
+        variables = self.script.variables
+        value = node.child_by_field_name("value")
         if runs is None:
             self.script.branches = True
             if variables.get(name) and (self.alternative or not plus):
@@ -209,7 +246,8 @@ class _Reader:
         self.script.variables[name] = value
 
     def _command(self, node: Node, runs: Known) -> Known:
-        """A call of a function, another script, or a command, and the assignments in front of it."""
+        """A call of a function, another script, or a command, and the assignments in front of
+        it."""
         self.script.branches |= runs is None
         children = [child for child in _parts(node) if not child.type.endswith("_redirect")]
         for child in children:
@@ -228,8 +266,10 @@ class _Reader:
         return None
 
     def _runs_statements(self, words: list[str]) -> bool:
-        """Whether it starts statements that are read in its place: a function, another script, ``eval``, ``-c``."""
-        name, arguments = words[0], words[1:]
+        """Whether it starts statements that are read in its place: a function, another script,
+        ``eval``, ``-c``."""
+        name = words[0]
+        arguments = words[1:]
         file: Path | None = None
         if name in self.functions:
             statements = self.functions.pop(name)
@@ -254,7 +294,8 @@ class _Reader:
                 return False
             statements = self._parse(text)
             arguments = arguments[1:]
-        before, count = self.arguments, len(self.script.commands)
+        before = self.arguments
+        count = len(self.script.commands)
         self.arguments = arguments
         if file is not None:
             self.sources.append(file)
@@ -265,7 +306,8 @@ class _Reader:
         return len(self.script.commands) > count or not arguments
 
     def _script(self, file: Path) -> str | None:
-        """The text of another script; None if there is none of this name, or it is a binary file."""
+        """The text of another script; None if there is none of this name, or it is a binary
+        file."""
         if not file.is_file():
             return None
         with file.open("rb") as opened:
@@ -280,30 +322,51 @@ class _Reader:
     # Conditions.
 
     def holds(self, node: Node, patterns: bool = False) -> Known:
-        """Whether a condition holds. ``patterns``: it stands in ``[[``, where the right side of ``==`` is one."""
+        """Whether a condition holds. ``patterns``: it stands in ``[[``, where the right side of
+        ``==`` is one."""
         parts = node.named_children
         if node.type == "test_command":
-            return self.holds(parts[0], node.children[0].type == "[[") if len(parts) == 1 else None
+            if len(parts) == 1:
+                return self.holds(parts[0], node.children[0].type == "[[")
+            return None
         if node.type in ("parenthesized_expression", "negated_command"):
             known = self.holds(parts[-1], patterns)
-            return _not(known) if node.type == "negated_command" else known
+            if node.type == "negated_command":
+                return _not(known)
+            return known
         if node.type == "command":
-            return self._command(node, True) if _text(parts[0]) == "test" else None
-        sign = next((_text(child) for child in node.children if child not in parts or "operator" in child.type), "")
+            if _text(parts[0]) == "test":
+                return self._command(node, True)
+            return None
+        sign = next(
+            (
+                _text(child)
+                for child in node.children
+                if child not in parts or "operator" in child.type
+            ),
+            "",
+        )
         if node.type == "unary_expression":
             if sign == "!":
                 return _not(self.holds(parts[-1], patterns))
             value = self.joined(parts[-1])
             if "$" in value and re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(parts[-1])):
                 value = ""  # a variable that has no value is empty
-            return None if sign not in ("-z", "-n") or "$" in value else (not value) is (sign == "-z")
+            if sign not in ("-z", "-n") or "$" in value:
+                return None
+            return (not value) is (sign == "-z")
         if node.type not in ("binary_expression", "list"):
             return None
-        left, right = parts[0], parts[-1]
+        left = parts[0]
+        right = parts[-1]
         if sign in ("&&", "||"):
-            first, second = self.holds(left, patterns), self.holds(right, patterns)
-            return _and(first, second) if sign == "&&" else _not(_and(_not(first), _not(second)))
-        one, other = self.joined(left), self.joined(right)
+            first = self.holds(left, patterns)
+            second = self.holds(right, patterns)
+            if sign == "&&":
+                return _and(first, second)
+            return _not(_and(_not(first), _not(second)))
+        one = self.joined(left)
+        other = self.joined(right)
         if "$" in one + other:
             return None
         if sign in ("=", "==", "!="):
@@ -321,7 +384,9 @@ class _Reader:
 
     def expanded(self, node: Node) -> list[str]:
         """A word as words: quotes off, variables put in, split where they are not quoted."""
-        fields, solid = [""], False  # an empty word that is quoted counts
+        # an empty word that is quoted counts
+        fields = [""]
+        solid = False
         length = 0
         for value, quoted in self._fragments(node):
             characters = _characters(value)
@@ -329,25 +394,34 @@ class _Reader:
             length += characters
             self.budget.check_length(length)
             if isinstance(value, list):
-                parts = value if quoted else [part for entry in value for part in _split(entry)]
+                if quoted:
+                    parts = value
+                else:
+                    parts = [part for entry in value for part in _split(entry)]
             else:
-                parts = [value] if quoted or value.startswith("$") else _split(value)
+                if quoted or value.startswith("$"):
+                    parts = [value]
+                else:
+                    parts = _split(value)
             solid = solid or (quoted and bool(parts))
             fields[-1] += parts[0] if parts else ""
             fields += parts[1:]
         return [word for word in fields if word or solid]
 
     def _fragments(self, node: Node) -> Iterator[tuple[str | list[str], bool]]:
-        """The fragments of a word, and whether each is quoted or written out, so that it is not split."""
+        """The fragments of a word, and whether each is quoted or written out, so that it is not
+        split."""
         text = _text(node)
         if node.type in ("concatenation", "command_name"):
             for child in node.children:
                 yield from self._fragments(child)
         elif node.type == "string":
-            source, begin = node.text or b"", 1
+            source = node.text or b""
+            begin = 1
             expansions = [child for child in node.children if child.type in _EXPANSIONS]
             for child in expansions:
-                if before := source[begin : child.start_byte - node.start_byte]:
+                before = source[begin : child.start_byte - node.start_byte]
+                if before:
                     yield re.sub(r'\\(["\\$`])', r"\1", _text(before)), True
                 yield self._value(child), True
                 begin = child.end_byte - node.start_byte
@@ -366,10 +440,17 @@ class _Reader:
         if node.type == "command_substitution":
             return text
         if node.type == "arithmetic_expansion":
-            number = self._number(node.named_children[0]) if node.named_child_count == 1 else None
-            return text if number is None else str(number)
+            if node.named_child_count == 1:
+                number = self._number(node.named_children[0])
+            else:
+                number = None
+            if number is None:
+                return text
+            return str(number)
         value = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
-        return text if value is None else value
+        if value is None:
+            return text
+        return value
 
     def _number(self, node: Node) -> int | None:
         """Whole numbers added, subtracted, multiplied and divided; None for anything else."""
@@ -377,16 +458,32 @@ class _Reader:
         if node.type == "parenthesized_expression":
             return self._number(parts[0])
         if node.type == "binary_expression" and _text(node.children[1]) in _OPERATORS:
-            left, sign, right = self._number(parts[0]), _text(node.children[1]), self._number(parts[1])
-            if left is None or right is None or (sign in "/%" and not right) or (sign == "**" and not 0 <= right < 65):
+            left = self._number(parts[0])
+            sign = _text(node.children[1])
+            right = self._number(parts[1])
+            if (
+                left is None
+                or right is None
+                or (sign in "/%" and not right)
+                or (sign == "**" and not 0 <= right < 65)
+            ):
                 return None
             result = int(_OPERATORS[sign](left, right))
-            return result if abs(result) < _LARGEST_NUMBER else None
+            if abs(result) < _LARGEST_NUMBER:
+                return result
+            return None
         if node.type == "unary_expression" and _text(node).startswith("-"):
             negated = self._number(parts[-1])
-            return None if negated is None else -negated
-        value = self.script.variables.get(_text(node)) if node.type == "variable_name" else self.joined(node)
-        return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value) else None
+            if negated is None:
+                return None
+            return -negated
+        if node.type == "variable_name":
+            value = self.script.variables.get(_text(node))
+        else:
+            value = self.joined(node)
+        if isinstance(value, str) and re.fullmatch(r"-?\d{1,18}", value):
+            return int(value)
+        return None
 
     def _parameter(self, body: str) -> str | list[str] | None:
         """``name``, ``name:-word`` and the like; None if there is no value."""
@@ -403,13 +500,23 @@ class _Reader:
         elif name.isdigit():
             value = dict(enumerate(self.arguments, start=1)).get(int(name))
         elif index is None:
-            value = " ".join(value) if isinstance(value, list) else value
+            if isinstance(value, list):
+                value = " ".join(value)
+            else:
+                value = value
         elif value is not None:
             entries = value if isinstance(value, list) else [value]
             at = int(index) if index.isdigit() else len(entries)
-            value = entries if index in ("@", "*") else entries[at] if at < len(entries) else None
+            if index in ("@", "*"):
+                value = entries
+            elif at < len(entries):
+                value = entries[at]
+            else:
+                value = None
         if length:
-            return None if value is None else str(len(value))
+            if value is None:
+                return None
+            return str(len(value))
         missing = value is None or (not value and sign.startswith(":"))
         if sign in (":-", "-", ":=", "="):
             if not missing:
@@ -419,15 +526,20 @@ class _Reader:
                 self.script.variables[name] = value
             return value
         if sign in (":+", "+"):
-            return "" if missing else self._word(word)
+            if missing:
+                return ""
+            return self._word(word)
         if value is None or not sign or sign in (":?", "?"):
             return value
         if isinstance(value, list):
-            return value[int(word.partition(":")[0]) - (name == "@") :] if sign == ":" and word.isdigit() else value
+            if sign == ":" and word.isdigit():
+                return value[int(word.partition(":")[0]) - (name == "@") :]
+            return value
         return self._changed(value, sign, self._word(word))
 
     def _changed(self, value: str, sign: str, word: str) -> str | None:
-        """A value without the part that a pattern matches, with one text replaced, or in upper or lower case."""
+        """A value without the part that a pattern matches, with one text replaced, or in upper or
+        lower case."""
         if sign in ("#", "##", "%", "%%"):
             self.budget.spend(len(value) ** 2 // 64)  # the pattern is tried at every character
             return _cut(value, sign, word)
@@ -435,28 +547,38 @@ class _Reader:
             old, _, new = word.partition("/")
             count = value.count(old) if old else 0
             self.budget.check_length(len(value) + count * len(new))
-            return value.replace(old, new, -1 if sign == "//" else 1) if old else value
+            if old:
+                return value.replace(old, new, -1 if sign == "//" else 1)
+            return value
         return {",,": value.lower(), "^^": value.upper()}.get(sign)
 
     def _word(self, word: str) -> str:
         command = self._parse(f": {word}" if '"' in word else f': "{word}"').named_children
-        return " ".join(self.joined(child) for child in command[0].named_children[1:]) if command else word
+        if command:
+            return " ".join(self.joined(child) for child in command[0].named_children[1:])
+        return word
 
 
 def _split(value: str) -> list[str]:
-    """An unquoted value, split at its blanks, also those at its ends; quotes and commands hold together."""
+    """An unquoted value, split at its blanks, also those at its ends; quotes and commands hold
+    together."""
     words = re.findall(r"""(?:"[^"]*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\S)+""", value)
     return [*([""] if value[:1].isspace() else []), *words, *([""] if value[-1:].isspace() else [])]
 
 
 def _characters(value: str | list[str]) -> int:
     """How long a value is; an entry of a list counts for one more character."""
-    return len(value) if isinstance(value, str) else sum(map(len, value)) + len(value)
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(len, value)) + len(value)
 
 
 def _cut(value: str, sign: str, word: str) -> str:
-    """A value without the shortest or longest beginning (``#``, ``##``) or end (``%``, ``%%``) that matches."""
-    cuts: Sequence[int] = range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
+    """A value without the shortest or longest beginning (``#``, ``##``) or end (``%``, ``%%``) that
+    matches."""
+    cuts: Sequence[int] = (
+        range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
+    )
     for cut in cuts:
         part, rest = (value[:cut], value[cut:]) if "#" in sign else (value[cut:], value[:cut])
         if fnmatchcase(part, word):

@@ -1,18 +1,19 @@
 """Another framework: its name, its table of settings, and what adapts its recipes and classes.
 
-Each folder here is one, and declares ``SYSTEM``. It has a table of its settings, and ``translate.py``: ``CONVERSIONS``
-are functions for the table, and ``finish(draft)`` decides about keys that depend on each other, after each was carried
-over alone.
+Each folder here is one, and declares ``SYSTEM``. It has a table of its settings, and
+``translate.py``: ``CONVERSIONS`` are functions for the table, and ``finish(draft)`` decides about
+keys that depend on each other, after each was carried over alone.
 
-A table, ``settings.tsv``, is taken from the framework's own definitions of its arguments (2026). It has five columns,
-separated by tabs:
+A table, ``settings.tsv``, is taken from the framework's own definitions of its arguments (2026). It
+has five columns, separated by tabs:
 
 ``theirs``   names of one key, separated by spaces; ``{a,b}`` stands for both, ``*`` for anything
 ``default``  its value there where nothing is set; empty where that has no bearing on ours
 ``ours``     our keys; ``key=value`` is set along with the first; ``key[0]`` is an entry of a list;
              ``-``: no counterpart, ``=``: needs no setting here
 ``values``   ``theirs=ours`` where values are spelled differently: ``~`` leaves ours at its default, ``-`` is a value
-             without a counterpart, ``*=`` is any other; ``@name`` is a function of ``conversion.py``
+             without a counterpart, ``*=`` is any other; ``@name`` is a function of
+             ``conversion.py``
 ``note``     why there is no counterpart, or what differs
 
 Invariant: the name that says most about a key decides: itself, then the longest pattern.
@@ -39,7 +40,8 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True)
 class Target:
-    """A key of ours; ``index`` is the entry of a list, ``fixed`` the value where it does not depend on theirs."""
+    """A key of ours; ``index`` is the entry of a list, ``fixed`` the value where it does not depend
+    on theirs."""
 
     path: str
     index: int | None = None
@@ -49,10 +51,14 @@ class Target:
     def read(cls, text: str) -> Target:
         path, equals, fixed = text.partition("=")
         match = re.fullmatch(r"(.+)\[(\d)\]", path)
-        return cls(match[1], int(match[2])) if match else cls(path, None, fixed if equals else None)
+        if match:
+            return cls(match[1], int(match[2]))
+        return cls(path, None, fixed if equals else None)
 
     def __str__(self) -> str:
-        return self.path if self.index is None else f"{self.path}[{self.index}]"
+        if self.index is None:
+            return self.path
+        return f"{self.path}[{self.index}]"
 
 
 @dataclass(frozen=True)
@@ -80,7 +86,10 @@ class TableRow:
         aliases = dict(word.split("=", 1) for word in words if not word.startswith("@"))
         function = next((word[1:] for word in words if word.startswith("@")), "")
         kind = ours if ours in ("-", "=") else "key"
-        targets = tuple(Target.read(word) for word in ours.split()) if kind == "key" else ()
+        if kind == "key":
+            targets = tuple(Target.read(word) for word in ours.split())
+        else:
+            targets = ()
         return cls(names, spelled, default, kind, targets, aliases, function, note)
 
     @property
@@ -102,7 +111,9 @@ class Table:
         lines = file.read_text(encoding="utf-8").splitlines()
         rows = tuple(TableRow.read(line) for line in lines[1:] if line.strip())
         named = [(name, row) for row in rows for name in row.names]
-        patterns = sorted((n for n in named if "*" in n[0]), key=lambda entry: -len(entry[0].replace("*", "")))
+        patterns = sorted(
+            (n for n in named if "*" in n[0]), key=lambda entry: -len(entry[0].replace("*", ""))
+        )
         exact = {name: row for name, row in named if "*" not in name}
         return cls(rows, exact, tuple((re.compile(translate(name)), row) for name, row in patterns))
 
@@ -122,7 +133,8 @@ def expand(pattern: str) -> list[str]:
     match = _BRACES.search(pattern)
     if not match:
         return [pattern]
-    before, after = pattern[: match.start()], pattern[match.end() :]
+    before = pattern[: match.start()]
+    after = pattern[match.end() :]
     return [name for option in match[1].split(",") for name in expand(f"{before}{option}{after}")]
 
 
@@ -133,14 +145,17 @@ class System:
     Args:
         name: of its folder, and of ``--from``.
         order: its place in help and documentation.
-        adapters: what it brings, as ``module:attribute`` of its folder (imported when it is needed):
+        adapters: what it brings, as ``module:attribute`` of its folder (imported when it is
+            needed):
 
             - ``environment``: a module that registers an environment
             - ``reward_signature``: a ``skyasync.rewards.signature.Signature``
-            - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: what ``OtherFrameworks`` asks for
+            - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: what
+              ``OtherFrameworks`` asks for
             - ``program``: reads a recipe that is a Python program
         command: the word of a command line after which the recipe's name and flags follow.
-        agent_program: the reference of the program that plays its agent files that have a loop of their own.
+        agent_program: the reference of the program that plays its agent files that have a loop of
+            their own.
         has_our_keys: it spells most keys as we do; those that its table lacks are ours.
     """
 
@@ -155,7 +170,9 @@ class System:
     def adapter(self, name: str) -> Any:  # noqa: ANN401  (one of many kinds)
         module, colon, attribute = self.adapters[name].partition(":")
         path = f"{__package__}.{self.name}.{module}"
-        return attrgetter(attribute)(import_module(path)) if colon else path
+        if colon:
+            return attrgetter(attribute)(import_module(path))
+        return path
 
     @cached_property
     def translation(self) -> ModuleType:

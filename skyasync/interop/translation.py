@@ -1,6 +1,8 @@
-"""``skyasync translate``: another system's recipe as YAML that loads, with a comment for each key left out.
+"""``skyasync translate``: another system's recipe as YAML that loads, with a comment for each key
+left out.
 
-Invariant: the YAML has been loaded; a setting that contradicts another one is left out, with a comment.
+Invariant: the YAML has been loaded; a setting that contradicts another one is left out, with a
+comment.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ import yaml
 from skyasync.config.values import Value, escape, written
 from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH, as_list
-from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, A, Draft, DraftSetting, begin
+from skyasync.interop.draft import (
+    CORRECTION,
+    MINI,
+    PLACEMENT,
+    PLAN,
+    SAMPLING,
+    A,
+    Draft,
+    DraftSetting,
+    begin,
+)
 from skyasync.interop.recipe import SourceRecipe, detect, read_recipe
 from skyasync.interop.system import TableRow, systems
 
@@ -31,7 +43,9 @@ it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
 """
 _LOGGER = "trainer.logger"
 _CHANGE_NO_RESULT = ("generator.weight_sync_backend", "trainer.resume_mode")
-_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)  # keys whose values are not repeated
+_SECRET = re.compile(
+    r"(key|token|secret|password)$", re.IGNORECASE
+)  # keys whose values are not repeated
 
 
 def translate(argv: Sequence[str]) -> None:
@@ -40,11 +54,15 @@ def translate(argv: Sequence[str]) -> None:
     Raises:
         UserError: for an unreadable or too deeply nested recipe, or an unknown system.
     """
-    arguments, name = list(argv), ""
+    arguments = list(argv)
+    name = ""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")
         return
-    at = next((at for at, argument in enumerate(arguments) if argument.partition("=")[0] == "--from"), None)
+    at = next(
+        (at for at, argument in enumerate(arguments) if argument.partition("=")[0] == "--from"),
+        None,
+    )
     if at is not None:
         _, equals, name = arguments.pop(at).partition("=")
         if not equals and at < len(arguments):
@@ -68,7 +86,8 @@ def translated(recipe: SourceRecipe, system: str) -> str:
     while problems := _problems(draft):
         if _allow_uncorrected(draft, problems):
             continue
-        # Left out is the first key of a problem until the rest loads, and at once every key that has no effect.
+        # Left out is the first key of a problem until the rest loads, and at once every key that
+        # has no effect.
         named = [(problem, path) for problem in problems if (path := _named(problem, draft))]
         if not named:
             raise UserError("\n".join(problems))
@@ -80,17 +99,23 @@ def translated(recipe: SourceRecipe, system: str) -> str:
 
 
 def _remark_default(draft: Draft, path: str, problem: str) -> None:
-    """Say that one of their defaults is left out; of keys that were given this is said at the key."""
+    """Say that one of their defaults is left out; of keys that were given this is said at the
+    key."""
     setting = draft.ours[path]
     default = setting.theirs and not draft.named(*setting.theirs)
     if default and path not in _CHANGE_NO_RESULT and " has no effect" not in problem:
-        draft.remarks.append(f"{path}={written(setting.value)}, {draft.system.title}'s default, is left out: {problem}")
+        draft.remarks.append(
+            f"{path}={written(setting.value)}, {draft.system.title}'s default, is left out: {problem}"
+        )
 
 
 def _allow_uncorrected(draft: Draft, problems: Sequence[str]) -> bool:
-    """Let stale samples go uncorrected as they do there, if the loader asks for it; whether it did."""
+    """Let stale samples go uncorrected as they do there, if the loader asks for it; whether it
+    did."""
     allowed = "trainer.allow_uncorrected"
-    refused = any(problem.startswith(f"{CORRECTION}=none") and allowed in problem for problem in problems)
+    refused = any(
+        problem.startswith(f"{CORRECTION}=none") and allowed in problem for problem in problems
+    )
     if not refused or CORRECTION not in draft.ours or allowed in draft.ours:
         return False
     draft.put(allowed, True, *draft.origin(CORRECTION))
@@ -104,26 +129,38 @@ def _finish(draft: Draft) -> None:
         draft.drop("generator.backend", "generator.engines names servers")
     elif draft.value("generator.backend") == "auto":
         draft.put("generator.backend", "vllm")
-    # Models that are colocated with the policy have its devices; a colocated engine has one of them.
+    # Models that are colocated with the policy have its devices; a colocated engine has one of
+    # them.
     for model in ("ref", "critic", "teacher"):
         if draft.value(f"{PLACEMENT}colocate_policy_{model}"):
             for path in (f"{PLACEMENT}{model}_num_nodes", f"{PLACEMENT}{model}_num_gpus_per_node"):
                 why = f"it shares the policy's devices: {PLACEMENT}colocate_policy_{model}"
                 draft.silent |= dict.fromkeys(draft.origin(path), why)
                 draft.ours.pop(path, None)
-    size, engines = "generator.inference_engine_tensor_parallel_size", "generator.num_inference_engines"
-    if draft.value(f"{PLACEMENT}colocate_all") and draft.value(PLAN) == "sync" and draft.number(size) > 1:
+    size = "generator.inference_engine_tensor_parallel_size"
+    engines = "generator.num_inference_engines"
+    if (
+        draft.value(f"{PLACEMENT}colocate_all")
+        and draft.value(PLAN) == "sync"
+        and draft.number(size) > 1
+    ):
         whole = int(draft.number(engines) * draft.number(size))
         draft.put(engines, whole, *draft.origin(engines))
         draft.drop(size, f"with {PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
     if draft.value(PLAN) != "sync" and draft.value(f"{PLACEMENT}colocate_all"):
-        draft.drop(f"{PLACEMENT}colocate_all", f"plan {draft.value(PLAN)}: engines and policy work at once")
+        draft.drop(
+            f"{PLACEMENT}colocate_all", f"plan {draft.value(PLAN)}: engines and policy work at once"
+        )
     length, end = (f"{A}overlong_buffer.{name}" for name in ("len", "max_len"))
-    if draft.number(length) and end not in draft.ours:  # complete at the longest response, as in all of them
+    if (
+        draft.number(length) and end not in draft.ours
+    ):  # complete at the longest response, as in all of them
         draft.put(end, int(draft.number(f"{SAMPLING}.max_generate_length")), *draft.origin(length))
     # A cosine that ends at a share of its rate has a name of its own.
     for section in ("policy", "critic"):
-        name, options = (f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs"))
+        name, options = (
+            f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs")
+        )
         if options in draft.ours and draft.value(name) == "cosine":
             draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
     _keep_metrics_file(draft)
@@ -138,7 +175,8 @@ def _finish(draft: Draft) -> None:
 
 
 def _keep_metrics_file(draft: Draft) -> None:
-    """Add ``jsonl``, which the report reads, to the recipe's loggers, and leave out those that there are not."""
+    """Add ``jsonl``, which the report reads, to the recipe's loggers, and leave out those that
+    there are not."""
     loggers = draft.value(_LOGGER)
     if _LOGGER not in draft.ours or loggers is None:
         return
@@ -163,11 +201,14 @@ def _problems(draft: Draft) -> list[str]:
             return check_config(load_config(["--config", str(file)]), given={*draft.ours})
         except UserError as error:
             lines = str(error).splitlines()
-            return [line.partition("translated.yaml:")[2].partition(": ")[2] or line for line in lines]
+            return [
+                line.partition("translated.yaml:")[2].partition(": ")[2] or line for line in lines
+            ]
 
 
 def _named(problem: str, draft: Draft) -> str:
-    """The key of ours that a problem names first; one that they did not give rather than one that they did.
+    """The key of ours that a problem names first; one that they did not give rather than one that
+    they did.
 
     An entry of a mapping is named by the mapping; a name that no part has may stand for its key.
     """
@@ -175,11 +216,14 @@ def _named(problem: str, draft: Draft) -> str:
     for path in draft.ours:
         key = draft.keys.holder(path)
         names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
-        if inside := [problem.find(name) for name in names if name in problem]:
+        inside = [problem.find(name) for name in names if name in problem]
+        if inside:
             positions[path] = inside[0]
     if not positions:
         quoted = problem.split("'")
-        positions = {path: 0 for path, setting in draft.ours.items() if written(setting.value) in quoted}
+        positions = {
+            path: 0 for path, setting in draft.ours.items() if written(setting.value) in quoted
+        }
     # How ranks divide the work changes no result, so it goes before what does.
     order = {
         path: (draft.ours[path].given, not path.startswith("trainer.parallel."), at, -len(path))
@@ -189,15 +233,27 @@ def _named(problem: str, draft: Draft) -> str:
 
 
 def _lines(draft: Draft) -> Iterator[str]:
-    title, given = draft.system.title, draft.given
+    title = draft.system.title
+    given = draft.given
     yield f"# Made from a recipe of {title} by skyasync translate."
     if draft.recipe.branches:
         yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
     yield from _tree(draft)
     used = {name for setting in draft.ours.values() for name in setting.theirs}
-    decided = {name: f"other keys decide about {path}" for name, path in draft.carried.items()} | draft.silent
-    no_loss = {name: decided[name] for name in given if name in decided and name not in used | {*draft.left}}
-    unfilled = [name for setting in draft.ours.values() for name in setting.theirs if "$" in str(setting.value)]
+    decided = {
+        name: f"other keys decide about {path}" for name, path in draft.carried.items()
+    } | draft.silent
+    no_loss = {
+        name: decided[name]
+        for name in given
+        if name in decided and name not in used | {*draft.left}
+    }
+    unfilled = [
+        name
+        for setting in draft.ours.values()
+        for name in setting.theirs
+        if "$" in str(setting.value)
+    ]
     for heading, entries in (
         (f"Keys of {title} without a counterpart here:", draft.left),
         (f"Keys of {title} that need no setting here:", no_loss),
@@ -221,7 +277,9 @@ def _lines(draft: Draft) -> Iterator[str]:
 
 def _difference(row: TableRow, value: Value) -> str:
     """The row's note if it is about this value, or about what is different there."""
-    return row.note if row.note.startswith((written(value), "there ")) else ""
+    if row.note.startswith((written(value), "there ")):
+        return row.note
+    return ""
 
 
 def _tree(draft: Draft) -> Iterator[str]:
@@ -234,7 +292,9 @@ def _tree(draft: Draft) -> Iterator[str]:
 
     def position(path: str) -> tuple[int, ...]:
         parts = path.split(".")
-        return tuple(order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts)))
+        return tuple(
+            order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts))
+        )
 
     open_groups: list[str] = []
     for path in sorted(draft.ours, key=lambda path: (position(path), path)):
@@ -246,7 +306,9 @@ def _tree(draft: Draft) -> Iterator[str]:
             yield f"{'  ' * depth}{groups[depth]}:"
         open_groups = groups
         setting = draft.ours[path]
-        value = yaml.safe_dump([_literal(setting.value)], default_flow_style=True, width=10**6, sort_keys=False)
+        value = yaml.safe_dump(
+            [_literal(setting.value)], default_flow_style=True, width=10**6, sort_keys=False
+        )
         yield f"{'  ' * len(groups)}{name}: {value.strip()[1:-1]}  # {_origin(draft, setting, path)}"
 
 
@@ -254,7 +316,9 @@ def _literal(value: Value) -> Value:
     """What a shell or their loader would have filled in stays text, not a reference of ours."""
     if isinstance(value, list):
         return [_literal(entry) for entry in value]
-    return escape(value) if isinstance(value, str) else value
+    if isinstance(value, str):
+        return escape(value)
+    return value
 
 
 def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
@@ -262,9 +326,14 @@ def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
     if given:
         origin = ", ".join(given)
     else:
-        origin = f"{draft.system.title}'s default" if setting.theirs else "follows from the others"
+        if setting.theirs:
+            origin = f"{draft.system.title}'s default"
+        else:
+            origin = "follows from the others"
     note = setting.note
     row = draft.system.table.find(given[0]) if given else None
     if not note and row and row.targets and path == row.targets[0].path:
         note = _difference(row, draft.given[given[0]])
-    return f"{origin}: {note}" if note else origin
+    if note:
+        return f"{origin}: {note}"
+    return origin

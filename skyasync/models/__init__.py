@@ -1,4 +1,5 @@
-"""Models, and the backends that compute with them. What planning shares with workers is here: it imports no torch."""
+"""Models, and the backends that compute with them. What planning shares with workers is here: it
+imports no torch."""
 
 from __future__ import annotations
 
@@ -9,35 +10,39 @@ from skyasync.registry import Registry
 BACKENDS = Registry("training backend", {"skyasync.models.fsdp.backend": "fsdp2"})
 """What holds and trains models (``ModelBackend``), by the names of ``trainer.strategy``."""
 
-VOCABULARY, VALUE, SCORE = "vocabulary", "value", "score"
-"""What a model computes of a token: a causal language model's logits; one number, by a head that is new if the files
-lack it; one number, by a head that the files hold."""
+VOCABULARY = "vocabulary"
+VALUE = "value"
+SCORE = "score"
+"""What a model computes of a token: a causal language model's logits; one number, by a head that is
+new if the files lack it; one number, by a head that the files hold."""
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""By default. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are computed about 1.4
-times faster than 16,384 at once (benchmarks/update_speed.py)."""
+"""By default. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are
+computed about 1.4 times faster than 16,384 at once (benchmarks/update_speed.py)."""
 
 MIN_SAVED_TOKENS = 0.2
-"""Share of all tokens that shared prefixes must save; attention with a mask is slower than causal attention."""
+"""Share of all tokens that shared prefixes must save; attention with a mask is slower than causal
+attention."""
 
 MAX_LOGITS = 1 << 27
-"""Most logits in memory at once (half a GiB in float32); beyond it they are recomputed in the backward pass, in
-chunks."""
+"""Most logits in memory at once (half a GiB in float32); beyond it they are recomputed in the
+backward pass, in chunks."""
 
 STEPPED_AT_ONCE = 1 << 22
 """Numbers of which an optimizer with a low-precision state makes float32 copies at once."""
 
 MAX_PADDING = 0.05
-"""Share of padding up to which rows are a padded batch; with more they are packed, if the model can."""
+"""Share of padding up to which rows are a padded batch; with more they are packed, if the model
+can."""
 
 
 @dataclass(frozen=True)
 class MeshShape:
     """Sizes of the dimensions of a model's device mesh; their product is the number of ranks.
 
-    Invariant: rows are divided over the data dimension alone. The ranks of one data coordinate get the same rows and
-    return the same values. The pipeline dimension varies slowest (stages send least, so they may be on different
-    nodes), then data, context and tensor:
+    Invariant: rows are divided over the data dimension alone. The ranks of one data coordinate get
+    the same rows and return the same values. The pipeline dimension varies slowest (stages send
+    least, so they may be on different nodes), then data, context and tensor:
 
         pipeline 2 x data 2 x tensor 2:   ranks 0 and 1, 4 and 5 share the first half of the rows, the others the second
 
@@ -63,7 +68,9 @@ class MeshShape:
         return rank // self.non_data % self.data
 
     @classmethod
-    def of(cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1) -> MeshShape:
+    def of(
+        cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1
+    ) -> MeshShape:
         """The data dimension takes all of ``ranks`` that the other dimensions leave."""
         shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline, expert)
         if shape.ranks != ranks:

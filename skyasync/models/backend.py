@@ -1,10 +1,12 @@
-"""The interface by which workers compute with a model and train it, for any way of sharding and scheduling.
+"""The interface by which workers compute with a model and train it, for any way of sharding and
+scheduling.
 
     worker ──batch, LossFn──▶ backend: micro-batches ─▶ forward ─▶ LossFn ─▶ backward
 
-Invariant: a batch's gradient does not depend on how a backend divides the batch over micro-batches and ranks. The
-``loss_weights`` hold the denominators of the whole batch, so gradients are summed over both and never divided again.
-``tests/models/test_backends.py`` holds every backend to the methods' contracts.
+Invariant: a batch's gradient does not depend on how a backend divides the batch over micro-batches
+and ranks. The ``loss_weights`` hold the denominators of the whole batch, so gradients are summed
+over both and never divided again. ``tests/models/test_backends.py`` holds every backend to the
+methods' contracts.
 """
 
 from __future__ import annotations
@@ -29,15 +31,22 @@ from skyasync.weight_sync.adapters import Adapter
 if TYPE_CHECKING:
     from skyasync.weight_sync.full_tensors import FileLayout
 
-LOGPROBS, ENTROPY, VALUES, TOP_K, TOKEN_LOGPROBS = "logprobs", "entropy", "values", "top_k", "token_logprobs"
-"""Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability of each loss token;
-the entropy of the distribution that it was drawn from; the value of the state before it; the ``top_k`` likeliest tokens
-and then their log-probabilities, ``[rows, length, 2 k]``; log-probabilities of ``token_ids``, ``[rows, length, k]``."""
+LOGPROBS = "logprobs"
+ENTROPY = "entropy"
+VALUES = "values"
+TOP_K = "top_k"
+TOKEN_LOGPROBS = "token_logprobs"
+"""Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability
+of each loss token; the entropy of the distribution that it was drawn from; the value of the state
+before it; the ``top_k`` likeliest tokens and then their log-probabilities, ``[rows, length, 2 k]``;
+log-probabilities of ``token_ids``, ``[rows, length, k]``."""
 
 LOOPBACK = "127.0.0.1"
 
-MODEL, VALUE_HEAD = "model", "value_head"
-"""Parts of a model with an optimizer of their own: the model itself; a critic's head on the policy's layers."""
+MODEL = "model"
+VALUE_HEAD = "value_head"
+"""Parts of a model with an optimizer of their own: the model itself; a critic's head on the
+policy's layers."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +59,8 @@ class OutputRequest:
         adapters: False: of the frozen model without its adapters.
         top_k: how many of the likeliest tokens.
         token_ids: int64 ``[rows, length, k]``: tokens other than the loss token.
-        entropy_gradient: the entropy is differentiable; else it costs no memory in the backward pass.
+        entropy_gradient: the entropy is differentiable; else it costs no memory in the backward
+            pass.
         value_gradient: share of the values' gradient that flows from the head to the layers.
     """
 
@@ -110,13 +120,16 @@ class JointLoss(LossFn):
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
         first, second = (loss.request(batch) for loss in self._losses)
-        return replace(first, names=first.names | second.names, value_gradient=second.value_gradient)
+        return replace(
+            first, names=first.names | second.names, value_gradient=second.value_gradient
+        )
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
         return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
 
 
-ROW_TOKENS, COMPUTED_TOKENS = "row_tokens", "computed_tokens"
+ROW_TOKENS = "row_tokens"
+COMPUTED_TOKENS = "computed_tokens"
 """Metrics: tokens of the rows, and those that were computed: shared ones once, and padding."""
 
 SUMMED = {"loss", "tokens", ROW_TOKENS, COMPUTED_TOKENS}
@@ -138,13 +151,17 @@ class Totals:
         for name, value in values.items():
             self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
-    def reduce(self, group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> dict[str, float]:
-        """Loss and token counts of all ranks of ``group``; the other metrics as means over their loss tokens.
+    def reduce(
+        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+    ) -> dict[str, float]:
+        """Loss and token counts of all ranks of ``group``; the other metrics as means over their
+        loss tokens.
 
         Args:
             device: of the collective.
         """
-        names, sums = list(self.sums), torch.stack(list(self.sums.values()))
+        names = list(self.sums)
+        sums = torch.stack(list(self.sums.values()))
         if group is not None:
             sums = sums.to(device)
             dist.all_reduce(sums, group=group)
@@ -155,7 +172,8 @@ class Totals:
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model a backend loads, how the model is divided over ranks, and which parts of it are trained.
+    """Which model a backend loads, how the model is divided over ranks, and which parts of it are
+    trained.
 
     Args:
         role: its name, for errors and file names.
@@ -166,7 +184,8 @@ class ModelSpec:
         trainer: settings that all models of a run share.
         distribution: that of the sampling, for log-probabilities.
         optimizers: of each part that is trained; none: the model is frozen.
-        value_head_kwargs: ``config_kwargs`` of a critic of its own, as which the ``VALUE_HEAD`` is exported.
+        value_head_kwargs: ``config_kwargs`` of a critic of its own, as which the ``VALUE_HEAD`` is
+            exported.
 
     The others are the keys of the same names in the role's section.
     """
@@ -194,7 +213,8 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a model, and the rendezvous with the others: ``store``, or rank 0's at ``host`` and ``port``."""
+    """One rank of a model, and the rendezvous with the others: ``store``, or rank 0's at ``host``
+    and ``port``."""
 
     rank: int = 0
     world_size: int = 1
@@ -240,7 +260,9 @@ class ModelBackend(ABC):
     def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
         """The outputs requested, without gradient, in the batch's rows, float32 on the CPU."""
 
-    def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
+    def forward_backward(
+        self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         """Add the gradient of this rank's rows to the gradient since the last optimizer step.
 
         Args:
@@ -269,8 +291,10 @@ class ModelBackend(ABC):
             beta1: AdamW's first decay rate for the model, instead of the settings'.
 
         Returns:
-            Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and the loss's metrics,
-            averaged over the loss tokens of all ranks; with ``max_grad_cosine``, after the first step, ``grad_cosine``.
+            Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and
+                the loss's metrics,
+            averaged over the loss tokens of all ranks; with ``max_grad_cosine``, after the first
+            step, ``grad_cosine``.
 
         Raises:
             NonFiniteError: on every rank, before any weight changes. The gradient is forgotten.
@@ -283,14 +307,19 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def sharded_weights(self) -> Mapping[str, Any]:
-        """Weights and saved buffers by their names in the model, the same names in the same order on every rank.
+        """Weights and saved buffers by their names in the model, the same names in the same order
+        on every rank.
 
-        Whole tensors, or anything with ``dtype``, ``shape`` and a collective ``full_tensor()``, of the whole.
+        Whole tensors, or anything with ``dtype``, ``shape`` and a collective ``full_tensor()``, of
+        the whole.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, whole. All ranks go through it to the end; a rank needs memory for one of them at a time."""
-        from skyasync.weight_sync.full_tensors import gathered  # torch's distributed tensors; the controller has none
+        """The same, whole. All ranks go through it to the end; a rank needs memory for one of them
+        at a time."""
+        from skyasync.weight_sync.full_tensors import (
+            gathered,
+        )  # torch's distributed tensors; the controller has none
 
         return gathered(self.sharded_weights())
 
@@ -303,7 +332,8 @@ class ModelBackend(ABC):
         raise self._not_supported("train adapters")
 
     def offload(self) -> None:
-        """Move the state to host memory. Until ``onload`` only ``save`` and ``restore`` may be called."""
+        """Move the state to host memory. Until ``onload`` only ``save`` and ``restore`` may be
+        called."""
         raise self._not_supported("offload")
 
     def onload(self) -> None:
@@ -311,7 +341,8 @@ class ModelBackend(ABC):
         raise self._not_supported("offload")
 
     def save(self, folder: Path) -> SaveResult:
-        """Write all that the next optimizer step depends on, into an empty folder that all ranks share."""
+        """Write all that the next optimizer step depends on, into an empty folder that all ranks
+        share."""
         raise self._not_supported("save checkpoints")
 
     def begin_save(self, folder: Path) -> None:

@@ -1,8 +1,9 @@
 """A model's configuration with ``config_kwargs`` of its section.
 
-Invariant: workers and engines of a model use the same overrides, with the names of the model's own class in
-transformers. Settings of rotary embeddings go to the one place where that class reads them:
-``AutoConfig.from_pretrained(path, rope_theta=...)`` silently changes nothing if the file has ``rope_parameters``.
+Invariant: workers and engines of a model use the same overrides, with the names of the model's own
+class in transformers. Settings of rotary embeddings go to the one place where that class reads
+them: ``AutoConfig.from_pretrained(path, rope_theta=...)`` silently changes nothing if the file has
+``rope_parameters``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 ONE_AT_A_TIME = threading.RLock()
 """Held while a model is loaded or built; a loader that holds it may call another.
 
-transformers changes its own classes while it loads a model (ties and initialisation are switched off). Two threads
-that load at once may leave them changed: then no later model of the process has tied weights.
+transformers changes its own classes while it loads a model (ties and initialisation are switched
+off). Two threads that load at once may leave them changed: then no later model of the process has
+tied weights.
 """
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -32,7 +34,8 @@ ATTENDING = {"full_attention", "sliding_attention"}
 
 ROPE = "rope_parameters"
 #: Older names, as recipes and files have them: what they stand for.
-_THETA, _SCALING = "rope_theta", "rope_scaling"
+_THETA = "rope_theta"
+_SCALING = "rope_scaling"
 #: What decides which tensors there are: the weights would not fit.
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -50,12 +53,15 @@ _REJECTED = {
 
 
 def config_value(config: object, name: str, default: Any = None) -> Any:  # noqa: ANN401  (a field's value)
-    """A field of a transformers configuration, or of a part of one; ``default`` if its class lacks it or it is None.
+    """A field of a transformers configuration, or of a part of one; ``default`` if its class lacks
+    it or it is None.
 
     Families describe the same thing by different fields, so that a missing field is an answer.
     """
     value = getattr(config, name, None)
-    return default if value is None else value
+    if value is None:
+        return default
+    return value
 
 
 def head_size(text: PreTrainedConfig) -> int:
@@ -77,13 +83,19 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
 
 def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """As ``overrides``, of a folder or hub name; nothing is read without ``kwargs``."""
-    return overrides(load_config(path, {}), kwargs) if kwargs else {}
+    if kwargs:
+        return overrides(load_config(path, {}), kwargs)
+    return {}
 
 
 def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """``kwargs`` by the names of the configuration's class; rotary embeddings as one entry."""
     names = config.attribute_map
-    values = {names.get(name, name): value for name, value in kwargs.items() if name not in (ROPE, _THETA, _SCALING)}
+    values = {
+        names.get(name, name): value
+        for name, value in kwargs.items()
+        if name not in (ROPE, _THETA, _SCALING)
+    }
     if not kwargs.keys() & {ROPE, _THETA, _SCALING}:
         return values
     current = dict(config_value(config, ROPE, {}))
@@ -92,7 +104,9 @@ def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, 
         changes["rope_type"] = changes.pop("type")
     if _THETA in kwargs:
         changes[_THETA] = float(kwargs[_THETA])
-    if changes.get("rope_type", current.get("rope_type")) != current.get("rope_type"):  # of another type: all but theta
+    if changes.get("rope_type", current.get("rope_type")) != current.get(
+        "rope_type"
+    ):  # of another type: all but theta
         current = {_THETA: current[_THETA]} if _THETA in current else {}
     return values | {ROPE: current | changes}
 
@@ -107,17 +121,22 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
         return
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    config, key = load_config(path, {}), f"{section}.config_kwargs"
-    family, valid = type(config).__name__, True
+    config = load_config(path, {})
+    key = f"{section}.config_kwargs"
+    family = type(config).__name__
+    valid = True
     known = set(config.to_dict()) | set(config.attribute_map)
     if ROPE in known:
         known |= {_THETA, _SCALING}
     for name, value in kwargs.items():
-        if reason := _REJECTED.get(name):
+        reason = _REJECTED.get(name)
+        if reason:
             yield f"{key}.{name} is not taken: {reason.format(section=section)}"
         elif name not in known:
             close = " or ".join(nearest(name, known))
-            yield f"{key}.{name} is no setting of {family}" + (f": did you mean {close}?" if close else "")
+            yield f"{key}.{name} is no setting of {family}" + (
+                f": did you mean {close}?" if close else ""
+            )
         elif name in _SHAPE or config.attribute_map.get(name) in _SHAPE:
             yield f"{key}.{name}={value!r} would need other weights than those of {path}: train a model of that shape"
         elif name in (ROPE, _SCALING) and not isinstance(value, Mapping):
@@ -133,7 +152,9 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
     if _THETA in kwargs and any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{key}.{_THETA} is not one number for this model's kinds of layers: say {key}.{ROPE} of each"
     elif rope.get("rope_type", "default") not in rope_types:
-        close = " or ".join(nearest(str(rope["rope_type"]), rope_types)) or ", ".join(sorted(rope_types))
+        close = " or ".join(nearest(str(rope["rope_type"]), rope_types)) or ", ".join(
+            sorted(rope_types)
+        )
         yield f"{key}: unknown rope_type {rope['rope_type']!r}: did you mean {close}?"
     else:
         try:
@@ -143,7 +164,8 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
 
 
 def linear_layers(path: str) -> list[str]:
-    """The last parts of the names of a causal language model's linear layers without its head; nothing is loaded."""
+    """The last parts of the names of a causal language model's linear layers without its head;
+    nothing is loaded."""
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -151,5 +173,9 @@ def linear_layers(path: str) -> list[str]:
     with ONE_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path, {}))
     head = model.get_output_embeddings()
-    layers = [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear | Conv1D) and m is not head]
+    layers = [
+        name
+        for name, m in model.named_modules()
+        if isinstance(m, torch.nn.Linear | Conv1D) and m is not head
+    ]
     return sorted({name.rpartition(".")[2] for name in layers})

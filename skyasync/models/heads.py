@@ -1,8 +1,8 @@
 """The kinds of models that roles have: the class of transformers that loads a folder, and the head.
 
-Invariant: a model is that of its files. Only a value head may be missing from them; a new one is drawn from the run's
-seed, so that it is the same on every rank. To add a kind, write a :class:`Head` and an entry in ``HEADS``; a role's
-entry in the table names it.
+Invariant: a model is that of its files. Only a value head may be missing from them; a new one is
+drawn from the run's seed, so that it is the same on every rank. To add a kind, write a
+:class:`Head` and an entry in ``HEADS``; a role's entry in the table names it.
 """
 
 from __future__ import annotations
@@ -41,13 +41,16 @@ from skyasync.utils.weight_files import check_model_files
 
 @contextmanager
 def _sdpa_required(path: str, config: PreTrainedConfig) -> Iterator[None]:
-    """transformers' error for a family without this attention advises an argument that no setting is."""
+    """transformers' error for a family without this attention advises an argument that no setting
+    is."""
     try:
         yield
     except ValueError as error:
         if "scaled_dot_product_attention" not in str(error):
             raise
-        raise UserError(f"{path}: models of type {config.model_type} have no sdpa attention in transformers") from error
+        raise UserError(
+            f"{path}: models of type {config.model_type} have no sdpa attention in transformers"
+        ) from error
 
 
 class Head:
@@ -65,12 +68,15 @@ class Head:
         return other
 
     def config(self, path: str) -> PreTrainedConfig:
-        """The configuration of a folder or hub name for training; a ``UserError`` if it cannot be trained."""
+        """The configuration of a folder or hub name for training; a ``UserError`` if it cannot be
+        trained."""
         return training_config(path, self.config_kwargs)
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         """transformers' factory of the class, with ``from_config`` and ``from_pretrained``."""
-        return AutoModelForImageTextToText if is_vision(config) else AutoModelForCausalLM
+        if is_vision(config):
+            return AutoModelForImageTextToText
+        return AutoModelForCausalLM
 
     def loading(self) -> AbstractContextManager[None]:
         """A context in which the files are read."""
@@ -83,7 +89,9 @@ class Head:
         """The model without memory, on torch's meta device."""
         config = self.config(path)
         with torch.device("meta"), _sdpa_required(path, config):
-            model: PreTrainedModel = self.auto(config).from_config(config, dtype=dtype, attn_implementation=ATTENTION)
+            model: PreTrainedModel = self.auto(config).from_config(
+                config, dtype=dtype, attn_implementation=ATTENTION
+            )
         return model
 
     def load(
@@ -93,7 +101,8 @@ class Head:
         factory: Any = None,  # noqa: ANN401
         **options: Any,  # noqa: ANN401
     ) -> PreTrainedModel:
-        """The model with the weights of its files: safetensors only, no code from the folder; on the CPU by default.
+        """The model with the weights of its files: safetensors only, no code from the folder; on
+        the CPU by default.
 
         Args:
             factory: has ``from_pretrained``; by default transformers' own for this kind of model.
@@ -119,8 +128,9 @@ class Head:
 class ValueHead(Head):
     """The layers of a causal language model under a head of one output.
 
-    It is transformers' class for sequence classification with one label, whose head is ``score``: critics and reward
-    models of other systems are stored so too. The head of a causal language model's folder is ignored.
+    It is transformers' class for sequence classification with one label, whose head is ``score``:
+    critics and reward models of other systems are stored so too. The head of a causal language
+    model's folder is ignored.
     """
 
     def config(self, path: str) -> PreTrainedConfig:
@@ -130,7 +140,9 @@ class ValueHead(Head):
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
         kind = type(config)
-        if kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:  # the family has no such class: make one
+        if (
+            kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+        ):  # the family has no such class: make one
             base: Any = MODEL_MAPPING[kind]
             base = next(iter(base)) if isinstance(base, tuple) else base
             family = next(c for c in base.__mro__ if PreTrainedModel in c.__bases__)
@@ -146,7 +158,8 @@ class ValueHead(Head):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """transformers warns of an ignored and a new head; ``complete`` raises an error if anything else is missing."""
+        """transformers warns of an ignored and a new head; ``complete`` raises an error if anything
+        else is missing."""
         log = logging.getLogger("transformers.modeling_utils")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -163,8 +176,11 @@ class ValueHead(Head):
             raise UserError(
                 f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"
             )
-        if others := sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"}):
-            raise UserError(f"{path}: its files lack {others[0]}, which {type(model).__name__} needs")
+        others = sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"})
+        if others:
+            raise UserError(
+                f"{path}: its files lack {others[0]}, which {type(model).__name__} needs"
+            )
         for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
                 copy_own_part(parameter, new_head(name, parameter))
@@ -191,7 +207,8 @@ def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def new_head(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A head's weights, whole: small, so that the first values are near 0 (OpenRLHF's scale); a bias is 0."""
+    """A head's weights, whole: small, so that the first values are near 0 (OpenRLHF's scale); a
+    bias is 0."""
     if name == "bias":
         return torch.zeros(like.shape)
     generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -202,7 +219,9 @@ def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     """Fill this rank's part of a parameter, which may be sharded."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
-            part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            part = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
             parameter.to_local().copy_(part.to_local())
         else:
             parameter.copy_(whole)

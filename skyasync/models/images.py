@@ -1,7 +1,8 @@
 """Images as one opaque payload, from a dataset's row to the engine and to the trained model.
 
-Invariant: images of equal content are one object in a process, also after pickling, so a group, a checkpoint or a
-message between processes holds each of them once. Only ``skyasync.models.vision`` looks inside.
+Invariant: images of equal content are one object in a process, also after pickling, so a group, a
+checkpoint or a message between processes holds each of them once. Only ``skyasync.models.vision``
+looks inside.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
 THUMBNAIL = 160  # the longer side, in pixels
-MOST_PIXELS = 1 << 26  # of an image: 200 MB when it is decoded; its file may be a thousandth of that
+MOST_PIXELS = (
+    1 << 26
+)  # of an image: 200 MB when it is decoded; its file may be a thousandth of that
 #: Formats that are read, by Pillow's names. Others may start a program (EPS) or are not for pictures.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -33,7 +36,8 @@ class VisionFamily(NamedTuple):
 
     Args:
         joined: the dimension along which the features of several images are joined.
-        tower, projector: beginnings of the names of their parameters; the tower is without its projector.
+        tower, projector: beginnings of the names of their parameters; the tower is without its
+            projector.
     """
 
     joined: int
@@ -41,15 +45,24 @@ class VisionFamily(NamedTuple):
     projector: tuple[str, ...]
 
 
-_QWEN = VisionFamily(0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list"))
+_QWEN = VisionFamily(
+    0, "model.visual", ("model.visual.merger", "model.visual.deepstack_merger_list")
+)
 _IDEFICS = VisionFamily(1, "model.vision_model", ("model.connector",))
 _LLAVA = VisionFamily(0, "model.vision_tower", ("model.multi_modal_projector",))
-FAMILIES = {"qwen2_5_vl": _QWEN, "qwen3_vl": _QWEN, "idefics3": _IDEFICS, "smolvlm": _IDEFICS, "llava": _LLAVA}
+FAMILIES = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_vl": _QWEN,
+    "idefics3": _IDEFICS,
+    "smolvlm": _IDEFICS,
+    "llava": _LLAVA,
+}
 
 
 @lru_cache
 def reads_images(model: str) -> bool:
-    """Whether the model of a folder or a hub name is of one of these types. It is on this machine."""
+    """Whether the model of a folder or a hub name is of one of these types. It is on this
+    machine."""
     file = config_file(model) if model else None
     settings = read_json(file, model) if file else {}
     return bool(settings.get("vision_config")) and settings.get("model_type") in FAMILIES
@@ -67,7 +80,8 @@ class Image:
         image = _KNOWN.get(digest)
         if image is None:
             image = super().__new__(cls)
-            image.data, image.digest = data, digest
+            image.data = data
+            image.digest = digest
             image = _KNOWN.setdefault(digest, image)
         return image
 
@@ -92,15 +106,18 @@ class ImageTokens(list[int]):
 
     @staticmethod
     def images_of(tokens: Sequence[int]) -> Images:
-        return tokens.images if isinstance(tokens, ImageTokens) else ()
+        if isinstance(tokens, ImageTokens):
+            return tokens.images
+        return ()
 
 
 def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
-    """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
+    """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL
+    image.
 
     Args:
-        files: read files of this machine. If false, they are rejected, and only the header of the image is read
-            (``pixels``): what others send is not decoded on the caller's event loop.
+        files: read files of this machine. If false, they are rejected, and only the header of the
+            image is read (``pixels``): what others send is not decoded on the caller's event loop.
 
     Raises:
         UserError: if it is none of these, or cannot be decoded.
@@ -118,24 +135,37 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
     if isinstance(value, str) and value.startswith("data:"):
         kind, _, text = value.partition(",")
         try:
-            value = base64.b64decode(text, validate=True) if kind.endswith(";base64") else None
+            if kind.endswith(";base64"):
+                value = base64.b64decode(text, validate=True)
+            else:
+                value = None
         except binascii.Error:
             value = None
         if value is None:
-            raise UserError(f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}")
+            raise UserError(
+                f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}"
+            )
     if isinstance(value, str | Path) and not files:
-        raise UserError(f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}")
+        raise UserError(
+            f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}"
+        )
     if isinstance(value, str | Path):
         address = urlsplit(str(value))
         if address.scheme in ("http", "https"):
-            raise UserError(f"images are not downloaded: store {str(value)[:100]!r} as a file, and name the file")
+            raise UserError(
+                f"images are not downloaded: store {str(value)[:100]!r} as a file, and name the file"
+            )
         path = Path(unquote(address.path) if address.scheme == "file" else value)
         try:
             value = path.read_bytes()
         except OSError as error:
-            raise UserError(f"the image {str(path)[:200]!r} cannot be read: {error.strerror}") from error
+            raise UserError(
+                f"the image {str(path)[:200]!r} cannot be read: {error.strerror}"
+            ) from error
     if not isinstance(value, bytes | bytearray):
-        raise UserError(f"an image is bytes, a file, a data: URL or a PIL image; found {str(value)[:80]!r}")
+        raise UserError(
+            f"an image is bytes, a file, a data: URL or a PIL image; found {str(value)[:80]!r}"
+        )
     image = Image(bytes(value))
     if files:
         decoded(image)
@@ -146,7 +176,8 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
 
 @lru_cache(64)
 def data_url(image: Image) -> str:
-    """The image as OpenAI's API takes it. One text for all that ask, so that a message holds it once."""
+    """The image as OpenAI's API takes it. One text for all that ask, so that a message holds it
+    once."""
     from PIL import Image as PIL
 
     with PIL.open(io.BytesIO(image.data)) as opened:
@@ -156,7 +187,8 @@ def data_url(image: Image) -> str:
 
 @lru_cache(64)
 def rgb_url(image: Image) -> str:
-    """The pixels of ``decoded``, for a server, which turns images by their EXIF and puts transparent ones on white."""
+    """The pixels of ``decoded``, for a server, which turns images by their EXIF and puts
+    transparent ones on white."""
     from PIL import Image as PIL
 
     with PIL.open(io.BytesIO(image.data)) as opened:
@@ -167,7 +199,8 @@ def rgb_url(image: Image) -> str:
 @lru_cache(64)
 def thumbnail_url(image: Image) -> str:
     """A small copy for people."""
-    small, buffer = decoded(image), io.BytesIO()
+    small = decoded(image)
+    buffer = io.BytesIO()
     small.thumbnail((THUMBNAIL, THUMBNAIL))
     small.save(buffer, "JPEG")
     return data_url(Image(buffer.getvalue()))
@@ -190,13 +223,16 @@ def _opened(image: Image) -> Iterator[Any]:
     """A PIL image whose header has been read.
 
     Raises:
-        UserError: if it is of none of ``FORMATS``, has more than ``MOST_PIXELS``, or cannot be decoded inside.
+        UserError: if it is of none of ``FORMATS``, has more than ``MOST_PIXELS``, or cannot be
+            decoded inside.
     """
     try:
         from PIL import Image as PIL
         from PIL import UnidentifiedImageError
     except ImportError as error:
-        raise UserError("images need Pillow and torchvision: pip install pillow torchvision") from error
+        raise UserError(
+            "images need Pillow and torchvision: pip install pillow torchvision"
+        ) from error
     problem = f"an image of {len(image.data)} bytes cannot be decoded"
     PIL.init()
     formats = [name for name in FORMATS if name in PIL.OPEN]
@@ -206,9 +242,20 @@ def _opened(image: Image) -> Iterator[Any]:
                 size = f"{opened.width} x {opened.height} pixels"
                 raise UserError(f"{problem}: it has {size}; {MOST_PIXELS} are the most")
             yield opened
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, PIL.DecompressionBombError) as error:
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        struct.error,
+        PIL.DecompressionBombError,
+    ) as error:
         unknown = isinstance(error, UnidentifiedImageError)
-        why = f"it begins with {image.data[:12]!r}, which is not an image format" if unknown else error
+        why = (
+            f"it begins with {image.data[:12]!r}, which is not an image format"
+            if unknown
+            else error
+        )
         raise UserError(f"{problem}: {why}") from error
 
 
@@ -218,4 +265,6 @@ def images_of(conversation: Any) -> Images:  # noqa: ANN401
         return ()
     contents = (message.get("content") for message in conversation)
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return tuple(part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image")
+    return tuple(
+        part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image"
+    )

@@ -1,8 +1,10 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: targets, initialization, merging.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: targets, initialization,
+merging.
 
-Invariant: while the adapters are detached, the model and the names of its weights are those of its files. In this state
-it is loaded, sent to engines (with the adapters added to its weights), and used as the reference of a KL term. New
-adapters are the same on any number of ranks, and add nothing.
+Invariant: while the adapters are detached, the model and the names of its weights are those of its
+files. In this state it is loaded, sent to engines (with the adapters added to its weights), and
+used as the reference of a KL term. New adapters are the same on any number of ranks, and add
+nothing.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ class Adapters:
             import peft
         except ImportError as error:
             raise MissingExtraError("peft", "lora") from error
-        self._model, self._base = model, ""
+        self._model = model
+        self._base = ""
         self.dtype = next(p.dtype for p in model.parameters())  # of what is frozen
         self.config: Any = peft.LoraConfig(
             r=settings.rank,
@@ -64,9 +67,13 @@ class Adapters:
         try:
             peft.inject_adapter_in_model(self.config, model, NAME, low_cpu_mem_usage=True)
         except ValueError as error:
-            raise UserError(f"{KEY}.target_modules: {error}: list it in {KEY}.exclude_modules") from error
+            raise UserError(
+                f"{KEY}.target_modules: {error}: list it in {KEY}.exclude_modules"
+            ) from error
         self._layers = [
-            _AdaptedLayer(model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name, module)
+            _AdaptedLayer(
+                model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name, module
+            )
             for name, module in model.named_modules()
             if isinstance(module, peft.tuners.lora.LoraLayer)
         ]
@@ -78,7 +85,9 @@ class Adapters:
         """Over the tensor dimension of the mesh, as the adapted layers."""
         from skyasync.models.parallel.tensor import split_adapters
 
-        split_adapters(((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh)
+        split_adapters(
+            ((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh
+        )
 
     def begin(self, seed: int, device: torch.device) -> None:
         """Initialize them, in memory of ``device``."""
@@ -93,8 +102,8 @@ class Adapters:
         """A is uniform as peft's, B is 0.
 
         Args:
-            rank: how many rows of A are not zero, by default all: the others, and their columns of B, stay zero in
-                training, so that the adapters have this rank.
+            rank: how many rows of A are not zero, by default all: the others, and their columns of
+                B, stay zero in training, so that the adapters have this rank.
         """
         generator = torch.Generator().manual_seed(seed)
         for adapted in self._layers:
@@ -142,28 +151,42 @@ class Adapters:
             adapted.layer.lora_dropout.train(on)
 
     def merged(self) -> dict[str, Any]:
-        """Weights and saved buffers by their names in the files; those with an adapter as ``Merged``."""
+        """Weights and saved buffers by their names in the files; those with an adapter as
+        ``Merged``."""
         layers = {f"{adapted.name}.weight": adapted for adapted in self._layers}
         with self.detached():
             tensors = own_tensors(self._model)
-        return {name: Merged(value, layers[name]) if name in layers else value for name, value in tensors.items()}
+        return {
+            name: Merged(value, layers[name]) if name in layers else value
+            for name, value in tensors.items()
+        }
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """The adapters' weights, whole, on the CPU, by the names that peft's folders have. All ranks call it."""
+        """The adapters' weights, whole, on the CPU, by the names that peft's folders have. All
+        ranks call it."""
         return {
-            f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": whole(value).cpu().contiguous()
+            f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": whole(value)
+            .cpu()
+            .contiguous()
             for name, value in own_tensors(self._model).items()
             if ADAPTER in name
         }
 
     def alone(self) -> Adapter:
-        """For engines that have the frozen weights. All ranks call it; the frozen weights are read once."""
+        """For engines that have the frozen weights. All ranks call it; the frozen weights are read
+        once."""
         if not self._base:
             with self.detached():
                 frozen = own_tensors(self._model)
             specs = specs_in(frozen, self.dtype)
-            self._base = frozen_weights_id(self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)})
-        config: dict[str, Any] = {"peft_type": "LORA", "r": self.config.r, "lora_alpha": self.config.lora_alpha}
+            self._base = frozen_weights_id(
+                self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)}
+            )
+        config: dict[str, Any] = {
+            "peft_type": "LORA",
+            "r": self.config.r,
+            "lora_alpha": self.config.lora_alpha,
+        }
         config["target_modules"] = sorted({adapted.child for adapted in self._layers})
         scale = self._layers[0].layer.scaling[NAME]
         transposed = [adapted.name for adapted in self._layers if adapted.layer.fan_in_fan_out]
@@ -192,29 +215,39 @@ class _AdaptedLayer:
 
 
 class Merged:
-    """A weight with its adapter added, with the interface of a sharded tensor; it is computed when it is gathered."""
+    """A weight with its adapter added, with the interface of a sharded tensor; it is computed when
+    it is gathered."""
 
     def __init__(self, weight: Tensor, adapted: _AdaptedLayer) -> None:
-        self._weight, self._adapted = weight, adapted
-        self.shape, self.dtype = weight.shape, weight.dtype
+        self._weight = weight
+        self._adapted = adapted
+        self.shape = weight.shape
+        self.dtype = weight.dtype
 
     def full_tensor(self) -> Tensor:
         """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
         first, second = (whole(half.weight) for half in self._adapted.halves)
         layer = self._adapted.layer
-        return with_added(whole(self._weight), (first, second), layer.scaling[NAME], transposed=layer.fan_in_fan_out)
+        return with_added(
+            whole(self._weight),
+            (first, second),
+            layer.scaling[NAME],
+            transposed=layer.fan_in_fan_out,
+        )
 
 
 def merge(
     adapters: Mapping[str, Tensor], path: str, settings: Mapping[str, Any], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The weights of the model in ``path`` with a checkpoint's adapters added, as a run publishes them.
+    """The weights of the model in ``path`` with a checkpoint's adapters added, as a run publishes
+    them.
 
     Args:
         adapters: by their names in the checkpoint, whole.
         settings: ``trainer.policy.lora`` of its run.
     """
-    model, lora = load_causal_lm(path, dtype), LoraConfig(**settings)
+    model = load_causal_lm(path, dtype)
+    lora = LoraConfig(**settings)
     if lora.base_dtype:
         from skyasync.models.fsdp.quantized_base import round_to_quantized
 
@@ -222,8 +255,11 @@ def merge(
     placed = Adapters(model, lora, path)
     placed.begin(0, torch.device("cpu"))
     own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
-    if strange := sorted(own.keys() ^ adapters.keys()):
-        raise UserError(f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone")
+    strange = sorted(own.keys() ^ adapters.keys())
+    if strange:
+        raise UserError(
+            f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone"
+        )
     for name, value in own.items():
         copy_own_part(value, adapters[name])
     return full_weights(placed.merged(), dtype)
@@ -236,43 +272,62 @@ def whole(value: Any) -> Tensor:  # noqa: ANN401
 
 
 def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraConfig) -> None:
-    """Raises ``UserError`` for layers that the model of this folder or hub name lacks. Its weights are not read."""
+    """Raises ``UserError`` for layers that the model of this folder or hub name lacks. Its weights
+    are not read."""
     _targets(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), settings)
 
 
-_PRODUCTS = (nn.Linear.forward, Conv1D.forward)  # a router may be a subclass that returns something else
+_PRODUCTS = (
+    nn.Linear.forward,
+    Conv1D.forward,
+)  # a router may be a subclass that returns something else
 
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
-    """The layers that get an adapter, by their full names: peft would match experts' matrices by the last parts alone.
-    They are in the language model and in its head, not in a tower for other inputs.
+    """The layers that get an adapter, by their full names: peft would match experts' matrices by
+    the last parts alone. They are in the language model and in its head, not in a tower for other
+    inputs.
 
     Raises:
-        UserError: naming a layer that the model lacks and the nearest, or one that cannot have an adapter of its own.
+        UserError: naming a layer that the model lacks and the nearest, or one that cannot have an
+            adapter of its own.
     """
-    head, decoder = model.get_output_embeddings(), model.get_decoder() or model
+    head = model.get_output_embeddings()
+    decoder = model.get_decoder() or model
     own = {*decoder.modules(), head}
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D) and module in own and type(module).forward in _PRODUCTS
+        if isinstance(module, nn.Linear | Conv1D)
+        and module in own
+        and type(module).forward in _PRODUCTS
     }
     options = {layer.rpartition(".")[2] for layer in layers}
-    for key, names in (("target_modules", settings.target_modules), ("exclude_modules", settings.exclude_modules)):
+    for key, names in (
+        ("target_modules", settings.target_modules),
+        ("exclude_modules", settings.exclude_modules),
+    ):
         known = options | {ALL} if key == "target_modules" else options
         for name in names:
             if name not in known and not any(_matches(layer, [name]) for layer in layers):
                 raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, known)}")
     targets = []
     for layer, module in layers.items():
-        named, all_linear = _matches(layer, settings.target_modules), ALL in settings.target_modules
-        if _matches(layer, settings.exclude_modules) or not (named or (all_linear and module is not head)):
+        named = _matches(layer, settings.target_modules)
+        all_linear = ALL in settings.target_modules
+        if _matches(layer, settings.exclude_modules) or not (
+            named or (all_linear and module is not head)
+        ):
             continue
         if module is head and head.weight is model.get_input_embeddings().weight:
-            raise UserError(f"{KEY}.target_modules: {layer} shares its weight with the embeddings: remove it")
+            raise UserError(
+                f"{KEY}.target_modules: {layer} shares its weight with the embeddings: remove it"
+            )
         targets.append(layer)
     if not targets:
-        raise UserError(f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}")
+        raise UserError(
+            f"{KEY}: target_modules less exclude_modules leave no layer of {type(model).__name__}"
+        )
     return targets
 
 

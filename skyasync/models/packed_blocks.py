@@ -1,4 +1,5 @@
-"""Blocks of a packed sequence: rows of similar length in one rectangle, in which attention pads them.
+"""Blocks of a packed sequence: rows of similar length in one rectangle, in which attention pads
+them.
 
 This module imports no model library: the controller's process, which has no model, packs batches.
 """
@@ -28,7 +29,8 @@ class PackedBlock:
         queries: int64 ``[rows, width]``: the rows' own tokens, in padding the last of the row.
         tokens: int64 ``[n]``: those that are not padding.
         cells: int64 ``[n]``: where they stand in the flattened rectangle; None: it has no padding.
-        keys: int64 ``[rows, length]``: all tokens of the rows, in padding the last; None: the queries.
+        keys: int64 ``[rows, length]``: all tokens of the rows, in padding the last; None: the
+            queries.
         prefixes: int64 ``[rows]``: how many of the keys come before a row's own.
     """
 
@@ -39,13 +41,17 @@ class PackedBlock:
     prefixes: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBlock:
-        return replace(self, **{n: value.to(device) for n, value in vars(self).items() if value is not None})
+        return replace(
+            self, **{n: value.to(device) for n, value in vars(self).items() if value is not None}
+        )
 
     def mask(self) -> Tensor | None:
-        """Bool ``[rows, 1, width, length]``: which keys each query sees; None: those up to itself."""
+        """Bool ``[rows, 1, width, length]``: which keys each query sees; None: those up to
+        itself."""
         if self.keys is None or self.prefixes is None:
             return None
-        width, length = self.queries.shape[1], self.keys.shape[1]
+        width = self.queries.shape[1]
+        length = self.keys.shape[1]
         index = torch.arange(max(width, length), device=self.keys.device)
         return (index[:length] <= self.prefixes[:, None, None] + index[:width, None])[:, None]
 
@@ -71,21 +77,34 @@ def blocks_of(lengths: Tensor, prefixes: Tensor, indices: Tensor) -> tuple[Packe
         for similar in _similar(chosen, own):
             for rows in _similar(similar, lengths) if shares else [similar]:
                 queries = rectangle(rows, prefixes[rows], own[rows])
-                width, cells = queries.shape[1], None
+                width = queries.shape[1]
+                cells = None
                 if bool((own[rows] < width).any()):
                     cells = (torch.arange(width) < own[rows, None]).flatten().nonzero().squeeze(1)
-                tokens = queries.flatten() if cells is None else queries.flatten()[cells]
-                keys = rectangle(rows, torch.zeros_like(rows), lengths[rows]) if shares else None
-                blocks.append(PackedBlock(queries, tokens, cells, keys, prefixes[rows] if shares else None))
+                if cells is None:
+                    tokens = queries.flatten()
+                else:
+                    tokens = queries.flatten()[cells]
+                if shares:
+                    keys = rectangle(rows, torch.zeros_like(rows), lengths[rows])
+                else:
+                    keys = None
+                blocks.append(
+                    PackedBlock(queries, tokens, cells, keys, prefixes[rows] if shares else None)
+                )
     return tuple(blocks)
 
 
 def _similar(rows: Tensor, sizes: Tensor) -> list[Tensor]:
     """Rows in groups of similar sizes, the largest first."""
     rows = rows[torch.argsort(sizes[rows], descending=True, stable=True)]
-    ordered, groups, first = sizes[rows].tolist(), [], 0
+    ordered = sizes[rows].tolist()
+    groups = []
+    first = 0
     for last in range(1, len(ordered) + 1):
-        if last == len(ordered) or ordered[first] - ordered[last] > max(ordered[first] // SIMILAR, SHORT):
+        if last == len(ordered) or ordered[first] - ordered[last] > max(
+            ordered[first] // SIMILAR, SHORT
+        ):
             groups.append(rows[first:last])
             first = last
     return groups

@@ -1,9 +1,10 @@
-"""Rows of a batch laid out for one forward pass: micro-batches, and what rows have in common computed once.
+"""Rows of a batch laid out for one forward pass: micro-batches, and what rows have in common
+computed once.
 
-Invariant: packing changes only how much is computed, never what. A token attends to exactly the tokens
-before it in its own sequence and has its own position; every loss token of the batch is in exactly one
-micro-batch. A token that several rows share is computed once, and its output is in each of these rows:
-its loss, mask, advantage and log-probabilities are those of the row.
+Invariant: packing changes only how much is computed, never what. A token attends to exactly the
+tokens before it in its own sequence and has its own position; every loss token of the batch is in
+exactly one micro-batch. A token that several rows share is computed once, and its output is in each
+of these rows: its loss, mask, advantage and log-probabilities are those of the row.
 
     rows of one group       the same as one tree
     p p p a a               p p p a a q b b c d d
@@ -14,9 +15,10 @@ its loss, mask, advantage and log-probabilities are those of the row.
 Trees, and rows that differ in length, become one packed sequence if the model can take it
 (``skyasync.models.attention``); else a tree is one row of a padded batch.
 
-Rows become prefix trees. They share a token only if the token itself, everything before it and the experts that are
-replayed for it are equal, bit by bit. Tokens of images are ids by the images' content (``skyasync.models.vision``).
-Only rows of one group share tokens: the samples of a prompt, and the rows of their episodes.
+Rows become prefix trees. They share a token only if the token itself, everything before it and the
+experts that are replayed for it are equal, bit by bit. Tokens of images are ids by the images'
+content (``skyasync.models.vision``). Only rows of one group share tokens: the samples of a prompt,
+and the rows of their episodes.
 
     rows, sorted      shared with the row before      the tree, in the order in which it is computed
     p a q b           0                               p a q b
@@ -45,20 +47,23 @@ from skyasync.models.packed_blocks import NO_END, PackedBlock, blocks_of
 class Layout:
     """The model's inputs, and which result they belong to.
 
-    ``tokens``, ``positions`` (int64) and ``visible_until`` (int32) are ``[packed rows, width]``. The latter two are
-    None if every packed row is one sequence, right-padded: then the causal mask alone is exact, since padding comes
-    last. A token is visible to itself and to those after it, up to before this index; ``NO_END`` for padding.
+    ``tokens``, ``positions`` (int64) and ``visible_until`` (int32) are ``[packed rows, width]``.
+    The latter two are None if every packed row is one sequence, right-padded: then the causal mask
+    alone is exact, since padding comes last. A token is visible to itself and to those after it, up
+    to before this index; ``NO_END`` for padding.
 
     With ``blocks`` the packed rows are one packed sequence, ``[1, tokens]``.
 
-    The m loss tokens that are computed: ``predictors`` (flat indices into ``tokens`` of the token before each) and
-    ``targets`` (token ids). The n of the rows: ``cells`` (flat indices into the ``shape`` = ``[rows, length]`` of
-    the result) and ``copies`` (which of the m each is; None: they are the same).
+    The m loss tokens that are computed: ``predictors`` (flat indices into ``tokens`` of the token
+    before each) and ``targets`` (token ids). The n of the rows: ``cells`` (flat indices into the
+    ``shape`` = ``[rows, length]`` of the result) and ``copies`` (which of the m each is; None: they
+    are the same).
 
     ``experts``: ``[packed rows, width, layers, top_k]`` if the batch has routed experts.
 
-    ``images``: of each row, if any row has some. ``tokens`` have ids in their places (``skyasync.models.vision``).
-    ``rope``: ``[packed rows, width, 3]``, positions of models that have them in time, height and width.
+    ``images``: of each row, if any row has some. ``tokens`` have ids in their places
+    (``skyasync.models.vision``). ``rope``: ``[packed rows, width, 3]``, positions of models that
+    have them in time, height and width.
     """
 
     tokens: Tensor
@@ -75,8 +80,11 @@ class Layout:
     rope: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Layout:
-        """The layout with ``function`` applied to each of its tensors, but for those of ``blocks``."""
-        changed: dict[str, Any] = {n: function(value) for n, value in vars(self).items() if isinstance(value, Tensor)}
+        """The layout with ``function`` applied to each of its tensors, but for those of
+        ``blocks``."""
+        changed: dict[str, Any] = {
+            n: function(value) for n, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **changed)
 
     def to(self, device: torch.device) -> Layout:
@@ -84,7 +92,8 @@ class Layout:
         return replace(moved, blocks=tuple(block.to(device) for block in self.blocks))
 
     def to_rows(self, values: Tensor) -> Tensor:
-        """Values of the m loss tokens as ``[rows, length, ...]``, with zeros between; differentiable."""
+        """Values of the m loss tokens as ``[rows, length, ...]``, with zeros between;
+        differentiable."""
         if self.copies is not None:
             values = values.index_select(0, self.copies)
         rows, length = self.shape
@@ -102,15 +111,18 @@ class MicroBatch(Generic[B]):
 
 
 class MicroBatches(Generic[B]):
-    """A batch cut into micro-batches of similar widths. The cuts are made at once, which is cheap; each micro-batch is
-    built when the iteration comes to it.
+    """A batch cut into micro-batches of similar widths. The cuts are made at once, which is cheap;
+    each micro-batch is built when the iteration comes to it.
 
     Args:
-        max_tokens: most computed tokens per micro-batch, padding included; only a single longer row exceeds it.
+        max_tokens: most computed tokens per micro-batch, padding included; only a single longer row
+            exceeds it.
         max_rows: most sequences per micro-batch; 0 sets no such limit.
         share_prefixes: compute what a group's rows have in common once, if that saves enough.
-        hidden_size: of the model: it decides the cost of attention relative to that of the linear layers.
-        packs: the model takes packed sequences: rows of a micro-batch may differ in length, at no cost.
+        hidden_size: of the model: it decides the cost of attention relative to that of the linear
+            layers.
+        packs: the model takes packed sequences: rows of a micro-batch may differ in length, at no
+            cost.
     """
 
     def __init__(
@@ -123,23 +135,33 @@ class MicroBatches(Generic[B]):
         hidden_size: int,
         packs: bool = False,
     ) -> None:
-        self._batch, self._max_tokens, self._packs = batch, max_tokens, packs
+        self._batch = batch
+        self._max_tokens = max_tokens
+        self._packs = packs
         lengths = batch.attention_mask.sum(1)
         # Each row for itself.
-        bundles = Bundles(torch.arange(len(lengths)), torch.zeros_like(lengths), lengths, torch.ones_like(lengths))
+        bundles = Bundles(
+            torch.arange(len(lengths)), torch.zeros_like(lengths), lengths, torch.ones_like(lengths)
+        )
         if share_prefixes and len(batch):
             limits = {"max_tokens": max_tokens, "max_rows": max_rows}
-            shared = cheapest_bundles(sorted_rows(batch), hidden_size=hidden_size, dense=not packs, **limits)
+            shared = cheapest_bundles(
+                sorted_rows(batch), hidden_size=hidden_size, dense=not packs, **limits
+            )
             if shared.widths.sum() <= (1 - MIN_SAVED_TOKENS) * lengths.sum():
                 bundles = shared
         self._bundles = bundles
         self._order = torch.argsort(bundles.widths, descending=True, stable=True)
-        # The widest bundles come first, so the first of a micro-batch is as wide as the micro-batch.
-        widths, counts = bundles.widths[self._order].tolist(), bundles.counts[self._order].tolist()
+        # The widest bundles come first, so the first of a micro-batch is as wide as the
+        # micro-batch.
+        widths = bundles.widths[self._order].tolist()
+        counts = bundles.counts[self._order].tolist()
         self._cuts: list[tuple[int, int]] = []
         start = 0
         while start < len(widths):
-            end, rows, tokens = start + 1, counts[start], widths[start]
+            end = start + 1
+            rows = counts[start]
+            tokens = widths[start]
             while end < len(widths) and (not max_rows or rows + counts[end] <= max_rows):
                 tokens += widths[end] if packs else widths[start]
                 if tokens > max_tokens:
@@ -157,15 +179,21 @@ class MicroBatches(Generic[B]):
         starts = bundles.counts.cumsum(0) - bundles.counts
         for start, end in self._cuts:
             chosen = self._order[start:end]
-            widths, counts = bundles.widths[chosen], bundles.counts[chosen]
+            widths = bundles.widths[chosen]
+            counts = bundles.counts[chosen]
             before = counts.cumsum(0) - counts
-            indices = torch.arange(int(counts.sum())) + torch.repeat_interleave(starts[chosen] - before, counts)
+            indices = torch.arange(int(counts.sum())) + torch.repeat_interleave(
+                starts[chosen] - before, counts
+            )
             selected = self._batch.select(rows := bundles.rows[indices]).trim()
-            yield MicroBatch(rows, selected, self._layout(selected, widths, counts, bundles.prefixes[indices]))
+            yield MicroBatch(
+                rows, selected, self._layout(selected, widths, counts, bundles.prefixes[indices])
+            )
 
     def _layout(self, batch: B, widths: Tensor, counts: Tensor, prefixes: Tensor) -> Layout:
         """Of rows in the order of their bundles, which have these widths and counts of rows."""
-        padded, trees = len(widths) * int(widths.max()), int(counts.max()) > 1
+        padded = len(widths) * int(widths.max())
+        trees = int(counts.max()) > 1
         wasteful = padded > self._max_tokens or widths.sum() < (1 - MAX_PADDING) * padded
         if self._packs and (trees or wasteful):
             return _packed(batch, prefixes)
@@ -186,8 +214,11 @@ def plain_layout(tokens: Tensor, attention_mask: Tensor, loss_mask: Tensor) -> L
 
 def empty_micro_batch(like: B) -> MicroBatch[B]:
     """One row without a loss token: for the collectives alone, it adds nothing."""
-    row = like.each(lambda t: torch.zeros((1, 2, *t.shape[2:]) if t.dim() >= 2 else (1,), dtype=t.dtype))
-    row.attention_mask[:], row.images = True, None
+    row = like.each(
+        lambda t: torch.zeros((1, 2, *t.shape[2:]) if t.dim() >= 2 else (1,), dtype=t.dtype)
+    )
+    row.attention_mask[:] = True
+    row.images = None
     (micro,) = MicroBatches(row, max_tokens=2, share_prefixes=False, hidden_size=1)
     return replace(micro, rows=torch.zeros(0, dtype=torch.int64))
 
@@ -199,7 +230,8 @@ def put_rows(
     outputs: Mapping[str, Tensor],
     batch: TokenBatch,
 ) -> None:
-    """Write a micro-batch's outputs into the rows of the batch's, float32 ``[batch, length, ...]`` on the CPU."""
+    """Write a micro-batch's outputs into the rows of the batch's, float32 ``[batch, length, ...]``
+    on the CPU."""
     for name in names:
         own = outputs[name].detach()
         result = whole.setdefault(name, torch.zeros(*batch.tokens.shape, *own.shape[2:]))
@@ -217,17 +249,22 @@ def sequences_as_batch(sequences: Sequence[Sequence[int]]) -> TokenBatch:
     loss_mask[:, :1] = False
     images = tuple(map(ImageTokens.images_of, sequences))
     each = torch.arange(len(sequences))
-    return TokenBatch(tokens, mask, loss_mask, group_ids=each, images=images if any(images) else None)
+    return TokenBatch(
+        tokens, mask, loss_mask, group_ids=each, images=images if any(images) else None
+    )
 
 
 def _packed(batch: TokenBatch, prefixes: Tensor) -> Layout:
     """Rows in the order of their bundles as one packed sequence of their trees, without padding.
 
-    Each token is where the first row that has it puts it: at the row's own tokens, which follow its prefix.
+    Each token is where the first row that has it puts it: at the row's own tokens, which follow its
+    prefix.
     """
     plain = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     rows, length = batch.tokens.shape
-    lengths, index, numbers = batch.attention_mask.sum(1), torch.arange(length), torch.arange(rows)[:, None]
+    lengths = batch.attention_mask.sum(1)
+    index = torch.arange(length)
+    numbers = torch.arange(rows)[:, None]
     own = lengths - prefixes
     starts = own.cumsum(0) - own
     after_prefix = index >= prefixes[:, None]
@@ -284,9 +321,11 @@ def _padded(packed: Layout, widths: Tensor) -> Layout:
 
 @dataclass(frozen=True)
 class SortedRows:
-    """``rows`` (int64, into the batch) group by group, so that rows with a long common prefix are neighbours.
+    """``rows`` (int64, into the batch) group by group, so that rows with a long common prefix are
+    neighbours.
 
-    ``prefixes``: of each of them, the tokens that it shares with the one before. ``lengths``: all of its tokens.
+    ``prefixes``: of each of them, the tokens that it shares with the one before. ``lengths``: all
+    of its tokens.
     """
 
     rows: Tensor
@@ -296,19 +335,27 @@ class SortedRows:
 
 def sorted_rows(batch: TokenBatch) -> SortedRows:
     order = torch.argsort(batch.group_ids, stable=True).tolist()
-    lengths, groups = batch.attention_mask.sum(1), batch.group_ids.tolist()
-    sizes, tokens = lengths.tolist(), batch.tokens.numpy()
+    lengths = batch.attention_mask.sum(1)
+    groups = batch.group_ids.tolist()
+    sizes = lengths.tolist()
+    tokens = batch.tokens.numpy()
     start = 0
     for end in range(1, len(order) + 1):
         if end == len(order) or groups[order[end]] != groups[order[start]]:
             if end - start > 1:  # any order of the bytes puts equal beginnings together
-                order[start:end] = sorted(order[start:end], key=lambda row: tokens[row, : sizes[row]].tobytes())
+                order[start:end] = sorted(
+                    order[start:end], key=lambda row: tokens[row, : sizes[row]].tobytes()
+                )
             start = end
     rows = torch.tensor(order, dtype=torch.int64)
     prefixes = torch.zeros_like(rows)
-    experts = None if batch.routed_experts is None else batch.routed_experts.flatten(2).numpy()
+    if batch.routed_experts is None:
+        experts = None
+    else:
+        experts = batch.routed_experts.flatten(2).numpy()
     for place in range(1, len(order)):
-        first, second = order[place - 1], order[place]
+        first = order[place - 1]
+        second = order[place]
         if groups[first] != groups[second]:
             continue
         most = min(sizes[first], sizes[second])
@@ -321,7 +368,8 @@ def sorted_rows(batch: TokenBatch) -> SortedRows:
 
 @dataclass
 class Bundles:
-    """Which rows are computed together. The rows of a bundle are neighbours; its first shares nothing."""
+    """Which rows are computed together. The rows of a bundle are neighbours; its first shares
+    nothing."""
 
     rows: Tensor
     prefixes: Tensor
@@ -329,13 +377,18 @@ class Bundles:
     counts: Tensor  # per bundle, in rows
 
 
-def cheapest_bundles(rows: SortedRows, *, hidden_size: int, dense: bool, max_tokens: int, max_rows: int) -> Bundles:
-    """Neighbours together, so that the sum of all bundles' costs is least; only a single row exceeds the limits.
+def cheapest_bundles(
+    rows: SortedRows, *, hidden_size: int, dense: bool, max_tokens: int, max_rows: int
+) -> Bundles:
+    """Neighbours together, so that the sum of all bundles' costs is least; only a single row
+    exceeds the limits.
 
-    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A bundle of W tokens is
-    computed as W * 24 h² + W² * 4 h with a dense mask. Without one its pairs are those of its rows, in any bundle.
+    A layer of hidden size h costs about 24 h² operations per token and 4 h per attended pair. A
+    bundle of W tokens is computed as W * 24 h² + W² * 4 h with a dense mask. Without one its pairs
+    are those of its rows, in any bundle.
     """
-    lengths, prefixes = rows.lengths.numpy(), rows.prefixes.numpy()
+    lengths = rows.lengths.numpy()
+    prefixes = rows.prefixes.numpy()
     edges = [*np.flatnonzero(prefixes == 0).tolist(), len(lengths)]
     per_token = 6.0 * hidden_size if dense else 0.0
     starts: list[int] = []
@@ -351,10 +404,13 @@ def cheapest_bundles(rows: SortedRows, *, hidden_size: int, dense: bool, max_tok
     return Bundles(rows.rows, shared, widths, counts)
 
 
-def _cuts(lengths: np.ndarray, prefixes: np.ndarray, per_token: float, max_tokens: int, max_rows: int) -> list[int]:
+def _cuts(
+    lengths: np.ndarray, prefixes: np.ndarray, per_token: float, max_tokens: int, max_rows: int
+) -> list[int]:
     """The first rows of the bundles of neighbours that all share something.
 
-    Rows i to j have as many tokens as row i, and what each later row does not share with the one before.
+    Rows i to j have as many tokens as row i, and what each later row does not share with the one
+    before.
 
     Args:
         per_token: the cost of a token, relative to an attended pair; 0: pairs do not count.
@@ -365,15 +421,20 @@ def _cuts(lengths: np.ndarray, prefixes: np.ndarray, per_token: float, max_token
     total = np.cumsum(lengths - prefixes)
     if not per_token and total[-1] <= max_tokens and count <= (max_rows or count):
         return [0]
-    best, chosen = np.zeros(count + 1), [0] * count
+    best = np.zeros(count + 1)
+    chosen = [0] * count
     for last in range(count):
         low = max(0, last + 1 - max_rows) if max_rows else 0
         widths = (lengths[low : last + 1] + total[last] - total[low : last + 1]).astype(np.float64)
-        costs = best[low : last + 1] + (widths * per_token + widths * widths if per_token else widths)
+        costs = best[low : last + 1] + (
+            widths * per_token + widths * widths if per_token else widths
+        )
         costs[:-1][widths[:-1] > max_tokens] = np.inf
         first = low + int(costs.argmin())
-        best[last + 1], chosen[last] = costs[first - low], first
-    starts, last = [], count
+        best[last + 1] = costs[first - low]
+        chosen[last] = first
+    starts = []
+    last = count
     while last:
         last = chosen[last - 1]
         starts.append(last)

@@ -1,10 +1,12 @@
-"""Routed experts of a mixture of experts (MoE): recorded when tokens are generated, replayed when they are trained.
+"""Routed experts of a mixture of experts (MoE): recorded when tokens are generated, replayed when
+they are trained.
 
-Invariant: a router weighs experts by its own formula, with its own gradient; only the choice of experts is replaced.
-The model routes a token itself if its experts are not known.
+Invariant: a router weighs experts by its own formula, with its own gradient; only the choice of
+experts is replaced. The model routes a token itself if its experts are not known.
 
-Rounding alone may change a router's choice between an engine and a trainer, and the token's log-probability then
-jumps. Replaying the engine's choice is "rollout routing replay" (R3, arXiv 2510.11370).
+Rounding alone may change a router's choice between an engine and a trainer, and the token's
+log-probability then jumps. Replaying the engine's choice is "rollout routing replay" (R3, arXiv
+2510.11370).
 """
 
 from __future__ import annotations
@@ -44,23 +46,40 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # By the class whose router logits transformers records.
-        known = (m._can_record_outputs or {} for m in model.modules() if isinstance(m, PreTrainedModel))
-        recorder: Any = next((each["router_logits"] for each in known if "router_logits" in each), ())
-        router_class = recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
-        routers = {name: module for name, module in model.named_modules() if isinstance(module, router_class)}
+        known = (
+            m._can_record_outputs or {} for m in model.modules() if isinstance(m, PreTrainedModel)
+        )
+        recorder: Any = next(
+            (each["router_logits"] for each in known if "router_logits" in each), ()
+        )
+        if isinstance(recorder, OutputRecorder):
+            router_class = recorder.target_class
+        else:
+            router_class = recorder
+        routers = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, router_class)
+        }
         if not routers:
             raise UserError(
                 f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
                 f"trainer.policy.router_replay=none"
             )
         config = model.config.get_text_config()
-        self._family, self._layers = str(config.model_type), len(routers)
+        self._family = str(config.model_type)
+        self._layers = len(routers)
         self._hidden_layers = int(config.num_hidden_layers)
         self._indices = [int(number[1]) for name in routers if (number := _INDEX.search(name))]
         self.top_k = int(config.num_experts_per_tok)
         self.experts = max(int(config_value(config, name, 0)) for name in EXPERTS)
-        self.dtype = torch.uint8 if self.experts <= unknown_expert(torch.uint8) else torch.int16
-        if config_value(config, "topk_method") == "group_limited_greedy":  # weighs experts outside its groups by 0
+        if self.experts <= unknown_expert(torch.uint8):
+            self.dtype = torch.uint8
+        else:
+            self.dtype = torch.int16
+        if (
+            config_value(config, "topk_method") == "group_limited_greedy"
+        ):  # weighs experts outside its groups by 0
             raise UserError(not_replayed(self._family))
         self._given: Tensor | None = None
         self._chosen: dict[int, Tensor] | None = None
@@ -79,14 +98,17 @@ class Routers:
         return experts
 
     def replay(self, experts: Tensor | None) -> None:
-        """Set the choices of the next forward passes, ``[..., layers, top_k]``; None: the routers' own.
+        """Set the choices of the next forward passes, ``[..., layers, top_k]``; None: the routers'
+        own.
 
         They hold until the next call: the backward pass may recompute a layer.
         """
         if experts is None:
             self._given = None
             return
-        if experts.shape[-2] == self._hidden_layers > self._layers:  # vLLM counts layers without experts too
+        if (
+            experts.shape[-2] == self._hidden_layers > self._layers
+        ):  # vLLM counts layers without experts too
             experts = experts[..., self._indices, :]
         if experts.shape[-2:] != (self._layers, self.top_k):
             raise UserError(
@@ -99,7 +121,9 @@ class Routers:
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if self._given is None and self._chosen is None:
             return forward(*args, **kwargs)
-        with _TopK(None if self._given is None else self._given[:, layer], self.experts, self.top_k) as top:
+        with _TopK(
+            None if self._given is None else self._given[:, layer], self.experts, self.top_k
+        ) as top:
             output = forward(*args, **kwargs)
         if len(top.choices) != 1:
             raise UserError(not_replayed(self._family))
@@ -120,7 +144,9 @@ class _TopK(TorchFunctionMode):
 
     def __init__(self, given: Tensor | None, experts: int, top_k: int) -> None:
         super().__init__()
-        self._given, self._experts, self._top_k = given, experts, top_k
+        self._given = given
+        self._experts = experts
+        self._top_k = top_k
         self.choices: list[Tensor] = []
 
     def __torch_function__(
@@ -131,7 +157,10 @@ class _TopK(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         result = func(*args, **(kwargs or {}))
-        if func not in _TOP_K or (args[0].shape[-1], result.indices.shape[-1]) != (self._experts, self._top_k):
+        if func not in _TOP_K or (args[0].shape[-1], result.indices.shape[-1]) != (
+            self._experts,
+            self._top_k,
+        ):
             return result  # such as a top-k of groups of experts
         indices = result.indices
         if self._given is not None:

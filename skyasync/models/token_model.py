@@ -1,8 +1,8 @@
 """A model of transformers as a function from a packed batch to a few numbers per loss token.
 
-Invariant: logits are computed only at positions that predict a loss token, and the softmax and a value head are
-computed in float32 at least, whatever the weights' dtype. A value is computed from the state that predicts its token,
-so it does not depend on that token.
+Invariant: logits are computed only at positions that predict a loss token, and the softmax and a
+value head are computed in float32 at least, whatever the weights' dtype. A value is computed from
+the state that predicts its token, so it does not depend on that token.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTr
 
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
-    """Whether every layer attends to all tokens before, so that a mask can separate packed responses."""
+    """Whether every layer attends to all tokens before, so that a mask can separate packed
+    responses."""
     text: Any = config.get_text_config()
     layer_types = config_value(text, "layer_types")
     if layer_types is not None:
@@ -65,10 +66,12 @@ def can_share_prefixes(config: PreTrainedConfig) -> bool:
 
 
 class TokenModel(nn.Module):
-    """A model of transformers, ``model``, as a function from a :class:`Layout` to outputs per token.
+    """A model of transformers, ``model``, as a function from a :class:`Layout` to outputs per
+    token.
 
     Args:
-        model: a causal language model, or one for sequence classification with one label, which has values alone.
+        model: a causal language model, or one for sequence classification with one label, which has
+            values alone.
         distribution: that of the sampling; by default the model's own.
 
     Attributes:
@@ -79,7 +82,8 @@ class TokenModel(nn.Module):
         packs: it takes packed sequences.
         vision: of a vision-language model.
         stage: this rank's layers, if the model is a pipeline.
-        attends_in_float32: whatever the model's dtype. In bfloat16 a CPU's backward pass takes nine times as long.
+        attends_in_float32: whatever the model's dtype. In bfloat16 a CPU's backward pass takes nine
+            times as long.
     """
 
     attends_in_float32 = False
@@ -89,7 +93,9 @@ class TokenModel(nn.Module):
     vision: Vision | None = None
     stage: Stage | None = None
 
-    def __init__(self, model: PreTrainedModel, distribution: SampledDistribution | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, distribution: SampledDistribution | None = None
+    ) -> None:
         super().__init__()
         self.model = model
         self.distribution = distribution or SampledDistribution()
@@ -99,10 +105,11 @@ class TokenModel(nn.Module):
         self.packs = can_share_prefixes(model.config) and pack_rows(model)
 
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
-        """The outputs requested (by default log-probabilities), by name, with gradient if that is enabled.
+        """The outputs requested (by default log-probabilities), by name, with gradient if that is
+        enabled.
 
-        The layers get no gradient if values are all that is requested and their ``value_gradient`` is 0. A stage before
-        the last of a pipeline has the ``STATES`` for the next one alone.
+        The layers get no gradient if values are all that is requested and their ``value_gradient``
+        is 0. A stage before the last of a pipeline has the ``STATES`` for the next one alone.
         """
         request = request or OutputRequest()
         names = request.names
@@ -121,9 +128,15 @@ class TokenModel(nn.Module):
         if VALUES in names:
             layer = self.value_head or self.model.get_submodule(SCORE_LAYER)
             assert isinstance(layer, nn.Linear)
-            if request.value_gradient != 1.0:  # the same states, through which a share of the gradient flows
-                constant, share = hidden.detach(), request.value_gradient
-                hidden = constant + share * (hidden - constant) if share else constant
+            if (
+                request.value_gradient != 1.0
+            ):  # the same states, through which a share of the gradient flows
+                constant = hidden.detach()
+                share = request.value_gradient
+                if share:
+                    hidden = constant + share * (hidden - constant)
+                else:
+                    hidden = constant
             exact = torch.promote_types(hidden.dtype, torch.float32)
             bias = None if layer.bias is None else layer.bias.to(exact)
             values = F.linear(hidden.to(exact), layer.weight.to(exact), bias).squeeze(-1)
@@ -133,10 +146,13 @@ class TokenModel(nn.Module):
     def rows(self, values: Tensor, own: Layout) -> Tensor:
         """``[rows, length]`` of the values ``[m]`` of all ranks that have slices of these rows."""
         rows = own.to_rows(values)
-        return sum_over_group(rows, self.context.group) if self.context else rows
+        if self.context:
+            return sum_over_group(rows, self.context.group)
+        return rows
 
     def hidden(self, layout: Layout) -> Tensor:
-        """``[n, hidden]``: the states that predict the n loss tokens; all states of a stage before the last."""
+        """``[n, hidden]``: the states that predict the n loss tokens; all states of a stage before
+        the last."""
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
@@ -152,7 +168,9 @@ class TokenModel(nn.Module):
         inputs |= self.stage.inputs(layout.tokens) if self.stage else {"input_ids": layout.tokens}
         if self.vision:
             inputs |= self.vision.inputs(layout, self.model)
-        hidden: Tensor = self.model.base_model(use_cache=False, **inputs, **attention).last_hidden_state
+        hidden: Tensor = self.model.base_model(
+            use_cache=False, **inputs, **attention
+        ).last_hidden_state
         if self.stage and not self.stage.is_last:
             return hidden
         return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
@@ -164,9 +182,15 @@ class TokenModel(nn.Module):
 
     def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
         """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
-        distribution = SampledDistribution() if request.plain else self.distribution
-        if request.token_ids is not None and own.copies is not None:  # rows may ask for different tokens
-            hidden, own = hidden[own.copies], replace(own, targets=own.targets[own.copies], copies=None)
+        if request.plain:
+            distribution = SampledDistribution()
+        else:
+            distribution = self.distribution
+        if (
+            request.token_ids is not None and own.copies is not None
+        ):  # rows may ask for different tokens
+            hidden = hidden[own.copies]
+            own = replace(own, targets=own.targets[own.copies], copies=None)
         targets = own.targets[:, None]
         if request.token_ids is not None:
             targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)
@@ -181,7 +205,10 @@ class TokenModel(nn.Module):
                 for h, t in zip(hidden.split(at_once), targets.split(at_once), strict=True)
             ]
             logprobs = torch.cat([chunk[0] for chunk in chunks])
-            entropy = torch.cat([chunk[1] for chunk in chunks]) if ENTROPY in request.names else None
+            if ENTROPY in request.names:
+                entropy = torch.cat([chunk[1] for chunk in chunks])
+            else:
+                entropy = None
         outputs = {LOGPROBS: self.rows(logprobs[:, 0], own)}
         if entropy is not None:
             outputs[ENTROPY] = self.rows(entropy, own)
@@ -190,8 +217,10 @@ class TokenModel(nn.Module):
         return outputs
 
     def _most_likely(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities ``[n, k]``, of a distribution without filters, which may leave fewer than k."""
-        head, chunks = self._head(), []
+        """Tokens and log-probabilities ``[n, k]``, of a distribution without filters, which may
+        leave fewer than k."""
+        head = self._head()
+        chunks = []
         for states in hidden.split(self._tokens_at_once(self.vocabulary)):
             logits = _float_logits(head, states) / self.distribution.temperature
             if self.vocabulary:
@@ -203,12 +232,17 @@ class TokenModel(nn.Module):
         return tokens, logprobs
 
     def _head(self) -> Callable[[Tensor], Tensor]:
-        head, vision = logits_head(self.model), self.vision
-        return head if vision is None else lambda hidden: vision.without_placeholders(head(hidden))
+        head = logits_head(self.model)
+        vision = self.vision
+        if vision is None:
+            return head
+        return lambda hidden: vision.without_placeholders(head(hidden))
 
     def _tokens_at_once(self, part: Vocabulary | None) -> int:
         """Loss tokens whose logits are in memory at once."""
-        return max(1, MAX_LOGITS // (part.size if part else self.model.config.get_text_config().vocab_size))
+        return max(
+            1, MAX_LOGITS // (part.size if part else self.model.config.get_text_config().vocab_size)
+        )
 
 
 def _float_logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
@@ -232,7 +266,8 @@ def _head_scores(
     """
     logits = _float_logits(head, hidden)
     if part and distribution.filters:
-        logits, part = part.gathered(logits), None
+        logits = part.gathered(logits)
+        part = None
     logits = distribution(logits, targets[:, 0])
     if part:
         return part.scores(logits, targets, entropy=entropy, entropy_gradient=entropy_gradient)
@@ -253,7 +288,8 @@ def _head_scores(
 def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
     """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``.
 
-    As ``logits.gather(1, targets) - logits.logsumexp(-1)``, with two tensors of the logits' size at once, not four.
+    As ``logits.gather(1, targets) - logits.logsumexp(-1)``, with two tensors of the logits' size at
+    once, not four.
     """
     logprobs: Tensor = _GatherLogprobs.apply(logits, targets)
     return logprobs
@@ -293,7 +329,8 @@ NOT_LINEAR = (
 
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass computes them."""
+    """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass
+    computes them."""
     if all(config_value(model.config, name, 1.0) == 1.0 for name in NOT_LINEAR):
         linear: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         return linear

@@ -1,7 +1,8 @@
-"""Vision-language models: placeholders of images in tokens, and what a model is given for them besides tokens.
+"""Vision-language models: placeholders of images in tokens, and what a model is given for them
+besides tokens.
 
-Invariant: a placeholder stands for an image wherever it occurs. Policies cannot sample one: its logit is ``NEVER`` in
-the embedded engine and in the trained model alike.
+Invariant: a placeholder stands for an image wherever it occurs. Policies cannot sample one: its
+logit is ``NEVER`` in the embedded engine and in the trained model alike.
 
     <image>  ──expand──▶  <image> <image> <image> <image>     tokens of engines, trajectories and batches
     <image>  ◀─collapse─  <image> <image> <image> <image>     tokens that vLLM takes, and expands by itself
@@ -43,7 +44,9 @@ def is_vision(config: PreTrainedConfig) -> bool:
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for images or videos."""
-    return sorted({config.image_token_id, config_value(config, "video_token_id", config.image_token_id)})
+    return sorted(
+        {config.image_token_id, config_value(config, "video_token_id", config.image_token_id)}
+    )
 
 
 class _Processed(NamedTuple):
@@ -63,10 +66,14 @@ class ImageProcessor:
 
         config = AutoConfig.from_pretrained(path) if path else None
         if config is None or not is_vision(config):
-            raise UserError(f"{path or 'the model'} reads only text: images need a vision-language model")
+            raise UserError(
+                f"{path or 'the model'} reads only text: images need a vision-language model"
+            )
         if config.model_type not in FAMILIES:
             known = ", ".join(FAMILIES)
-            raise UserError(f"{path} is a model of type {config.model_type}; types that can read images here: {known}")
+            raise UserError(
+                f"{path} is a model of type {config.model_type}; types that can read images here: {known}"
+            )
         self._join = FAMILIES[config.model_type].joined
         try:
             self._processor: Any = AutoProcessor.from_pretrained(path)
@@ -92,7 +99,9 @@ class ImageProcessor:
                 )
             except ValueError as error:
                 size = f"{shown.width} x {shown.height} pixels"
-                raise UserError(f"the model's processor cannot read an image of {size}: {error}") from error
+                raise UserError(
+                    f"the model's processor cannot read an image of {size}: {error}"
+                ) from error
         features = {name: value for name, value in given.items() if name not in _NO_FEATURES}
         return _Processed(given["input_ids"][0].tolist(), features)
 
@@ -113,12 +122,14 @@ class ImageProcessor:
             UserError: if there are more or fewer placeholders than images.
         """
         tokens = list(tokens)
-        if (count := tokens.count(self.placeholder)) != len(images):
+        count = tokens.count(self.placeholder)
+        if count != len(images):
             raise UserError(
                 f"the prompt has {count} placeholders for {len(images)} images: the chat template must show one for "
                 f"each content part of type image, and texts must not contain it"
             )
-        given, expanded = iter(images), list[int]()
+        given = iter(images)
+        expanded = list[int]()
         for token in tokens:
             expanded += self._tokens(next(given)) if token == self.placeholder else [token]
         return ints(expanded)
@@ -129,7 +140,8 @@ class ImageProcessor:
         Raises:
             UserError: if they are not those of these images.
         """
-        rest, collapsed = list(tokens), list[int]()
+        rest = list(tokens)
+        collapsed = list[int]()
         for image in images:
             own = self._tokens(image)
             if self.placeholder not in rest:
@@ -150,7 +162,9 @@ class ImageProcessor:
     def features(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """What the model is given for the images."""
         each = [self._of(image).features for image in images]
-        return {name: torch.cat([features[name] for features in each], self._join) for name in each[0]}
+        return {
+            name: torch.cat([features[name] for features in each], self._join) for name in each[0]
+        }
 
     @cached_property
     def blank(self) -> Image:
@@ -166,7 +180,9 @@ processor_of = lru_cache(4)(ImageProcessor)
 def blank_prompt(path: str, tokens: Sequence[int]) -> ImageTokens:
     """An image and then the tokens, for the model of this folder or hub name."""
     processor = processor_of(path)
-    return ImageTokens(processor.expand([processor.placeholder, *tokens], (processor.blank,)), (processor.blank,))
+    return ImageTokens(
+        processor.expand([processor.placeholder, *tokens], (processor.blank,)), (processor.blank,)
+    )
 
 
 class Vision:
@@ -197,11 +213,13 @@ class Vision:
         return inputs
 
     def with_image_ids(self, batch: B, model: PreTrainedModel) -> B:
-        """The batch with ids of its images in place of their placeholders, and with positions of M-RoPE.
+        """The batch with ids of its images in place of their placeholders, and with positions of
+        M-RoPE.
 
         A placeholder is no loss token: no policy can sample it.
 
-        An id is a negative number by an image's content: tokens of different images differ, as those of texts do.
+        An id is a negative number by an image's content: tokens of different images differ, as
+        those of texts do.
 
         Raises:
             UserError: if a row's tokens are not those of its images.
@@ -211,8 +229,13 @@ class Vision:
             return batch
         for row, own in zip(batch.tokens.tolist(), batch.images or (), strict=True):
             self.processor.collapse(row, own)
-        changed, where = copy(batch), batch.tokens == self.processor.placeholder
-        ids = [one for image in flat for one in [_image_id(image)] * self.processor.placeholders_in(image)]
+        changed = copy(batch)
+        where = batch.tokens == self.processor.placeholder
+        ids = [
+            one
+            for image in flat
+            for one in [_image_id(image)] * self.processor.placeholders_in(image)
+        ]
         changed.loss_mask = batch.loss_mask.bool() & ~where
         changed.tokens = batch.tokens.masked_scatter(where, torch.tensor(ids))
         if GRID in self.processor.features(flat[:1]):
@@ -225,10 +248,11 @@ class Vision:
     def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
         """Arguments of the model for a layout of such a batch.
 
-        Without an image the vision tower computes a small one, with a gradient of zero: under FSDP all ranks must call
-        it, and before the language model.
+        Without an image the vision tower computes a small one, with a gradient of zero: under FSDP
+        all ranks must call it, and before the language model.
         """
-        inputs, tokens = dict[str, Tensor](), layout.tokens
+        inputs = dict[str, Tensor]()
+        tokens = layout.tokens
         if layout.rope is not None:
             own = layout.positions
             if own is None:
@@ -241,9 +265,14 @@ class Vision:
             features = base.get_image_features(**self.stand_in(layout), return_dict=True)
             parts = [features.pooler_output, *(features.get("deepstack_features") or ())]
             embeddings = model.get_input_embeddings()(tokens)
-            whole = (part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts)  # of all images
+            whole = (
+                part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts
+            )  # of all images
             nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0
-            return inputs | {"input_ids": None, "inputs_embeds": embeddings + nothing.to(embeddings.dtype)}
+            return inputs | {
+                "input_ids": None,
+                "inputs_embeds": embeddings + nothing.to(embeddings.dtype),
+            }
         known = {_image_id(image): image for row in layout.images or () for image in row}
         images: list[Image] = []
         while ids:

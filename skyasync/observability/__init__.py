@@ -1,7 +1,8 @@
-"""Watching a run: metrics, trackers, the run's folder, timeline, progress, plots and the final summary.
+"""Watching a run: metrics, trackers, the run's folder, timeline, progress, plots and the final
+summary.
 
-Invariant: importing this package imports neither torch nor matplotlib nor rich, and nothing in it decides
-how training goes: a part of it that fails costs a picture or a line, never the run.
+Invariant: importing this package imports neither torch nor matplotlib nor rich, and nothing in it
+decides how training goes: a part of it that fails costs a picture or a line, never the run.
 """
 
 from skyasync.registry import Registry
@@ -10,7 +11,10 @@ from skyasync.registry import Registry
 TRACKERS = Registry(
     "tracker",
     ["skyasync.observability.trackers"],
-    capabilities={"extra": "", "package": ""},  # what it needs: an extra of this library, or another package
+    capabilities={
+        "extra": "",
+        "package": "",
+    },  # what it needs: an extra of this library, or another package
 )
 
 from skyasync.observability.run_dir import RunDirectory, default_run_name  # noqa: E402

@@ -1,9 +1,10 @@
 """What a run's metrics show to be wrong, in words, and what to change.
 
-Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW`` steps with the first
-ones, or with a limit that no healthy recipe comes near; before so many steps there is none. The recorded rows of
-healthy runs raise none at any of their steps, and rows of runs with a fault raise its alarm (tests hold both). Of
-several alarms the first may be the cause of the others, never the other way round.
+Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW``
+steps with the first ones, or with a limit that no healthy recipe comes near; before so many steps
+there is none. The recorded rows of healthy runs raise none at any of their steps, and rows of runs
+with a fault raise its alarm (tests hold both). Of several alarms the first may be the cause of the
+others, never the other way round.
 """
 
 from __future__ import annotations
@@ -25,15 +26,30 @@ Row = Mapping[str, Any]
 
 WINDOW = 10  # steps
 LONG = 30  # steps after which a reward that has not risen is an alarm
-FEW_MIXED, LOW_SAMPLE_SIZE, CUT, IDLE = 0.1, 0.5, 0.3, 0.85  # shares
+# shares
+FEW_MIXED = 0.1
+LOW_SAMPLE_SIZE = 0.5
+CUT = 0.3
+IDLE = 0.85
 RISES = 3.0  # times what it was in the first steps
 #: Nats per token that a metric must exceed in ``OFTEN`` of the last steps.
-DIVERGENCES = {"policy/approx_kl": 0.2, "off_policy/kl": 0.2, "policy/kl_loss": 1.0, "reward/kl": 1.0}
+DIVERGENCES = {
+    "policy/approx_kl": 0.2,
+    "off_policy/kl": 0.2,
+    "policy/kl_loss": 1.0,
+    "reward/kl": 1.0,
+}
 OFTEN = 3
-GAP, NEAR_LIMIT = 0.05, 0.5  # nats; share of sync/logprob_gap_limit
-LOST_ENTROPY, NO_ENTROPY = 0.2, 0.05  # of what it was in the first steps
+# nats; share of sync/logprob_gap_limit
+GAP = 0.05
+NEAR_LIMIT = 0.5
+# of what it was in the first steps
+LOST_ENTROPY = 0.2
+NO_ENTROPY = 0.05
 FALL = 0.1  # of the held-out score
-METRICS, RESTARTS = "metrics.jsonl", "restarts.jsonl"  # of a run's folder
+# of a run's folder
+METRICS = "metrics.jsonl"
+RESTARTS = "restarts.jsonl"
 SPARING = 50  # seconds between looks at a run, per second that a look takes
 #: Alarms of a run that learns nothing: its speed does not matter.
 NOT_LEARNING = frozenset(("collapse", "groups_equal", "gradient", "reward_flat"))
@@ -58,7 +74,9 @@ class _Course:
     def __init__(self, rows: Sequence[Row], restarts: Sequence[Row]) -> None:
         self.restarts = restarts
         self.rows = [row for row in rows if row["step"] > 0]
-        self.scores = [float(row["eval/score"]) for row in rows if row.get("eval/score") is not None]  # step 0 too
+        self.scores = [
+            float(row["eval/score"]) for row in rows if row.get("eval/score") is not None
+        ]  # step 0 too
 
     def values(self, name: str) -> list[float]:
         return [float(row[name]) for row in self.rows if row.get(name) is not None]
@@ -66,31 +84,42 @@ class _Course:
     def first_and_last(self, name: str) -> tuple[float, float] | None:
         """Medians of the first and of the last ``WINDOW`` values; None until there are so many."""
         values = self.values(name)
-        return (median(values[:WINDOW]), median(values[-WINDOW:])) if len(values) >= WINDOW else None
+        if len(values) >= WINDOW:
+            return (median(values[:WINDOW]), median(values[-WINDOW:]))
+        return None
 
     def last(self, name: str) -> float | None:
         """Median of the last ``WINDOW`` values."""
         both = self.first_and_last(name)
-        return both[1] if both else None
+        if both:
+            return both[1]
+        return None
 
     def constant_reward(self) -> float | None:
-        """The reward of every sample so far; None if it is 0, as after a failure of another kind, or differs."""
+        """The reward of every sample so far; None if it is 0, as after a failure of another kind,
+        or differs."""
         rewards = self.values("reward/mean")
         mixed = self.values("reward/mixed_groups")
         if len(rewards) < WINDOW or not mixed or max(mixed) > 0:
             return None
-        return rewards[0] if rewards[0] != 0 and min(rewards) == max(rewards) else None
+        if rewards[0] != 0 and min(rewards) == max(rewards):
+            return rewards[0]
+        return None
 
     def reward_risen(self) -> bool:
-        """Whether it is above the first steps by more than chance, and has not fallen since its best."""
+        """Whether it is above the first steps by more than chance, and has not fallen since its
+        best."""
         rewards = self.values("reward/mean")
         window = min(WINDOW, len(rewards) // 2)
         if window < 2:
             return True  # too early to say
-        first, last = rewards[:window], rewards[-window:]
+        first = rewards[:window]
+        last = rewards[-window:]
         noise = 2 * ((variance(first) + variance(last)) / window) ** 0.5
         best = max(fmean(rewards[n : n + window]) for n in range(len(rewards) - window + 1))
-        return fmean(last) > fmean(first) + noise and fmean(last) > fmean(first) + 0.5 * (best - fmean(first))
+        return fmean(last) > fmean(first) + noise and fmean(last) > fmean(first) + 0.5 * (
+            best - fmean(first)
+        )
 
 
 def alarms(rows: Sequence[Row], restarts: Sequence[Row] = ()) -> list[Alarm]:
@@ -121,8 +150,8 @@ def alarm_lines(run_alarms: Sequence[Alarm]) -> list[str]:
 class AlarmWatch:
     """Finds the alarms of a run that goes on, each once.
 
-    A look reads all rows of the run. It is left out if nothing was written, and looks take at most one in
-    ``SPARING`` seconds.
+    A look reads all rows of the run. It is left out if nothing was written, and looks take at most
+    one in ``SPARING`` seconds.
     """
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -133,7 +162,8 @@ class AlarmWatch:
         self._reported: set[str] = set()
 
     def line(self) -> str:
-        """The first alarm that is new, with the names of the other new ones; "" if there is none."""
+        """The first alarm that is new, with the names of the other new ones; "" if there is
+        none."""
         now = self._clock()
         if now < self._next_s:
             return ""
@@ -156,13 +186,22 @@ class AlarmWatch:
         self._reported.update(alarm.name for alarm in new)
         line = alarm_lines(new)[0]
         consequences = ", ".join(alarm.name for alarm in new[1:])
-        return f"{line} May follow from it: {consequences}." if consequences else line
+        if consequences:
+            return f"{line} May follow from it: {consequences}."
+        return line
 
 
 def _collapse(course: _Course) -> Iterator[str]:
-    """A single update that ends all learning: rewards below all earlier ones, and equal within every group."""
-    rows = [row for row in course.rows if None not in (row.get("reward/mean"), row.get("reward/mixed_groups"))]
-    informative = [number for number, row in enumerate(rows) if row["reward/mixed_groups"] >= FEW_MIXED]
+    """A single update that ends all learning: rewards below all earlier ones, and equal within
+    every group."""
+    rows = [
+        row
+        for row in course.rows
+        if None not in (row.get("reward/mean"), row.get("reward/mixed_groups"))
+    ]
+    informative = [
+        number for number, row in enumerate(rows) if row["reward/mixed_groups"] >= FEW_MIXED
+    ]
     if len(rows) < WINDOW or not informative:
         return
     before = rows[: informative[-1] + 1]
@@ -217,7 +256,9 @@ def _entropy(course: _Course) -> Iterator[str]:
     values = course.values("policy/entropy")
     if len(values) < WINDOW or max(values[:3]) <= 0:
         return
-    first, last = max(values[:3]), median(values[-WINDOW:])  # it may be gone within a few steps
+    # it may be gone within a few steps
+    first = max(values[:3])
+    last = median(values[-WINDOW:])
     if last < NO_ENTROPY * first or (last < LOST_ENTROPY * first and not course.reward_risen()):
         yield (
             f"The entropy fell from {first:.3g} to {last:.3g} nats per token: the policy hardly explores. Lower "
@@ -245,11 +286,10 @@ def _difference(course: _Course) -> Iterator[str]:
     near = len(course.rows) >= WINDOW and len(probes) == 3
     near = near and all(value > limit for value, limit in zip(differences, limits, strict=True))
     if near or (both and both[1] > max(GAP, RISES * both[0])):
-        measured = (
-            f"{differences[-1]:.3g} nats on verification prompts"
-            if near
-            else f"gap/mean is {both[1] if both else 0:.3g} nats"
-        )
+        if near:
+            measured = f"{differences[-1]:.3g} nats on verification prompts"
+        else:
+            measured = f"gap/mean is {both[1] if both else 0:.3g} nats"
         yield (
             f"The log-probabilities of trainer and engine differ too much under the same weights: {measured}. Use the "
             f"same precision on both sides (trainer.policy.model.dtype, generator.dtype), or correct for it with "
@@ -279,7 +319,9 @@ def _truncation(course: _Course) -> Iterator[str]:
 
 
 def _engines_idle(course: _Course) -> Iterator[str]:
-    shares = [share for share in course.values("idle/engines") if share < 1]  # 1: all is generated, as at the end
+    shares = [
+        share for share in course.values("idle/engines") if share < 1
+    ]  # 1: all is generated, as at the end
     if len(shares) >= WINDOW and (share := median(shares[-WINDOW:])) > IDLE:
         yield (
             f"The engines are idle {share:.0%} of the time: they wait for the trainer, environments or rewards. Give "
@@ -288,7 +330,8 @@ def _engines_idle(course: _Course) -> Iterator[str]:
 
 
 def _trainer_idle(course: _Course) -> Iterator[str]:
-    if (share := course.last("idle/trainer")) is not None and share > IDLE:
+    share = course.last("idle/trainer")
+    if share is not None and share > IDLE:
         yield (
             f"The trainer is idle {share:.0%} of the time: it waits for samples. Start more engines "
             f"(generator.num_inference_engines), generate further ahead, or check in the timeline if environments and "
@@ -297,7 +340,8 @@ def _trainer_idle(course: _Course) -> Iterator[str]:
 
 
 def _no_gradient(course: _Course) -> Iterator[str]:
-    if (norm := course.last("policy/grad_norm")) == 0:
+    norm = course.last("policy/grad_norm")
+    if norm == 0:
         yield (
             f"The gradient is {norm:g}: nothing is learned. All groups have equal rewards, or all tokens are masked "
             f"(trainer.algorithm.off_policy_correction, trainer.algorithm.truncated_responses)."
@@ -316,7 +360,10 @@ def _score_fell(course: _Course) -> Iterator[str]:
 def _restarts(course: _Course) -> Iterator[str]:
     counted = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
     failures = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
-    since = course.rows[-WINDOW]["step"] if len(course.rows) >= WINDOW else 0
+    if len(course.rows) >= WINDOW:
+        since = course.rows[-WINDOW]["step"]
+    else:
+        since = 0
     again = [str(row.get("what", "a process")) for row in course.restarts if row["step"] >= since]
     if failures or again:
         what = ([f"engines ({failures})"] if failures else []) + again

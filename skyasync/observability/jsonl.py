@@ -1,7 +1,7 @@
 """Files with one JSON object per line and a ``step`` in each.
 
-Invariant: what a reader gets is a prefix of what was written; a line torn by a crash is left out, and the
-next writer removes it.
+Invariant: what a reader gets is a prefix of what was written; a line torn by a crash is left out,
+and the next writer removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ Row = dict[str, Any]
 
 
 def encode(row: Row) -> str:
-    """One line of strict JSON; objects that JSON does not know become their text, and half a surrogate pair "?".
+    """One line of strict JSON; objects that JSON does not know become their text, and half a
+    surrogate pair "?".
 
     Raises:
         ValueError: for NaN and infinities, which no strict reader accepts.
@@ -31,7 +32,9 @@ def read_rows(path: Path | str) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:  # JSON leaves U+2028, U+0085 as they are
+    with path.open(
+        encoding="utf-8", errors="replace", newline="\n"
+    ) as lines:  # JSON leaves U+2028, U+0085 as they are
         for line in lines:
             try:
                 row = json.loads(line)
@@ -63,7 +66,8 @@ def append_rows(path: Path, rows: Iterable[Row]) -> None:
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         try:
-            written, data = 0, "".join(map(encode, rows)).encode()
+            written = 0
+            data = "".join(map(encode, rows)).encode()
             while written < len(data):
                 written += file.write(data[written:])
         except OSError:

@@ -1,6 +1,7 @@
 """Metrics as words: the one place that decides how a figure reads in a line.
 
-Invariant: a metric that is absent leaves no trace, one that is ``None`` (it was NaN or infinite) shows as nan.
+Invariant: a metric that is absent leaves no trace, one that is ``None`` (it was NaN or infinite)
+shows as nan.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ FORMATS: tuple[tuple[str, str], ...] = (
 
 def status_line(step: int, metrics: Metrics, total: int | None = None) -> str:
     """``step 12/60  reward 0.63  eval 0.61  ...  idle trainer 12% engines 31%  1.4 s/step``."""
-    of = f"step {step}" if total is None else f"step {step:>{len(str(total))}}/{total}"
+    if total is None:
+        of = f"step {step}"
+    else:
+        of = f"step {step:>{len(str(total))}}/{total}"
     return "  ".join([of, *words(metrics)])
 
 
@@ -33,7 +37,11 @@ def words(metrics: Metrics) -> Iterator[str]:
     for name, text in FORMATS:
         if name in metrics:
             yield text.format(_number(metrics[name]))
-    idle = [f"{who} {_number(metrics[key]):.0%}" for who in ("trainer", "engines") if (key := f"idle/{who}") in metrics]
+    idle = [
+        f"{who} {_number(metrics[key]):.0%}"
+        for who in ("trainer", "engines")
+        if (key := f"idle/{who}") in metrics
+    ]
     if idle:
         yield "idle " + " ".join(idle)
     if "time/step_s" in metrics:
@@ -44,11 +52,15 @@ def duration(seconds: float) -> str:
     """``0:42``, ``12:07``, ``1:03:20``."""
     minutes, second = divmod(round(max(0.0, seconds)), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
+    if hours:
+        return f"{hours}:{minute:02d}:{second:02d}"
+    return f"{minute}:{second:02d}"
 
 
 def _number(value: float | None) -> float:
-    return float("nan") if value is None else value
+    if value is None:
+        return float("nan")
+    return value
 
 
 def write_plainly(lines: Sequence[str], error: bool) -> None:

@@ -1,8 +1,8 @@
-"""What the metrics of a run mean, ``metrics.tsv``: ``python -m skyasync.observability.metric_names`` prints
-``docs/metrics.md``.
+"""What the metrics of a run mean, ``metrics.tsv``:
+``python -m skyasync.observability.metric_names`` prints ``docs/metrics.md``.
 
-Invariant: every metric that a run logs by itself has an entry there (a test holds it); a name in angle brackets stands
-for what differs from run to run.
+Invariant: every metric that a run logs by itself has an entry there (a test holds it); a name in
+angle brackets stands for what differs from run to run.
 """
 
 from __future__ import annotations
@@ -23,11 +23,15 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(re.sub(r"<n>", r"-?\\d+", re.sub(r"<(?!n>)\w+>", r".+", re.escape(self.name))))
+        return re.compile(
+            re.sub(r"<n>", r"-?\\d+", re.sub(r"<(?!n>)\w+>", r".+", re.escape(self.name)))
+        )
 
 
 with Path(__file__).with_name("metrics.tsv").open(encoding="utf-8", newline="") as _file:
-    METRICS = tuple(Metric(**row) for row in csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE))
+    METRICS = tuple(
+        Metric(**row) for row in csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    )
 
 _INTRODUCTION = """\
 # Metrics

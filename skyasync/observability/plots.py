@@ -1,7 +1,7 @@
 """The picture of a run, ``reward.png``, and what the report's charts share with it.
 
-Invariant: a picture that cannot be drawn is a warning and never an error; an old picture is replaced only
-by a complete new one.
+Invariant: a picture that cannot be drawn is a warning and never an error; an old picture is
+replaced only by a complete new one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ logger = logging.getLogger(__name__)
 SIZE_INCHES = (8.0, 4.5)
 DOTS_PER_INCH = 150
 # Of Okabe and Ito's palette: also distinct for colour-blind readers.
-BLUE, ORANGE = "#0072B2", "#D55E00"
-INK, PALE = "#333333", "#8A8A8A"
+BLUE = "#0072B2"
+ORANGE = "#D55E00"
+INK = "#333333"
+PALE = "#8A8A8A"
 
 
 def plot_style(ink: str, pale: str, grid: str, size: float) -> dict[str, Any]:
@@ -58,7 +60,8 @@ def plot_reward(metrics: Path, out: Path) -> bool:
 
 
 def _draw(rows: Sequence[Row], out: Path) -> None:
-    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here: it takes a second.
+    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here:
+    # it takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -80,14 +83,23 @@ def _draw(rows: Sequence[Row], out: Path) -> None:
             line: Any = {"linewidth": 1, "linestyle": (0, (4, 2)), "zorder": 3}
             dots: Any = {"marker": "o", "markersize": 6, "markeredgecolor": "white"}
             top.plot(steps, scores, color=ORANGE, label="held-out score", **line, **dots)
-            text: Any = {"xytext": (0, 8), "textcoords": "offset points", "ha": "center", "fontweight": "bold"}
+            text: Any = {
+                "xytext": (0, 8),
+                "textcoords": "offset points",
+                "ha": "center",
+                "fontweight": "bold",
+            }
             for index in sorted({0, len(steps) - 1}):
-                top.annotate(f"{scores[index]:.2f}", (steps[index], scores[index]), color=ORANGE, **text)
+                top.annotate(
+                    f"{scores[index]:.2f}", (steps[index], scores[index]), color=ORANGE, **text
+                )
         if stale_at:
             low_at, lows = series(rows, "staleness/min")
             high_at, highs = series(rows, "staleness/max")
             if low_at == high_at and low_at:
-                bottom.fill_between(low_at, lows, highs, step="mid", color=PALE, alpha=0.2, linewidth=0)
+                bottom.fill_between(
+                    low_at, lows, highs, step="mid", color=PALE, alpha=0.2, linewidth=0
+                )
             bottom.plot(stale_at, means, color=PALE, drawstyle="steps-mid", linewidth=1.8)
             bottom.set_ylabel("staleness")
             bottom.set_ylim(-0.15, max(1.0, *highs, *means, *bottom.get_ylim()) + 0.3)
@@ -104,7 +116,9 @@ def _draw(rows: Sequence[Row], out: Path) -> None:
 def labels(folders: Sequence[Path]) -> list[str]:
     """The folders' names; their paths if two have the same."""
     names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+    if len(set(names)) == len(names):
+        return names
+    return [str(folder) for folder in folders]
 
 
 def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
@@ -114,7 +128,8 @@ def series(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """Centred moving average over about a tenth of the values; near the ends the window is cut off evenly."""
+    """Centred moving average over about a tenth of the values; near the ends the window is cut off
+    evenly."""
     reach = max(1, len(values) // 20)
     means = []
     for index in range(len(values)):

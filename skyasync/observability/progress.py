@@ -5,8 +5,8 @@ Training runs in another process than the terminal::
     controller                                   driver
     ProgressRecorder.log / .phase ──▶ report(seen) ──poll──▶ ProgressView.update ──▶ terminal
 
-Invariant: every step is reported once, in order, however rarely the driver polls; a report is plain data, and what the
-recorder holds does not grow with the run.
+Invariant: every step is reported once, in order, however rarely the driver polls; a report is plain
+data, and what the recorder holds does not grow with the run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from skyasync.observability.summary import limit, summarise
 from skyasync.observability.trackers import Tracker, plain_metrics
 
 SAMPLE_CHARS = 2000  # of a prompt and of a response: no terminal shows more
-ETA_STEPS = 20  # a step's duration is averaged over so many: long enough to be calm, short enough to follow a change
+# a step's duration is averaged over so many: long enough to be calm, short enough to follow a
+# change
+ETA_STEPS = 20
 
 SHOWN = {*(name for name, _ in FORMATS), "idle/trainer", "idle/engines", "time/step_s"}
 #: What the live view shows besides.
@@ -48,7 +50,9 @@ class LatestSample:
     def of(cls, step: int, record: Mapping[str, Any]) -> LatestSample:
         """From a record of ``samples.jsonl``."""
         prompt, response = (str(record[name])[:SAMPLE_CHARS] for name in ("prompt", "response"))
-        return cls(step, prompt, response, nan if record["reward"] is None else float(record["reward"]))
+        return cls(
+            step, prompt, response, nan if record["reward"] is None else float(record["reward"])
+        )
 
 
 @dataclass
@@ -85,7 +89,9 @@ class ProgressRecorder(Tracker):
     """
 
     def __init__(self, total: int = 0, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.total, self._step, self._clock = total, 0, clock
+        self.total = total
+        self._step = 0
+        self._clock = clock
         self.sample: LatestSample | None = None
         self._started = clock()
         self._phase = ""
@@ -93,7 +99,9 @@ class ProgressRecorder(Tracker):
         self._rows: dict[int, dict[str, float | None]] = {}
         self._finished: deque[tuple[int, float]] = deque(maxlen=ETA_STEPS + 1)
         self._recent: deque[dict[str, float | None]] = deque(maxlen=ETA_STEPS)
-        self._limit, self._warnings, self._warning = "", 0, ""
+        self._limit = ""
+        self._warnings = 0
+        self._warning = ""
 
     def resume(self, step: int) -> None:
         """The steps up to this one were finished before."""
@@ -104,7 +112,9 @@ class ProgressRecorder(Tracker):
         self._phase = text
 
     def log(self, metrics: Metrics, step: int) -> None:
-        plain = plain_metrics({n: value for n, value in metrics.items() if n in SHOWN or FIGURES.fullmatch(n)})
+        plain = plain_metrics(
+            {n: value for n, value in metrics.items() if n in SHOWN or FIGURES.fullmatch(n)}
+        )
         self._newest.update(plain)
         shown = {name: value for name, value in plain.items() if name in SHOWN}
         self._rows.setdefault(step, {}).update(shown)
@@ -117,16 +127,21 @@ class ProgressRecorder(Tracker):
 
     def warn(self, text: str) -> None:
         """Something was found wrong, and the run continues."""
-        self._warnings, self._warning = self._warnings + 1, text
+        self._warnings = self._warnings + 1
+        self._warning = text
 
     def report(self, seen: int = -1) -> ProgressReport:
-        """The present state, with the rows of steps after ``seen``; rows up to ``seen`` are forgotten."""
+        """The present state, with the rows of steps after ``seen``; rows up to ``seen`` are
+        forgotten."""
         self._rows = {step: row for step, row in self._rows.items() if step > seen}
         rows = [(step, dict(self._rows[step])) for step in sorted(self._rows)]
-        now, eta_s = self._clock(), None
+        now = self._clock()
+        eta_s = None
         if len(self._finished) > 1:
             (first, started), (last, ended) = self._finished[0], self._finished[-1]
-            eta_s = max(0.0, (self.total - last) * (ended - started) / (last - first) - (now - ended))
+            eta_s = max(
+                0.0, (self.total - last) * (ended - started) / (last - first) - (now - ended)
+            )
         return ProgressReport(
             self._step,
             self.total,
@@ -148,7 +163,8 @@ class _Warnings(logging.Handler):
         self._recorder = recorder
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints what no other handler does, as Python prints warnings that have no handler at all."""
+        """Prints what no other handler does, as Python prints warnings that have no handler at
+        all."""
         try:
             if record.levelno >= logging.WARNING:
                 self._recorder.warn(record.getMessage())
@@ -164,7 +180,8 @@ class _Warnings(logging.Handler):
 @contextmanager
 def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
     """Inside the block the library's messages are printed, and the recorder counts its warnings."""
-    logger, handler = logging.getLogger("skyasync"), _Warnings(recorder)
+    logger = logging.getLogger("skyasync")
+    handler = _Warnings(recorder)
     former = logger.level
     if former == logging.NOTSET:  # else the user has chosen
         logger.setLevel(logging.INFO)

@@ -1,8 +1,10 @@
-"""The folder of one run, its files, the lock of the one command that trains in it, and how the run ended.
+"""The folder of one run, its files, the lock of the one command that trains in it, and how the run
+ended.
 
-Invariant: two runs never share a folder unless the second one resumes the first. A resumed run replaces what the
-interrupted run had written after the point of resuming; nothing is doubled. A status is never better than the truth: a
-run whose process is gone without a word is "lost", not running. If it cannot be written, that is a warning.
+Invariant: two runs never share a folder unless the second one resumes the first. A resumed run
+replaces what the interrupted run had written after the point of resuming; nothing is doubled. A
+status is never better than the truth: a run whose process is gone without a word is "lost", not
+running. If it cannot be written, that is a warning.
 """
 
 from __future__ import annotations
@@ -33,9 +35,16 @@ log = logging.getLogger(__name__)
 
 OWNER_ALONE = 0o700  # prompts, samples and weights are private to the user
 LOCK = "lock"  # held by the one command that trains in the folder
-WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)  # raised by file systems without locks
+WITHOUT_LOCKS = (
+    errno.ENOLCK,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.EINVAL,
+)  # raised by file systems without locks
 
-_locked: dict[Path, int] = {}  # descriptors of this process: closing a lock file anywhere would release the lock
+_locked: dict[
+    Path, int
+] = {}  # descriptors of this process: closing a lock file anywhere would release the lock
 
 
 def default_run_name(plan: str) -> str:
@@ -56,7 +65,11 @@ def check_name(root: Path | str, name: str) -> Path:
         UserError: for a name that is empty or leads out of it.
     """
     root = Path(root).expanduser().resolve()
-    if not name.strip() or not (root / name).resolve().is_relative_to(root) or (root / name).resolve() == root:
+    if (
+        not name.strip()
+        or not (root / name).resolve().is_relative_to(root)
+        or (root / name).resolve() == root
+    ):
         raise UserError(f"run name {name!r} must name a folder inside {root}")
     return root
 
@@ -92,20 +105,30 @@ class RunDirectory:
             except FileExistsError:
                 path = first.with_name(f"{first.name}-{next(numbers)}")
         path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
-        self.path, self.name = path, path.name
+        self.path = path
+        self.name = path.name
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
         self.eval_samples = path / "eval_samples.jsonl"
         self.ledger = path / "ledger.jsonl"
-        self.config, self.origins, self.timeline = path / "config.yaml", path / "origins.json", path / "timeline.json"
-        self.reward_plot, self.error = path / "reward.png", path / "error.txt"
-        self.logs, self.checkpoints = path / "logs", path / "checkpoints"
+        self.config = path / "config.yaml"
+        self.origins = path / "origins.json"
+        self.timeline = path / "timeline.json"
+        self.reward_plot = path / "reward.png"
+        self.error = path / "error.txt"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
         self.secrets = Secrets()
-        self._rewound: set[Path] = set()  # files already cut back to the step at which this run began
-        self._unwritten: list[tuple[int, Mapping[str, Any]]] = []  # rows of the ledger, in step order
+        self._rewound: set[Path] = (
+            set()
+        )  # files already cut back to the step at which this run began
+        self._unwritten: list[
+            tuple[int, Mapping[str, Any]]
+        ] = []  # rows of the ledger, in step order
 
     def save_error(self, traceback: str) -> None:
-        """Write ``error.txt``. A full disk is only a warning, so that the user still sees the error itself."""
+        """Write ``error.txt``. A full disk is only a warning, so that the user still sees the error
+        itself."""
         try:
             self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
         except OSError as problem:
@@ -118,14 +141,20 @@ class RunDirectory:
         if self._new:
             shutil.rmtree(self.path, ignore_errors=True)
 
-    def write_samples(self, step: int, records: Iterable[Mapping[str, Any]], *, evaluation: bool = False) -> None:
+    def write_samples(
+        self, step: int, records: Iterable[Mapping[str, Any]], *, evaluation: bool = False
+    ) -> None:
         """Append one line per record, ``step`` first."""
         hide = self.secrets.hide
-        hidden = ({k: hide(v) if isinstance(v, str) else v for k, v in record.items()} for record in records)
+        hidden = (
+            {k: hide(v) if isinstance(v, str) else v for k, v in record.items()}
+            for record in records
+        )
         self._append(self.eval_samples if evaluation else self.samples, step, hidden)
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
-        """Append how the prompts of a step ended. Rows that a full disk rejects are written with a later step."""
+        """Append how the prompts of a step ended. Rows that a full disk rejects are written with a
+        later step."""
         self._unwritten.append((step, ended))
         while self._unwritten:
             first, row = self._unwritten[0]
@@ -133,7 +162,8 @@ class RunDirectory:
             self._unwritten.pop(0)
 
     def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """The first call of a resumed run drops the lines of ``step`` and later ones: those steps are redone."""
+        """The first call of a resumed run drops the lines of ``step`` and later ones: those steps
+        are redone."""
         if file not in self._rewound:
             if file.exists():
                 jsonl.write_rows(file, [row for row in jsonl.read_rows(file) if row["step"] < step])
@@ -144,8 +174,8 @@ class RunDirectory:
 def lock_run(folder: Path) -> None:
     """Lock the folder until ``unlock_run``; a process may lock its own folder again.
 
-    The lock belongs to the kernel, so it ends with this process, however the process ends. Neither forks nor
-    subprocesses inherit it. What stands in the file is only for people.
+    The lock belongs to the kernel, so it ends with this process, however the process ends. Neither
+    forks nor subprocesses inherit it. What stands in the file is only for people.
 
     Raises:
         UserError: if another process trains there, naming the process.
@@ -163,18 +193,28 @@ def lock_run(folder: Path) -> None:
         content = os.read(file, 4096)
         os.close(file)
         if problem.errno in WITHOUT_LOCKS:
-            log.warning("%s is not guarded against a second command, its file system has no locks: %s", folder, problem)
+            log.warning(
+                "%s is not guarded against a second command, its file system has no locks: %s",
+                folder,
+                problem,
+            )
             return
         try:
             holder = json.loads(content)
-            who = f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
+            who = (
+                f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
+            )
         except (ValueError, KeyError, TypeError):  # it has only just locked it
             who = "another process trains there"
         raise UserError(
             f"{folder} is in use: {who}; wait for it, end it, or give this run another trainer.run_name"
         ) from None
     _locked[folder] = file
-    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    holder = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S"),
+    }
     with suppress(OSError):
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)
@@ -190,13 +230,19 @@ def unlock_run(folder: Path) -> None:
 
 
 STATUS = "status.json"
-RUNNING, FINISHED, STOPPED, FAILED, LOST, UNKNOWN = "running", "finished", "stopped", "failed", "lost", "unknown"
+RUNNING = "running"
+FINISHED = "finished"
+STOPPED = "stopped"
+FAILED = "failed"
+LOST = "lost"
+UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``born``: which process of this ``pid`` it is;
-    ``reason``: why it ended before its last step; ``engine``: the inference engine, and why it was chosen."""
+    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``born``: which process of this
+    ``pid`` it is; ``reason``: why it ended before its last step; ``engine``: the inference engine,
+    and why it was chosen."""
 
     state: str = UNKNOWN
     began: float = 0.0
@@ -220,7 +266,8 @@ def status_file(folder: Path, engine: str = "", began_s: float | None = None) ->
         began_s: seconds since 1970 when the run began, which includes its checks; by default now.
     """
     began = round(time.time() if began_s is None else began_s, 3)
-    pid, host = os.getpid(), socket.gethostname()
+    pid = os.getpid()
+    host = socket.gethostname()
     status = Status(RUNNING, began=began, pid=pid, born=born(pid), host=host, engine=engine)
     _write(folder, status)
     state = FAILED
@@ -244,7 +291,9 @@ def read_status(folder: Path) -> Status:
     """The content of ``status_file``; for a folder without one, what its other files show."""
     try:
         values = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-        status = Status(**{name: values[name] for name in Status.__dataclass_fields__ if name in values})
+        status = Status(
+            **{name: values[name] for name in Status.__dataclass_fields__ if name in values}
+        )
     except (OSError, ValueError, TypeError):
         return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
     if status.state == RUNNING and status.host == socket.gethostname() and not _goes_on(status):
@@ -253,8 +302,10 @@ def read_status(folder: Path) -> Status:
 
 
 def _goes_on(status: Status) -> bool:
-    """Whether the run's process exists, and is no later one with the same number, as after a restart of a container."""
-    if now := born(status.pid):
+    """Whether the run's process exists, and is no later one with the same number, as after a
+    restart of a container."""
+    now = born(status.pid)
+    if now:
         return status.born == now
     try:
         os.kill(status.pid, 0)

@@ -1,7 +1,8 @@
 """What a run achieved, where its time went, and what limits its speed.
 
-Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left out, never
-guessed. Shares and rates are weighted by the time of their steps, so that they hold for the whole run.
+Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left
+out, never guessed. Shares and rates are weighted by the time of their steps, so that they hold for
+the whole run.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class Summary:
 
     Attributes:
         total_s: of training: the steps, and the evaluations, checkpoints and exports between them.
-        step_s: of a step, on average over steps without an evaluation in their time, or over all if there are none.
+        step_s: of a step, on average over steps without an evaluation in their time, or over all if
+            there are none.
         between: the parts of ``total_s`` that are no steps, by name.
         samples_per_s: without evaluations; None if there were none, or in all steps.
     """
@@ -77,10 +79,15 @@ class Summary:
 def summarise(rows: Sequence[Row]) -> Summary:
     """The summary of the rows of ``metrics.jsonl``; a step is a row that has ``time/step_s``."""
     steps = [row for row in rows if row.get("time/step_s") is not None]
-    scores = [Evaluation(float(row["eval/score"]), row["step"]) for row in rows if row.get("eval/score") is not None]
+    scores = [
+        Evaluation(float(row["eval/score"]), row["step"])
+        for row in rows
+        if row.get("eval/score") is not None
+    ]
     between = {}
     for name, label in BETWEEN_STEPS.items():
-        if seconds := _total(steps, f"time/{name}_s"):
+        seconds = _total(steps, f"time/{name}_s")
+        if seconds:
             between[label] = seconds
     starts = [row["time/start_s"] for row in steps if row.get("time/start_s") is not None]
     summary = Summary(
@@ -103,7 +110,9 @@ def summarise(rows: Sequence[Row]) -> Summary:
         if samples and summary.total_s > 0:
             summary.means["throughput/samples_per_s"] = samples / summary.total_s
         if samples and undisturbed and "evaluation" in between:
-            summary.samples_per_s = _samples(undisturbed) / max(sum(map(_interval_s, undisturbed)), 1e-9)
+            summary.samples_per_s = _samples(undisturbed) / max(
+                sum(map(_interval_s, undisturbed)), 1e-9
+            )
     summary.limit = limit(summary)
     return summary
 
@@ -140,13 +149,16 @@ def _undisturbed(rows: Sequence[Row]) -> list[Row]:
 
 def _phases(steps: Sequence[Row]) -> dict[str, float]:
     """Mean seconds per step of each phase, the longest first."""
-    names = {key for row in steps for key in row if key.startswith("time/") and key.endswith("_s")} - NO_PHASES
+    names = {
+        key for row in steps for key in row if key.startswith("time/") and key.endswith("_s")
+    } - NO_PHASES
     phases = {name[5:-2]: _total(steps, name) / len(steps) for name in names}
     return dict(sorted(phases.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _means(steps: Sequence[Row]) -> dict[str, float]:
-    """Rates and shares over time, staleness over steps; of log-probability differences the largest."""
+    """Rates and shares over time, staleness over steps; of log-probability differences the
+    largest."""
     means = {}
     for name in RATES:
         measured = [row for row in steps if row.get(name) is not None]
@@ -156,7 +168,9 @@ def _means(steps: Sequence[Row]) -> dict[str, float]:
     staleness = [row["staleness/mean"] for row in steps if row.get("staleness/mean") is not None]
     if staleness:
         means["staleness/mean"] = sum(staleness) / len(staleness)
-    differences = [row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None]
+    differences = [
+        row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None
+    ]
     if differences:
         means["sync/logprob_gap"] = max(differences)
     return means
@@ -166,14 +180,22 @@ def limit(summary: Summary) -> str:
     """One sentence: what limits the speed, with the figures that say so."""
     if not summary.total_s:
         return "too few figures to say what limits the speed"
-    part = {name: seconds * summary.steps / summary.total_s for name, seconds in summary.phases.items()}
+    part = {
+        name: seconds * summary.steps / summary.total_s for name, seconds in summary.phases.items()
+    }
     name = max(OVERHEADS, key=lambda name: part.get(name, 0.0))
-    trainer, engines = summary.means.get("idle/trainer"), summary.means.get("idle/engines")
+    trainer = summary.means.get("idle/trainer")
+    engines = summary.means.get("idle/engines")
     # Episodes were played and no engine worked: environments and rewards did.
-    environments = 0.0 if engines is None else max(min(part.get("generate", 0.0), 1.0) - (1 - engines), 0.0)
+    if engines is None:
+        environments = 0.0
+    else:
+        environments = max(min(part.get("generate", 0.0), 1.0) - (1 - engines), 0.0)
     if OVERHEAD_SHARE < part.get(name, 0.0) >= environments:
         return f"{OVERHEADS[name]} is the bottleneck: it took {part[name]:.0%} of the time"
-    overlapping = any(name in part for name in WAITS)  # the plan lets both work at once: its trainer waits for data
+    overlapping = any(
+        name in part for name in WAITS
+    )  # the plan lets both work at once: its trainer waits for data
     waits = sum(part.get(name, 0.0) for name in WAITS)
     if trainer is None and overlapping:
         trainer = waits
@@ -210,7 +232,9 @@ def limit(summary: Summary) -> str:
         return f"trainer and engines take turns, {longer} longer: {idle}; an asynchronous plan would overlap them"
     if abs(trainer - engines) < BALANCED:
         return f"generation and training are balanced: {idle}"
-    bottleneck, cure = ("generation", "engines") if trainer > engines else ("training", "the trainer")
+    bottleneck, cure = (
+        ("generation", "engines") if trainer > engines else ("training", "the trainer")
+    )
     return f"{bottleneck} is the bottleneck: {idle}; more devices for {cure} would help"
 
 
@@ -226,7 +250,8 @@ def course(summary: Summary) -> str:
 
 
 def _figure(summary: Summary, name: str, form: str) -> str:
-    """A mean as text. Samples per second are of all of training, with the rate without evaluations after it."""
+    """A mean as text. Samples per second are of all of training, with the rate without evaluations
+    after it."""
     text = form.format(summary.means[name])
     if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
         text += f" ({form.format(summary.samples_per_s)} without evaluations)"
@@ -234,7 +259,8 @@ def _figure(summary: Summary, name: str, form: str) -> str:
 
 
 def run_times(rows: Sequence[Row], ended_s: float) -> str:
-    """``start 0:34, 30 steps 1:11, evaluation 0:14, finish 0:09``: the seconds of a run; "" if it has no steps.
+    """``start 0:34, 30 steps 1:11, evaluation 0:14, finish 0:09``: the seconds of a run; "" if it
+    has no steps.
 
     Args:
         rows: of one run of a program; without those before a resume.
@@ -257,20 +283,27 @@ def run_times(rows: Sequence[Row], ended_s: float) -> str:
 
 
 def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
-    """The summary for a terminal: figures, the breakdown of a step, alarms, and what limits the speed.
+    """The summary for a terminal: figures, the breakdown of a step, alarms, and what limits the
+    speed.
 
     The speed of a run that learns nothing is left out.
     """
     lines = []
     if summary.first and summary.last and summary.best:
-        first, last, best = summary.first, summary.last, summary.best
+        first = summary.first
+        last = summary.last
+        best = summary.best
         scores = f"{first.value:.2f} (step {first.step}) → {last.value:.2f} (step {last.step})"
         lines.append(("held-out score", f"{scores}, best {best.value:.2f} (step {best.step})"))
     if summary.start_s is not None:
         lines.append(("start", duration(summary.start_s)))
     if summary.step_s is not None:
         lines.append(("steps", f"{summary.steps} in {course(summary)}"))
-    lines += [(label, _figure(summary, name, form)) for name, label, form in FIGURES if name in summary.means]
+    lines += [
+        (label, _figure(summary, name, form))
+        for name, label, form in FIGURES
+        if name in summary.means
+    ]
     if summary.non_finite:
         lines.append(("not finite", f"{summary.non_finite} values were NaN or infinite"))
     figures = Table.grid(padding=(0, 2))

@@ -1,10 +1,11 @@
 """What the user sees while a run goes on: a live panel below, and above it all that anybody prints.
 
-Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel. Standard output and standard
-error lead into a file of the run, for every writer (also libraries in C and other processes). From there whole lines go
-to the terminal, above the panel. The terminal is never put into a mode that a killed process would leave on. Without a
-terminal each step is one line. ``panel`` is a pure function of the report, the history and the size: no line is longer
-than the terminal is wide, none wraps, and what matters least is left out first.
+Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel. Standard
+output and standard error lead into a file of the run, for every writer (also libraries in C and
+other processes). From there whole lines go to the terminal, above the panel. The terminal is never
+put into a mode that a killed process would leave on. Without a terminal each step is one line.
+``panel`` is a pure function of the report, the history and the size: no line is longer than the
+terminal is wide, none wraps, and what matters least is left out first.
 
 | who waits  | for what            | woken by                                      |
 |------------|---------------------|-----------------------------------------------|
@@ -44,7 +45,16 @@ BARS = "▁▂▃▄▅▆▇█"
 HOLDERS = ("controller", "workers", "engines", "environments")
 LABEL = 8  # columns of a row's name
 LEAST_WIDTH = 20  # below it names are left out
-FIRST_OUT = ("memory", "sample", "stale", "speed", "waits", "loss", "reward", "warning")  # of a small terminal
+FIRST_OUT = (
+    "memory",
+    "sample",
+    "stale",
+    "speed",
+    "waits",
+    "loss",
+    "reward",
+    "warning",
+)  # of a small terminal
 _ENGINE = re.compile(r"throughput/engine_(\d+)_tokens_per_s")
 NEVER_FULL = 1  # a full last column makes some terminals wrap
 
@@ -58,22 +68,26 @@ class History:
     best_step: int = 0
 
     def add(self, step: int, row: Metrics) -> None:
-        if (reward := row.get("reward/mean")) is not None:
+        reward = row.get("reward/mean")
+        if reward is not None:
             self.rewards = [*self.rewards[-199:], reward]
         score = row.get("eval/score")
         if score is not None and (self.best is None or score > self.best):
-            self.best, self.best_step = score, step
+            self.best = score
+            self.best_step = step
 
 
 def sparkline(values: Sequence[float]) -> str:
     """The values as bars from their lowest to their highest."""
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
 def panel(report: ProgressReport, history: History, width: int, height: int) -> list[Text]:
-    """The lines, at most ``height - 1`` of them: the cursor's line of a small terminal is left alone."""
+    """The lines, at most ``height - 1`` of them: the cursor's line of a small terminal is left
+    alone."""
     width = max(1, width - NEVER_FULL)
     rows = {"reward": _reward(report.metrics, history, width)}
     rows |= {name: Text(text) for name, text in _rows(report).items()}
@@ -84,18 +98,27 @@ def panel(report: ProgressReport, history: History, width: int, height: int) -> 
     lines = [_head(report, width)]
     for name in shown:
         style = "yellow" if name == "warning" else "dim"
-        label = Text(f"{name:<{LABEL}}", style) if width >= LEAST_WIDTH else Text()
+        if width >= LEAST_WIDTH:
+            label = Text(f"{name:<{LABEL}}", style)
+        else:
+            label = Text()
         lines.append(Text.assemble(label, rows[name]))
     for line in lines:
-        line.no_wrap, line.overflow = True, "ellipsis"
+        line.no_wrap = True
+        line.overflow = "ellipsis"
         line.truncate(width, overflow="ellipsis")
     return lines
 
 
 def _head(report: ProgressReport, width: int) -> Text:
     """``step 12/80 ━━━━━━────── 0:42, 1:53 left, training``; the bar takes what the words leave."""
-    line = Text(f"step {report.step}/{report.total}" if report.total else report.phase, style="bold")
-    left = "" if report.eta_s is None or report.step >= report.total else f", {duration(report.eta_s)} left"
+    line = Text(
+        f"step {report.step}/{report.total}" if report.total else report.phase, style="bold"
+    )
+    if report.eta_s is None or report.step >= report.total:
+        left = ""
+    else:
+        left = f", {duration(report.eta_s)} left"
     words = f" {duration(report.elapsed_s)}{left}"
     phase = f", {report.phase}" if report.total and report.phase else ""
     free = min(30, width - cell_len(line.plain) - cell_len(words + phase) - 1)
@@ -109,10 +132,17 @@ def _head(report: ProgressReport, width: int) -> Text:
 
 def _reward(metrics: Metrics, history: History, width: int) -> Text:
     """The mean reward, its course, the score: the course takes what the words leave."""
-    value, score = metrics.get("reward/mean"), metrics.get("eval/score")
+    value = metrics.get("reward/mean")
+    score = metrics.get("eval/score")
     words = [] if value is None else [Text(f"{value:.2f}")]
-    best = "" if history.best is None else f", best {history.best:.2f} at step {history.best_step}"
-    evaluation = [] if score is None else [Text(f"eval {score:.2f}{best}", style="green")]
+    if history.best is None:
+        best = ""
+    else:
+        best = f", best {history.best:.2f} at step {history.best_step}"
+    if score is None:
+        evaluation = []
+    else:
+        evaluation = [Text(f"eval {score:.2f}{best}", style="green")]
     free = min(60, width - LABEL - sum(cell_len(text.plain) + 2 for text in words + evaluation))
     if len(history.rewards) > 1 and free >= 4:
         words.append(Text(sparkline(history.rewards[-free:]), style="cyan"))
@@ -131,30 +161,54 @@ def _rows(report: ProgressReport) -> dict[str, str]:
         )
         if (value := metrics.get(name)) is not None
     ]
-    engines = {int(match[1]): v for name, v in metrics.items() if (match := _ENGINE.fullmatch(name)) and v is not None}
+    engines = {
+        int(match[1]): v
+        for name, v in metrics.items()
+        if (match := _ENGINE.fullmatch(name)) and v is not None
+    }
     if engines and speed:
-        speed[-1] += f" (engines {', '.join(f'{engines[number]:,.0f}' for number in sorted(engines))})"
+        speed[-1] += (
+            f" (engines {', '.join(f'{engines[number]:,.0f}' for number in sorted(engines))})"
+        )
     shares = [(who, metrics.get(f"idle/{who}")) for who in ("trainer", "engines")]
     idle = ", ".join(f"{who} {value:.0%}" for who, value in shares if value is not None)
-    waits = [f"{idle} idle", report.limit.partition(":")[0]] if idle else []
+    if idle:
+        waits = [f"{idle} idle", report.limit.partition(":")[0]]
+    else:
+        waits = []
     stale = []
-    if (value := metrics.get("staleness/mean")) is not None:
+    value = metrics.get("staleness/mean")
+    if value is not None:
         most = metrics.get("staleness/max")
         stale.append(f"{value:.2f} versions" + ("" if most is None else f", at most {most:.0f}"))
-    if (value := metrics.get("response/length_mean")) is not None:
+    value = metrics.get("response/length_mean")
+    if value is not None:
         cut = metrics.get("response/truncated")
         stale.append(f"responses of {value:.1f} tokens" + ("" if not cut else f", {cut:.0%} cut"))
-    holders = [f"{who} {value:.1f}" for who in HOLDERS if (value := metrics.get(f"memory/{who}_gib")) is not None]
-    memory, free = ", ".join(holders) + " GiB" if holders else "", metrics.get("memory/free_gib")
+    holders = [
+        f"{who} {value:.1f}"
+        for who in HOLDERS
+        if (value := metrics.get(f"memory/{who}_gib")) is not None
+    ]
+    memory = ", ".join(holders) + " GiB" if holders else ""
+    free = metrics.get("memory/free_gib")
     sample = ""
     if report.sample is not None:
-        prompt, response = (" ".join(text.split()) for text in (report.sample.prompt, report.sample.response))
-        prompt = prompt if cell_len(prompt) <= 40 else f"…{prompt[-39:]}"  # the question stands at the end
+        prompt, response = (
+            " ".join(text.split()) for text in (report.sample.prompt, report.sample.response)
+        )
+        # the question stands at the end
+        if cell_len(prompt) <= 40:
+            prompt = prompt
+        else:
+            prompt = f"…{prompt[-39:]}"
         sample = f"{report.sample.reward:.2f}: {prompt} → {response}"
     count = f"({report.warnings}) " if report.warnings > 1 else ""
     losses = (("sft/loss", "{:.3f}"), ("eval/loss", "held-out {:.3f}"))
     return {
-        "loss": ", ".join(form.format(v) for name, form in losses if (v := metrics.get(name)) is not None),
+        "loss": ", ".join(
+            form.format(v) for name, form in losses if (v := metrics.get(name)) is not None
+        ),
         "speed": ", ".join(speed),
         "waits": "; ".join(part for part in waits if part),
         "stale": "; ".join(stale),
@@ -195,34 +249,51 @@ class ProgressView:
     ``with ProgressView() as view: view.update(await controller.report(view.seen))``.
 
     Args:
-        mode: ``auto`` shows the panel on a terminal, ``live`` wherever it is written, ``lines`` nowhere.
+        mode: ``auto`` shows the panel on a terminal, ``live`` wherever it is written, ``lines``
+            nowhere.
         steps: whether there is a line per step; false if a tracker writes it.
-        folder: takes what is written to the terminal while the panel is shown; None captures nothing.
+        folder: takes what is written to the terminal while the panel is shown; None captures
+            nothing.
     """
 
     def __init__(
-        self, *, mode: str = "auto", console: Console | None = None, folder: Path | None = None, steps: bool = True
+        self,
+        *,
+        mode: str = "auto",
+        console: Console | None = None,
+        folder: Path | None = None,
+        steps: bool = True,
     ) -> None:
-        self._mode, self._console, self._folder = mode, console or Console(file=sys.stdout), folder
+        self._mode = mode
+        self._console = console or Console(file=sys.stdout)
+        self._folder = folder
         self._live: Live | None = None
         self._captured: _Captured | None = None
-        self._history, self._report = History(), ProgressReport(0, 0)
-        self._phase, self._lock = "", threading.RLock()
+        self._history = History()
+        self._report = ProgressReport(0, 0)
+        self._phase = ""
+        self._lock = threading.RLock()
         self._steps = steps
         self._printed = 0  # the step of the last line
         self.seen = -1
 
     def __enter__(self) -> ProgressView:
-        size, console = self._console.size, self._console
+        size = self._console.size
+        console = self._console
         able = (
-            console.is_terminal and not console.is_dumb_terminal and size.width >= LEAST[0] and size.height >= LEAST[1]
+            console.is_terminal
+            and not console.is_dumb_terminal
+            and size.width >= LEAST[0]
+            and size.height >= LEAST[1]
         )
         if self._mode == "live" or (self._mode == "auto" and able):
             if self._folder is not None and self._console.file is sys.stdout:
                 force = self._mode == "live"
                 with suppress(OSError):  # no room for the file: then the panel may be torn
                     self._captured = _Captured(self._folder / "driver.log", force=force)
-                    self._console = ScreenConsole(file=self._captured.tty, force_terminal=True if force else None)
+                    self._console = ScreenConsole(
+                        file=self._captured.tty, force_terminal=True if force else None
+                    )
             self._live = Live(
                 console=self._console,
                 auto_refresh=False,
@@ -233,10 +304,16 @@ class ProgressView:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        tb: TracebackType | None,
+    ) -> None:
         try:
             if self._captured is not None:
-                self._captured.restore()  # first: whatever happens now, the user's own output is where it belongs
+                # first: whatever happens now, the user's own output is where it belongs
+                self._captured.restore()
         finally:
             if self._live is not None:
                 with suppress(OSError):  # the terminal is gone
@@ -254,7 +331,13 @@ class ProgressView:
                 self._live = None
                 live.stop()
             if self._steps and self._report.step > self._printed:
-                self._print([status_line(self._report.step, self._report.metrics, self._report.total or None)])
+                self._print(
+                    [
+                        status_line(
+                            self._report.step, self._report.metrics, self._report.total or None
+                        )
+                    ]
+                )
             if self._captured is not None:
                 self._captured.close()
 
@@ -270,9 +353,12 @@ class ProgressView:
                 self.seen = step
             if self._live:
                 self._draw(report)
-            elif self.seen < 0 and report.phase != self._phase:  # before the first step there is nothing else to see
+            elif (
+                self.seen < 0 and report.phase != self._phase
+            ):  # before the first step there is nothing else to see
                 self._print([report.phase])
-            self._phase, self._report = report.phase, report
+            self._phase = report.phase
+            self._report = report
 
     def _draw(self, report: ProgressReport) -> None:
         """Draw the panel. If the terminal is gone or drawing fails, only the panel ends."""
@@ -280,7 +366,9 @@ class ProgressView:
         try:
             self._print(self._captured.lines() if self._captured else [])
             if self._live is not None:
-                lines = panel(report, self._history, *self._console.size)  # of the terminal as it is now
+                lines = panel(
+                    report, self._history, *self._console.size
+                )  # of the terminal as it is now
                 self._live.update(Group(*lines), refresh=True)
         except OSError:
             self._lose_terminal()
@@ -288,13 +376,17 @@ class ProgressView:
             if self._captured is not None:
                 self._captured.restore()
             self._leave()
-            log.warning("the live view ends, the run continues: %s: %s", type(error).__name__, error)
+            log.warning(
+                "the live view ends, the run continues: %s: %s", type(error).__name__, error
+            )
 
     def say(self, lines: Sequence[str], error: bool) -> None:
         """Show what another process has written; may be called from any thread."""
         with self._lock:
             # With captured streams: those that lead to the panel's terminal.
-            if self._live is not None and (self._captured is None or (2 if error else 1) in self._captured.streams):
+            if self._live is not None and (
+                self._captured is None or (2 if error else 1) in self._captured.streams
+            ):
                 self._print(lines)
                 return
         with suppress(OSError):  # the terminal is gone; the lines are in a file
@@ -304,21 +396,26 @@ class ProgressView:
         try:
             for line in lines:
                 if line or self._live is not None:
-                    text = Text.from_ansi(line) if self._live is not None else Text(line)
+                    if self._live is not None:
+                        text = Text.from_ansi(line)
+                    else:
+                        text = Text(line)
                     self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         except OSError:
             self._lose_terminal()
 
     def _lose_terminal(self) -> None:
         """The terminal is gone, as with a broken connection; output continues into the file."""
-        live, self._live = self._live, None
+        live = self._live
+        self._live = None
         if live is not None:
             with suppress(OSError):
                 live.stop()
 
 
 class _Captured:
-    """Standard output and error, as far as they are terminals, lead into a file; the terminal is at hand.
+    """Standard output and error, as far as they are terminals, lead into a file; the terminal is at
+    hand.
 
     A file and no pipe: a writer never waits for the reader, and the lines before a crash remain.
     """
@@ -329,7 +426,9 @@ class _Captured:
         taken = [number for number in (1, 2) if os.isatty(number) or (force and number == 1)]
         self.streams = {number: os.dup(number) for number in taken}
         raw = os.fdopen(os.dup(1), "wb")
-        self.tty: IO[str] = TextIOWrapper(raw, encoding=sys.stdout.encoding or "utf-8", errors="replace")
+        self.tty: IO[str] = TextIOWrapper(
+            raw, encoding=sys.stdout.encoding or "utf-8", errors="replace"
+        )
         self._source = os.open(path, os.O_RDONLY)
         os.lseek(self._source, 0, os.SEEK_END)
         self._torn = b""
@@ -369,5 +468,7 @@ class _Captured:
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                with suppress(OSError, ValueError):  # the disk is full, and what is left comes later; or it is closed
+                with suppress(
+                    OSError, ValueError
+                ):  # the disk is full, and what is left comes later; or it is closed
                     stream.flush()

@@ -1,13 +1,14 @@
 """What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-Invariant: the file is usable at any moment. It is a JSON array with one event per line and the comma in front. So
-every line but the last brackets a valid array, and both viewers accept an array without its end. Once it is closed,
-every lane is full from the run's beginning to its end: what is no work is a span named ``idle``.
+Invariant: the file is usable at any moment. It is a JSON array with one event per line and the
+comma in front. So every line but the last brackets a valid array, and both viewers accept an array
+without its end. Once it is closed, every lane is full from the run's beginning to its end: what is
+no work is a span named ``idle``.
 
-``Span`` and ``Lanes`` are pure: how spans that overlap are laid out in rows. ``Timeline`` has the clock and the file.
-All times are the timeline's clock, in seconds. The default clock is ``wall_clock``, so that spans measured by
-other processes of the machine line up; a simulation passes its virtual clock. Format: "Trace Event
-Format" (Google, Chromium project), events X and M.
+``Span`` and ``Lanes`` are pure: how spans that overlap are laid out in rows. ``Timeline`` has the
+clock and the file. All times are the timeline's clock, in seconds. The default clock is
+``wall_clock``, so that spans measured by other processes of the machine line up; a simulation
+passes its virtual clock. Format: "Trace Event Format" (Google, Chromium project), events X and M.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """``[start_s, end_s)`` on one track (a trainer, an engine), on whatever clock all spans share."""
+    """``[start_s, end_s)`` on one track (a trainer, an engine), on whatever clock all spans
+    share."""
 
     name: str
     track: str
@@ -47,8 +49,9 @@ class Span(NamedTuple):
 class Lanes:
     """Rows of one track, with spans in a row disjoint or nested, as trace viewers demand.
 
-    A row remembers its last ``MEMORY`` outermost spans; a span that reaches back further gets another row. With the
-    gaps between them, which ``gaps`` tells once nothing can fill them any more, a row has no holes.
+    A row remembers its last ``MEMORY`` outermost spans; a span that reaches back further gets
+    another row. With the gaps between them, which ``gaps`` tells once nothing can fill them any
+    more, a row has no holes.
     """
 
     MEMORY = 1024
@@ -62,7 +65,10 @@ class Lanes:
     def place(self, span: Span) -> int:
         """The number of the first row that can take the span; later spans respect it."""
         for number, row in enumerate(self._rows):
-            inside = all(left >= span.start_s and right <= span.end_s for left, right in row[_overlap(row, span)])
+            inside = all(
+                left >= span.start_s and right <= span.end_s
+                for left, right in row[_overlap(row, span)]
+            )
             if inside and span.start_s >= self._forgotten[number]:
                 break
         else:
@@ -76,7 +82,9 @@ class Lanes:
             self._forgotten[number] = row.pop(0)[1]
         return number
 
-    def gaps(self, number: int, since: float, open_since: float, until: float | None = None) -> list[Interval]:
+    def gaps(
+        self, number: int, since: float, open_since: float, until: float | None = None
+    ) -> list[Interval]:
         """The gaps of a row that nothing will fill from here on, each reported once.
 
         Args:
@@ -84,20 +92,30 @@ class Lanes:
             open_since: a span that is not over yet began then.
             until: all gaps up to here are wanted: the row ends.
         """
-        row, reported, gaps = self._rows[number], max(since, self._reported[number]), list[Interval]()
-        stop, settled = len(row) if until is not None else len(row) - self.SETTLED, 0
+        row = self._rows[number]
+        reported = max(since, self._reported[number])
+        gaps = list[Interval]()
+        if until is not None:
+            stop = len(row)
+        else:
+            stop = len(row) - self.SETTLED
+        settled = 0
         for start, end in row[: max(0, stop)]:
             if until is None and end > open_since:
                 break
             if start > reported:
                 gaps.append((reported, start))
-            reported, settled = max(reported, end), settled + 1
+            reported = max(reported, end)
+            settled = settled + 1
         del row[:settled]
         if until is not None and until > reported:
             gaps.append((reported, until))
             reported = until
         if settled or until is not None:
-            self._reported[number], self._forgotten[number] = reported, max(self._forgotten[number], reported)
+            self._reported[number], self._forgotten[number] = (
+                reported,
+                max(self._forgotten[number], reported),
+            )
         return gaps
 
     def __len__(self) -> int:
@@ -128,7 +146,12 @@ class Timeline:
     """
 
     def __init__(
-        self, path: Path | str | None, *, clock: Clock = wall_clock, memory: int = 20_000, began: float | None = None
+        self,
+        path: Path | str | None,
+        *,
+        clock: Clock = wall_clock,
+        memory: int = 20_000,
+        began: float | None = None,
     ) -> None:
         self._clock = clock
         self._began = clock() if began is None else began
@@ -139,9 +162,11 @@ class Timeline:
         self._lanes: dict[str, Lanes] = {}
         self._threads: dict[tuple[str, int], int] = {}
         self._file: TextIO | None = None
-        self._first, self._part = True, 1
+        self._first = True
+        self._part = 1
         if path is not None:
-            # Of earlier parts (of a resumed run) the closing bracket and a torn last line are cut off.
+            # Of earlier parts (of a resumed run) the closing bracket and a torn last line are cut
+            # off.
             path = Path(path)
             path.parent.mkdir(parents=True, exist_ok=True)
             content = path.read_bytes() if path.exists() else b""
@@ -152,17 +177,25 @@ class Timeline:
             self._file.seek(0, 2)
             if not parts:
                 self._file.write("[\n")
-            self._first, self._part = not parts, parts + 1
-            name = "skyasync" if self._first else f"skyasync (resumed, part {self._part})"
+            self._first = not parts
+            self._part = parts + 1
+            if self._first:
+                name = "skyasync"
+            else:
+                name = f"skyasync (resumed, part {self._part})"
             self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
 
     @contextmanager
-    def span(self, name: str, track: str, step: int | None = None, **args: object) -> Iterator[dict[str, Any]]:
-        """Record the time inside ``with``, awaits included; what is put into the yielded dict becomes args.
+    def span(
+        self, name: str, track: str, step: int | None = None, **args: object
+    ) -> Iterator[dict[str, Any]]:
+        """Record the time inside ``with``, awaits included; what is put into the yielded dict
+        becomes args.
 
         An exception is recorded as ``error`` and goes on.
         """
-        start, ticket = self._clock(), next(self._tickets)
+        start = self._clock()
+        ticket = next(self._tickets)
         with self._lock:
             self._open[ticket] = Span(name, track, start, start, step)
         try:
@@ -176,9 +209,16 @@ class Timeline:
             self.add_span(name, track, start, self._clock(), step, **args)
 
     def add_span(
-        self, name: str, track: str, start_s: float, end_s: float, step: int | None = None, **args: object
+        self,
+        name: str,
+        track: str,
+        start_s: float,
+        end_s: float,
+        step: int | None = None,
+        **args: object,
     ) -> None:
-        """Record a span that is measured already; spans that overlap on a track are drawn in lanes below each other."""
+        """Record a span that is measured already; spans that overlap on a track are drawn in lanes
+        below each other."""
         span = Span(name, track, start_s, max(start_s, end_s), step)
         with self._lock:
             self._recent.append(span)
@@ -186,7 +226,9 @@ class Timeline:
             lane = lanes.place(span)
             more = args if step is None else {"step": step, **args}
             self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, more)
-            open_since = min((s.start_s for s in self._open.values() if s.track == track), default=float("inf"))
+            open_since = min(
+                (s.start_s for s in self._open.values() if s.track == track), default=float("inf")
+            )
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
 
     def spans(self) -> list[Span]:
@@ -204,7 +246,8 @@ class Timeline:
         return self._clock() - self._began
 
     def close(self) -> None:
-        """Fill the gaps and terminate the array. Safe to call twice; later events stay in memory only."""
+        """Fill the gaps and terminate the array. Safe to call twice; later events stay in memory
+        only."""
         with self._lock:
             if self._file is not None:
                 now = self._clock()
@@ -221,9 +264,20 @@ class Timeline:
         for start, end in gaps:
             self._emit_span(IDLE, self._thread(track, lane), start, end, {})
 
-    def _emit_span(self, name: str, thread: int, start_s: float, end_s: float, args: Mapping[str, Any]) -> None:
+    def _emit_span(
+        self, name: str, thread: int, start_s: float, end_s: float, args: Mapping[str, Any]
+    ) -> None:
         ts = _micros(start_s)  # both ends are rounded alike, so that nested spans stay nested
-        self._emit({"ph": "X", "name": name, "ts": ts, "dur": _micros(end_s) - ts, "tid": thread, "args": dict(args)})
+        self._emit(
+            {
+                "ph": "X",
+                "name": name,
+                "ts": ts,
+                "dur": _micros(end_s) - ts,
+                "tid": thread,
+                "args": dict(args),
+            }
+        )
 
     def _thread(self, track: str, lane: int) -> int:
         """The thread id of a lane; its name and place in the picture are written on first use."""
@@ -231,16 +285,27 @@ class Timeline:
         if key not in self._threads:
             number = self._threads[key] = len(self._threads) + 1
             name = track if lane == 0 else f"{track} ({lane + 1})"
-            order = list(self._lanes).index(track) * 1000 + lane if track in self._lanes else number
+            if track in self._lanes:
+                order = list(self._lanes).index(track) * 1000 + lane
+            else:
+                order = number
             self._emit({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": name}})
-            self._emit({"ph": "M", "name": "thread_sort_index", "tid": number, "args": {"sort_index": order}})
+            self._emit(
+                {
+                    "ph": "M",
+                    "name": "thread_sort_index",
+                    "tid": number,
+                    "args": {"sort_index": order},
+                }
+            )
         return self._threads[key]
 
     def _emit(self, event: Mapping[str, Any]) -> None:
         """One line, on disk when this returns. A full disk ends the trace, not the run."""
         if self._file is None:
             return
-        comma, self._first = "" if self._first else ",", False
+        comma = "" if self._first else ","
+        self._first = False
         try:
             self._file.write(comma + _encode({"pid": self._part, "tid": 0, **event}) + "\n")
             self._file.flush()
@@ -251,7 +316,8 @@ class Timeline:
 
 @contextmanager
 def to_the_end(path: Path) -> Iterator[None]:
-    """Extend the trace to the end of the block (``prolong``); a trace that cannot be written stays as it is."""
+    """Extend the trace to the end of the block (``prolong``); a trace that cannot be written stays
+    as it is."""
     try:
         yield
     finally:
@@ -260,22 +326,36 @@ def to_the_end(path: Path) -> Iterator[None]:
 
 
 def prolong(path: Path, until_s: float) -> None:
-    """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's end."""
-    part, full_until, line = 0, dict[int, int](), ""  # by thread
+    """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's
+    end."""
+    # by thread
+    part = 0
+    full_until = dict[int, int]()
+    line = ""
     with path.open(encoding="utf-8") as file:
         for line in file:
             if '"ph": "X"' in line:
                 event = json.loads(line.lstrip(","))
                 if event["pid"] > part:
-                    part, full_until = event["pid"], {}
+                    part = event["pid"]
+                    full_until = {}
                 if event["pid"] == part:
-                    thread, end = event["tid"], event["ts"] + event["dur"]
+                    thread = event["tid"]
+                    end = event["ts"] + event["dur"]
                     full_until[thread] = max(full_until.get(thread, 0), end)
     if line != "]\n":  # the run ended without closing it
         return
     until = _micros(until_s)
     more: list[dict[str, object]] = [
-        {"pid": part, "tid": thread, "ph": "X", "name": END, "ts": end, "dur": until - end, "args": {}}
+        {
+            "pid": part,
+            "tid": thread,
+            "ph": "X",
+            "name": END,
+            "ts": end,
+            "dur": until - end,
+            "args": {},
+        }
         for thread, end in full_until.items()
         if end < until
     ]
@@ -294,4 +374,6 @@ def _encode(event: Mapping[str, Any]) -> str:
     try:
         return json.dumps(event, allow_nan=False, default=str)
     except (ValueError, TypeError):
-        return json.dumps({**event, "args": {str(key): str(value) for key, value in event["args"].items()}})
+        return json.dumps(
+            {**event, "args": {str(key): str(value) for key, value in event["args"].items()}}
+        )

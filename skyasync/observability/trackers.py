@@ -1,12 +1,14 @@
 """Where metrics go.
 
-Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged parts of
-it, and is complete on disk after every call. A tracker that fails is reported once, until it works
-again, and does not stop the run. Rows that a full disk refuses are written as soon as there is room.
+Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged
+parts of it, and is complete on disk after every call. A tracker that fails is reported once, until
+it works again, and does not stop the run. Rows that a full disk refuses are written as soon as
+there is room.
 
-A tracker of a service imports its package when a run names it. A resumed run continues the same run there: where the
-service makes up an id, it is kept in the run's folder. MLflow, trackio and SwanLab are installed by the user: as extras
-of this library they would hold back the versions of other packages.
+A tracker of a service imports its package when a run names it. A resumed run continues the same run
+there: where the service makes up an id, it is kept in the run's folder. MLflow, trackio and SwanLab
+are installed by the user: as extras of this library they would hold back the versions of other
+packages.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Tracker(Protocol):
         """Take the metrics that belong to ``step``; later calls for the same step add to them."""
 
     def close(self) -> None:
-        """Everything logged is where it belongs when this returns. Safe to call twice. By default nothing is left."""
+        """Everything logged is where it belongs when this returns. Safe to call twice. By default
+        nothing is left."""
         return
 
 
@@ -57,7 +60,8 @@ class TrackerContext:
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Python floats from numbers, NumPy scalars and one-element tensors; ``None`` for what is not finite.
+    """Python floats from numbers, NumPy scalars and one-element tensors; ``None`` for what is not
+    finite.
 
     If there is such a value, ``warnings/non_finite`` counts them.
 
@@ -74,7 +78,9 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
             raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
         plain[name] = number if math.isfinite(number) else None
     non_finite = sum(value is None for value in plain.values())
-    return {**plain, NON_FINITE: float(non_finite)} if non_finite else plain
+    if non_finite:
+        return {**plain, NON_FINITE: float(non_finite)}
+    return plain
 
 
 class MultiTracker:
@@ -98,7 +104,9 @@ class MultiTracker:
         extra: Iterable[Tracker] = (),
     ) -> None:
         context = TrackerContext(run_dir, config or {}, project_name)
-        self._trackers: list[tuple[str, Tracker]] = [(name, TRACKERS[name](context)) for name in names]
+        self._trackers: list[tuple[str, Tracker]] = [
+            (name, TRACKERS[name](context)) for name in names
+        ]
         self._trackers += [(type(tracker).__name__, tracker) for tracker in extra]
         self._failed: set[str] = set()
 
@@ -107,10 +115,12 @@ class MultiTracker:
         self._each(lambda tracker: tracker.log(plain, step))
 
     def keep(self, metrics: Mapping[str, Any], step: int) -> None:
-        """What is known of a step that a checkpoint is about to have, for trackers in the run's own folder: ``log``
-        follows."""
+        """What is known of a step that a checkpoint is about to have, for trackers in the run's own
+        folder: ``log`` follows."""
         plain = plain_metrics(metrics)
-        self._each(lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None)
+        self._each(
+            lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None
+        )
 
     def close(self) -> None:
         self._each(lambda tracker: tracker.close())
@@ -122,7 +132,12 @@ class MultiTracker:
                 self._failed.discard(name)
             except Exception as error:  # whatever a tracker's service raises, training goes on
                 if name not in self._failed:
-                    logger.warning("tracker %s failed, the run continues: %s: %s", name, type(error).__name__, error)
+                    logger.warning(
+                        "tracker %s failed, the run continues: %s: %s",
+                        name,
+                        type(error).__name__,
+                        error,
+                    )
                 self._failed.add(name)
 
 
@@ -130,9 +145,9 @@ class MultiTracker:
 class JsonlTracker(Tracker):
     """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
 
-    The last line is written again whenever its step gets more metrics. The first step that is logged says
-    where a resumed run goes on: lines of later steps, from the interrupted run, are dropped, and that of this step too
-    if it has one of the same metrics.
+    The last line is written again whenever its step gets more metrics. The first step that is
+    logged says where a resumed run goes on: lines of later steps, from the interrupted run, are
+    dropped, and that of this step too if it has one of the same metrics.
     """
 
     def __init__(self, context: TrackerContext) -> None:
@@ -173,7 +188,8 @@ class JsonlTracker(Tracker):
         return settled[-1]
 
     def _write_last(self, row: jsonl.Row) -> None:
-        self._last, self._taken = row, False
+        self._last = row
+        self._taken = False
         with self._path.open("r+b") as file:
             file.seek(self._offset)
             file.write("".join(map(jsonl.encode, [*self._before, row])).encode())
@@ -203,7 +219,8 @@ def need(package: str) -> ModuleType:
 
 @TRACKERS.register("tensorboard", extra="tensorboard")
 class TensorboardTracker:
-    """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the interrupted run."""
+    """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the
+    interrupted run."""
 
     def __init__(self, context: TrackerContext) -> None:
         need("tensorboard")
@@ -231,7 +248,9 @@ class _ServiceRun:
     _run: Any
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log({name: value for name, value in metrics.items() if value is not None}, step=step)
+        self._run.log(
+            {name: value for name, value in metrics.items() if value is not None}, step=step
+        )
 
     def close(self) -> None:
         self._run.finish()
@@ -239,7 +258,8 @@ class _ServiceRun:
 
 @TRACKERS.register("wandb", extra="wandb")
 class WandbTracker(_ServiceRun):
-    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's folder)."""
+    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's
+    folder)."""
 
     def __init__(self, context: TrackerContext) -> None:
         wandb = need("wandb")
@@ -270,7 +290,10 @@ class MlflowTracker:
             self._client.update_run(self._run, "RUNNING")
             return
         known = self._client.get_experiment_by_name(context.project_name)
-        experiment = known.experiment_id if known else self._client.create_experiment(context.project_name)
+        if known:
+            experiment = known.experiment_id
+        else:
+            experiment = self._client.create_experiment(context.project_name)
         self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
         id_file.write_text(self._run)
         params = [
@@ -282,7 +305,11 @@ class MlflowTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         now = int(time.time() * 1000)
-        rows = [self._entities.Metric(name, value, now, step) for name, value in metrics.items() if value is not None]
+        rows = [
+            self._entities.Metric(name, value, now, step)
+            for name, value in metrics.items()
+            if value is not None
+        ]
         self._client.log_batch(self._run, metrics=rows)
 
     def close(self) -> None:
@@ -305,13 +332,16 @@ class TrackioTracker(_ServiceRun):
 
 @TRACKERS.register("swanlab", package="swanlab")
 class SwanlabTracker(_ServiceRun):
-    """SwanLab; its files are in the run's folder, and SWANLAB_MODE says whether they go to the service."""
+    """SwanLab; its files are in the run's folder, and SWANLAB_MODE says whether they go to the
+    service."""
 
     def __init__(self, context: TrackerContext) -> None:
         swanlab = need("swanlab")
         id_file = context.run_dir.path / "swanlab_id"
         if not id_file.exists():
-            id_file.write_text(secrets.token_hex(11)[:21])  # of the length that the service asks for
+            id_file.write_text(
+                secrets.token_hex(11)[:21]
+            )  # of the length that the service asks for
         self._run = swanlab.init(
             project=context.project_name,
             name=context.run_dir.name,

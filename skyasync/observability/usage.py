@@ -1,7 +1,7 @@
 """How busy the engines and the trainer were, by their own clocks.
 
-Invariant: the shares are measured where the work is done (wall time with work in progress), not inferred from
-who waited; overlapping phases are therefore not counted twice.
+Invariant: the shares are measured where the work is done (wall time with work in progress), not
+inferred from who waited; overlapping phases are therefore not counted twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ NAMED = 8  # with more engines than this each one's speed is no metric of its ow
 
 @dataclass
 class Usage:
-    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's seconds.
+    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's
+    seconds.
 
     Attributes:
         read_s: when the counters had been read.
@@ -60,12 +61,15 @@ class UsageMeter:
     """Differences between readings, as metrics. A step lasts from one reading to the next.
 
     Args:
-        client: its ``stats()`` gives one ``EngineStats`` per engine, also for those that are gone; more may have come.
+        client: its ``stats()`` gives one ``EngineStats`` per engine, also for those that are gone;
+            more may have come.
         dispatch: its ``stats()`` gives ``busy_s``.
     """
 
     def __init__(self, client: EngineStatsSource, dispatch: Workers, clock: StepClock) -> None:
-        self._client, self._dispatch, self._clock = client, dispatch, clock
+        self._client = client
+        self._dispatch = dispatch
+        self._clock = clock
         self._last: Usage | None = None
 
     async def start(self) -> None:
@@ -89,13 +93,17 @@ class UsageMeter:
 
 
 def _rates(before: Usage, now: Usage, samples: int, interval_s: float) -> dict[str, float]:
-    """Rates and idle shares of the time between two readings, from the counters of the same time."""
+    """Rates and idle shares of the time between two readings, from the counters of the same
+    time."""
     busy_s = 0.0
     tokens: dict[int, float] = {}
     for number, new in enumerate(now.engines):
         if new.gone:
             continue
-        old = before.engines[number] if number < len(before.engines) else None
+        if number < len(before.engines):
+            old = before.engines[number]
+        else:
+            old = None
         busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
         tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
     metrics = {
@@ -113,7 +121,9 @@ def _rates(before: Usage, now: Usage, samples: int, interval_s: float) -> dict[s
 
 def _since(before: float, now: float) -> float:
     """The increase of a counter; one that has fallen belongs to a replacement engine."""
-    return now - before if now >= before else now
+    if now >= before:
+        return now - before
+    return now
 
 
 def _idle(busy: float) -> float:

@@ -1,8 +1,8 @@
 """What a run will need, said before anything of it starts: ``estimate``.
 
-Invariant: an estimate follows from a model's ``config.json``, the settings and the machine. What ranks need is measured
-on the workers' own code, without weights and other ranks. What a vLLM engine holds, vLLM says itself if it is
-installed; all else is arithmetic.
+Invariant: an estimate follows from a model's ``config.json``, the settings and the machine. What
+ranks need is measured on the workers' own code, without weights and other ranks. What a vLLM engine
+holds, vLLM says itself if it is installed; all else is arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from skyasync.workers.roles import roles_with_ranks
 
 @dataclass(frozen=True)
 class Report:
-    """What each device and the host must hold, and the keys and values that make it fit, if it does not."""
+    """What each device and the host must hold, and the keys and values that make it fit, if it does
+    not."""
 
     plan: MemoryPlan
     advice: Mapping[str, Any]
@@ -36,12 +37,15 @@ def estimate(cfg: Config, machine: Machine) -> Report:
     """What a run of ``cfg`` needs on a machine.
 
     Raises:
-        UserError: for a model whose ``config.json`` cannot be read, or settings with which a run would not start.
+        UserError: for a model whose ``config.json`` cannot be read, or settings with which a run
+            would not start.
     """
     cfg = copy.deepcopy(cfg)
     model = cfg.trainer.policy.model
     model.path = model_path(model.path)
-    shape = read_shape(model.path, config_kwargs=model.config_kwargs)  # of the hub, it is in the cache from here on
+    shape = read_shape(
+        model.path, config_kwargs=model.config_kwargs
+    )  # of the hub, it is in the cache from here on
     from skyasync.planning.measure import measure, vllm_request
     from skyasync.preflight.prepare import settle_models
 

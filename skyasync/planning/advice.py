@@ -1,6 +1,7 @@
 """Which keys make a plan fit.
 
-Invariant: an advice has been planned itself, and fits; the fewest keys win, and of those the least change.
+Invariant: an advice has been planned itself, and fits; the fewest keys win, and of those the least
+change.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ TRIED = 5
 
 def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
     """The keys and values that make it fit; empty where none of those tried do."""
-    trial, rough, tried = copy.deepcopy(cfg), _roughly(cfg, plan, measure), 0
+    trial = copy.deepcopy(cfg)
+    rough = _roughly(cfg, plan, measure)
+    tried = 0
     for changes in _combinations(_choices(cfg, plan)):
         before = {key: attrgetter(key)(trial) for key in changes}
         for key, value in changes.items():
             _set(trial, key, value)
-        if make_plan(trial, plan.model, plan.machine, rough, plan.vllm).fits and not check_config(trial):
+        if make_plan(trial, plan.model, plan.machine, rough, plan.vllm).fits and not check_config(
+            trial
+        ):
             if tried == TRIED:
                 return {}
             if make_plan(trial, plan.model, plan.machine, measure, plan.vllm).fits:
@@ -42,7 +47,8 @@ def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
 
 
 def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
-    """What is known of ``cfg``, scaled to the tokens and ranks of others; with checkpointing or without is measured."""
+    """What is known of ``cfg``, scaled to the tokens and ranks of others; with checkpointing or
+    without is measured."""
 
     def scaled(trial: Config, role: Role, ranks: int) -> RankUse:
         base = copy.deepcopy(cfg)
@@ -57,7 +63,8 @@ def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
 
 def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
     """What may be changed, cheapest first, and to what, in growing distance from what it is."""
-    generator, placement = cfg.generator, cfg.trainer.placement
+    generator = cfg.generator
+    placement = cfg.trainer.placement
     longest = Lengths.of(cfg).total
     tokens = plan.rank.tokens
     per_node = max(1, plan.machine.gpus // placement.policy_num_nodes)
@@ -66,11 +73,17 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
         if not plan.rank.checkpointing or cfg.trainer.policy.gradient_checkpointing == "selective"
         else [],
         "trainer.micro_batch_tokens": [n for n in _halves(tokens, longest) if n < tokens],
-        "generator.gpu_memory_utilization": [u for u in (0.85, 0.9, 0.95) if u > generator.gpu_memory_utilization],
-        "generator.inference_engine_tensor_parallel_size": [
-            n for n in _doubles(generator.inference_engine_tensor_parallel_size, per_node) if not plan.model.heads % n
+        "generator.gpu_memory_utilization": [
+            u for u in (0.85, 0.9, 0.95) if u > generator.gpu_memory_utilization
         ],
-        "trainer.placement.policy_num_gpus_per_node": list(range(placement.policy_num_gpus_per_node + 1, per_node + 1)),
+        "generator.inference_engine_tensor_parallel_size": [
+            n
+            for n in _doubles(generator.inference_engine_tensor_parallel_size, per_node)
+            if not plan.model.heads % n
+        ],
+        "trainer.placement.policy_num_gpus_per_node": list(
+            range(placement.policy_num_gpus_per_node + 1, per_node + 1)
+        ),
         "generator.num_inference_engines": list(_halves(generator.num_inference_engines, 1)),
         "generator.kv_cache_gb": [generator.kv_cache_gb / 2, generator.kv_cache_gb / 4],
     }
@@ -79,10 +92,16 @@ def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
         "trainer.placement.policy_num_gpus_per_node",
     )  # fmt: skip
     if plan.gpus_requested > plan.machine.gpus:
-        choices["trainer.placement.policy_num_gpus_per_node"] += _halves(placement.policy_num_gpus_per_node, 1)
-    ranks, sharing = choices["trainer.placement.policy_num_gpus_per_node"], cfg.trainer.parallel
+        choices["trainer.placement.policy_num_gpus_per_node"] += _halves(
+            placement.policy_num_gpus_per_node, 1
+        )
+    ranks = choices["trainer.placement.policy_num_gpus_per_node"]
+    sharing = cfg.trainer.parallel
     choices["trainer.placement.policy_num_gpus_per_node"] = [
-        n for n in ranks if n * placement.policy_num_nodes % (sharing.context * sharing.tensor * sharing.pipeline) == 0
+        n
+        for n in ranks
+        if n * placement.policy_num_nodes % (sharing.context * sharing.tensor * sharing.pipeline)
+        == 0
     ]
     return {key: values for key, values in choices.items() if values and key not in without}
 

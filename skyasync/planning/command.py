@@ -54,7 +54,9 @@ def split_options(argv: Sequence[str]) -> tuple[Options, list[str]]:
     Raises:
         UserError: for an option without its value, or with a wrong one.
     """
-    options, rest, arguments = Options(), [], list(argv)
+    options = Options()
+    rest = []
+    arguments = list(argv)
     while arguments:
         name, equals, value = arguments.pop(0).partition("=")
         if name == "--json" and not equals:
@@ -102,32 +104,49 @@ def _machine(options: Options) -> Machine:
     gpus = here.gpus if options.gpus is None else options.gpus
     named = int(CARDS[options.card].memory * GIB) if options.card else 0
     if (options.gpu_memory or named) and options.gpus is None and not here.gpus:
-        raise UserError(f"--{'gpu-memory' if options.gpu_memory else 'card'} also needs --gpus N: there is no GPU here")
+        raise UserError(
+            f"--{'gpu-memory' if options.gpu_memory else 'card'} also needs --gpus N: there is no GPU here"
+        )
     memory = options.gpu_memory or named or here.gpu_memory
     if gpus and not memory:
-        raise UserError(f"--gpus {gpus} also needs --gpu-memory, for example 80GiB, or --card: there is no GPU here")
+        raise UserError(
+            f"--gpus {gpus} also needs --gpu-memory, for example 80GiB, or --card: there is no GPU here"
+        )
     card = options.card or ("" if options.gpu_memory else here.card)
-    return Machine(gpus, memory if gpus else 0, options.host_memory or here.host_memory, card if gpus else "")
+    return Machine(
+        gpus, memory if gpus else 0, options.host_memory or here.host_memory, card if gpus else ""
+    )
 
 
 _PLAIN_WIDTH = 100
 
 
 def print_plan(
-    plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = None, console: Console | None = None
+    plan: MemoryPlan,
+    advice: Mapping[str, Any],
+    speed: Speed | None = None,
+    console: Console | None = None,
 ) -> None:
     """A table per place; plain text where the output is no terminal."""
     console = console or Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, markup=False, file=console.file, width=_PLAIN_WIDTH, no_color=True)
+        console = Console(
+            highlight=False, markup=False, file=console.file, width=_PLAIN_WIDTH, no_color=True
+        )
     for line in _summary(plan, speed):
         console.print(line, soft_wrap=True)
     for place in plan.devices:
         console.print(_table(place, plain=not console.is_terminal))
         if len(place.phases) > 1:
-            console.print("phases: " + ", ".join(f"{phase} {_size(size)}" for phase, size in place.phases.items()))
+            console.print(
+                "phases: "
+                + ", ".join(f"{phase} {_size(size)}" for phase, size in place.phases.items())
+            )
     console.print()
-    style = "bold green" if plan.fits and not plan.vllm.problem else "bold red"
+    if plan.fits and not plan.vllm.problem:
+        style = "bold green"
+    else:
+        style = "bold red"
     console.print(conclusion(plan, advice), style=style, soft_wrap=True)
 
 
@@ -147,7 +166,9 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = N
             "estimate_by_published_peaks": vars(speed) if speed else None,
             "cache_tokens_per_engine": plan.engine.tokens,
             "vllm": vars(plan.vllm),
-            "places": [vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices],
+            "places": [
+                vars(place) | {"total": place.total, "fits": place.fits} for place in plan.devices
+            ],
             "fits": plan.fits,
             "advice": dict(advice),
         },
@@ -158,24 +179,40 @@ def as_json(plan: MemoryPlan, advice: Mapping[str, Any], speed: Speed | None = N
 def conclusion(plan: MemoryPlan, advice: Mapping[str, Any]) -> str:
     """ "fits", or what does not, and the keys that make it fit."""
     if plan.fits:
-        return f"fits, but weights do not arrive: {plan.vllm.problem}" if plan.vllm.problem else "fits"
+        if plan.vllm.problem:
+            return f"fits, but weights do not arrive: {plan.vllm.problem}"
+        return "fits"
     wrong = [
-        f"{p.name} (in its phase {p.when!r}) lacks {_size(p.total - p.capacity)}" for p in plan.devices if not p.fits
+        f"{p.name} (in its phase {p.when!r}) lacks {_size(p.total - p.capacity)}"
+        for p in plan.devices
+        if not p.fits
     ]
     if plan.gpus_requested > plan.machine.gpus:
-        wrong.insert(0, f"{plan.gpus_requested} GPUs are asked for and there are {plan.machine.gpus}")
+        wrong.insert(
+            0, f"{plan.gpus_requested} GPUs are asked for and there are {plan.machine.gpus}"
+        )
     keys = " ".join(f"{key}={written(value)}" for key, value in advice.items())
-    way_out = f"it fits with {keys}" if keys else "no key tried makes it fit: take more or larger devices"
+    if keys:
+        way_out = f"it fits with {keys}"
+    else:
+        way_out = "no key tried makes it fit: take more or larger devices"
     return f"does not fit: {'; '.join(wrong)}: {way_out}"
 
 
 def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
-    model, rank, machine = plan.model, plan.rank, plan.machine
-    devices = f"{machine.gpus} GPUs of {_size(machine.gpu_memory)}" if machine.gpus else "no GPU"
+    model = plan.model
+    rank = plan.rank
+    machine = plan.machine
+    if machine.gpus:
+        devices = f"{machine.gpus} GPUs of {_size(machine.gpu_memory)}"
+    else:
+        devices = "no GPU"
     yield f"model        {model.name}: {model.parameters / 1e9:.3g}B parameters, {model.layers} layers"
     yield f"machine      {devices}, host {_size(machine.host_memory)}"
     yield "processes    " + ", ".join(f"{count} {role}" for role, count in plan.processes.items())
-    bundles = Counter(" + ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in plan.slots.bundles)
+    bundles = Counter(
+        " + ".join(f"{n:g} {kind}" for kind, n in bundle.items()) for bundle in plan.slots.bundles
+    )
     if machine.gpus > plan.gpus_requested > 0:
         yield f"unused       {machine.gpus - plan.gpus_requested} of {machine.gpus} GPUs{_larger_run(plan)}"
     yield "bundles      " + ", ".join(f"{count} x {bundle}" for bundle, count in bundles.items())
@@ -191,9 +228,15 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
     if plan.vllm.unknown:
         yield f"vllm         names are not checked, engines are planned by formulas: {plan.vllm.unknown}"
     elif plan.vllm.weights:
-        workspace = "; its workspace is estimated, without a GPU" if machine.gpus else ""
+        if machine.gpus:
+            workspace = "; its workspace is estimated, without a GPU"
+        else:
+            workspace = ""
         yield f"             {plan.vllm.sequences:,.1f} sequences of full length, by vLLM's accounting{workspace}"
-        taken = "not all of them taken" if plan.vllm.problem else "all of them taken"
+        if plan.vllm.problem:
+            taken = "not all of them taken"
+        else:
+            taken = "all of them taken"
         yield f"names        {plan.vllm.tensors:,} tensors of the trainer's weights, {taken} by vLLM"
     if speed:
         yield f"estimate     by the published peak and bandwidths of {machine.card}:"
@@ -206,7 +249,8 @@ def _summary(plan: MemoryPlan, speed: Speed | None) -> Iterator[str]:
 
 
 def _larger_run(plan: MemoryPlan) -> str:
-    """Settings with which the same run would use more of the machine's GPUs; "" if no multiple fits."""
+    """Settings with which the same run would use more of the machine's GPUs; "" if no multiple
+    fits."""
     factor = plan.machine.gpus // plan.gpus_requested
     if factor < 2:
         return ""
@@ -219,7 +263,9 @@ def _table(place: MemoryUse, *, plain: bool) -> Table:
     each = f"{place.count} x " if place.count > 1 else ""
     title = f"\n{each}{place.name}: fullest in {place.when}"
     look = box.ASCII if plain else box.ROUNDED
-    table = Table(title=title, title_justify="left", show_footer=True, min_width=len(title), box=look)
+    table = Table(
+        title=title, title_justify="left", show_footer=True, min_width=len(title), box=look
+    )
     table.add_column("of each", footer=f"in all, of {_size(place.capacity)}")
     table.add_column("memory", justify="right", footer=_size(place.total))
     for what, size in place.lines.items():
@@ -228,7 +274,9 @@ def _table(place: MemoryUse, *, plain: bool) -> Table:
 
 
 def _size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+    if count >= 1 << 30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB"
 
 
 # ---------------------------------------------------------------- how fast a run can be at most
@@ -277,7 +325,8 @@ class Speed:
     """Seconds at least, and tokens per second at most.
 
     Args:
-        update: of an optimizer step's arithmetic, with the time in which stages of a pipeline have none.
+        update: of an optimizer step's arithmetic, with the time in which stages of a pipeline have
+            none.
         collectives: of what it sends, if all of it goes over the links within a host.
         tokens: per second and engine, with as many sequences as its cache holds.
         generation: of a training batch whose responses are as long as they may be.
@@ -290,16 +339,28 @@ class Speed:
 
 
 def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
-    engine, shape, lengths = plan.engine, plan.model, Lengths.of(cfg)
-    devices, count = cfg.generator.devices_per_engine, plan.processes[ENGINES]
+    engine = plan.engine
+    shape = plan.model
+    lengths = Lengths.of(cfg)
+    devices = cfg.generator.devices_per_engine
+    count = plan.processes[ENGINES]
     settings = engine_config(cfg, gpus=True)
     sequences = max(1, min(settings.max_num_seqs, engine.tokens // lengths.total))
-    cached = sequences * (lengths.prompt + lengths.response / 2) * engine.least_cache / settings.max_model_len
-    idle = shape.expert_parameters * (shape.experts - shape.experts_per_token) // max(1, shape.experts)
+    cached = (
+        sequences
+        * (lengths.prompt + lengths.response / 2)
+        * engine.least_cache
+        / settings.max_model_len
+    )
+    idle = (
+        shape.expert_parameters * (shape.experts - shape.experts_per_token) // max(1, shape.experts)
+    )
     operations = 2 * (shape.parameters - idle) * sequences / devices
     tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
     batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response
-    empty = (cfg.trainer.parallel.pipeline - 1) / max(1, plan.rank.micro_batches)  # of 1F1B, in micro-batches
+    empty = (cfg.trainer.parallel.pipeline - 1) / max(
+        1, plan.rank.micro_batches
+    )  # of 1F1B, in micro-batches
     return Speed(
         update=plan.rank.flops / card.flops * (1 + empty),
         collectives=sum(plan.rank.sent.values()) / card.links,

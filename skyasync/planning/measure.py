@@ -1,11 +1,13 @@
-"""What one rank needs, measured: the role's own worker and backend compute on tensors without memory.
+"""What one rank needs, measured: the role's own worker and backend compute on tensors without
+memory.
 
-    config.json ─▶ model of a few layers ─▶ worker in a group of the run's size ─▶ storages are counted ─▶ a line ─▶
-    all layers
+    config.json ─▶ model of a few layers ─▶ worker in a group of the run's size ─▶ storages are
+    counted ─▶ a line ─▶ all layers
 
-No formula follows what workers do. Tensors are torch's fake ones (shapes, no memory), and the process group sends
-nothing. Layers are alike, so two depths of the model give each number of the whole by a straight line.
-Invariant: no weights are read, nothing is sent, and the process has no process group afterwards.
+No formula follows what workers do. Tensors are torch's fake ones (shapes, no memory), and the
+process group sends nothing. Layers are alike, so two depths of the model give each number of the
+whole by a straight line. Invariant: no weights are read, nothing is sent, and the process has no
+process group afterwards.
 """
 
 from __future__ import annotations
@@ -35,7 +37,12 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import (
+    flop_registry,
+    register_flop_formula,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 from transformers import PreTrainedModel, masking_utils
 from transformers.distributed.tensor_parallel import EpDispatchExpertsParallel
 
@@ -97,7 +104,8 @@ class Meter(TorchDispatchMode):
         peak: of the fullest moment since ``restart``.
         counts: operations, and bytes by collective.
         vocabulary: sizes of the last dimension by which logits are known.
-        computes: operations without a fake tensor have results, such as those on images' sizes and positions.
+        computes: operations without a fake tensor have results, such as those on images' sizes and
+            positions.
         recomputes: so have those on such results, in a backward pass that computes layers again.
     """
 
@@ -117,7 +125,8 @@ class Meter(TorchDispatchMode):
         self.peak, self._most = self.live.copy(), self._total
 
     def watch(self, tensor: Tensor | None, line: str, *, move: bool = True) -> None:
-        """Count the tensor's storage in this line; one that is counted already only if it may ``move``."""
+        """Count the tensor's storage in this line; one that is counted already only if it may
+        ``move``."""
         if tensor is None:
             return
         storage = local(tensor).untyped_storage()
@@ -149,7 +158,8 @@ class Meter(TorchDispatchMode):
 
         def resize(storage: torch.UntypedStorage, size: int) -> None:
             self._resize(storage, size)
-            if known := self._storages.get(storage._cdata):
+            known = self._storages.get(storage._cdata)
+            if known:
                 if not known[1][0]:
                     known[1][1] = GATHERED
                 self._change(known[1], storage.nbytes())
@@ -161,15 +171,23 @@ class Meter(TorchDispatchMode):
         if DTensor in types:
             return NotImplemented
         if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 0.0 if args[0].is_floating_point() else 0  # a number that is needed: there is none
+            # a number that is needed: there is none
+            if args[0].is_floating_point():
+                return 0.0
+            return 0
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = self.computes or (self.recomputes and given)
         if known and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
-        if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:  # fake ones are of bfloat16 alone
+        if (
+            func is _aten._grouped_mm.default and args[0].dtype == torch.float32
+        ):  # fake ones are of bfloat16 alone
             first, second, offsets = args[:3]
-            sizes = [len(first)] if second.dim() == 3 else [len(offsets), len(first)]
+            if second.dim() == 3:
+                sizes = [len(first)]
+            else:
+                sizes = [len(offsets), len(first)]
             result = first.new_empty(*sizes, second.shape[-1])
         else:
             result = func(*args, **(kwargs or {}))
@@ -185,7 +203,9 @@ class Meter(TorchDispatchMode):
 
     def _collective(self, name: str, args: object, result: object) -> None:
         tensors = [t for t in tree_leaves((args, result)) if isinstance(t, FakeTensor)]
-        kind = next((kind for kind in COLLECTIVES if kind.replace("-", "") in name.replace("_", "")), "")
+        kind = next(
+            (kind for kind in COLLECTIVES if kind.replace("-", "") in name.replace("_", "")), ""
+        )
         if kind and "copy" not in name:
             self.counts[kind] += max((t.nbytes for t in tensors), default=0)
         states = kind in ("send", "all-to-all") or name.startswith("recv")
@@ -196,7 +216,9 @@ class Meter(TorchDispatchMode):
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q, k, v
+    ),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
         sdpa_backward_flop_count(grad, q, k, v)
     ),
@@ -243,22 +265,29 @@ class _MeasuredVision(Vision):
 
     def __init__(self, config: Any, backend: MeasuredBackend) -> None:  # noqa: ANN401
         super().__init__(config)
-        self._config, self._backend = config, backend
+        self._config = config
+        self._backend = backend
 
     def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
         self._backend.meter.computes = True
         try:
             return super().inputs(layout, model)
         finally:
-            self._backend.meter.computes, self._backend.meter.recomputes = False, True
+            self._backend.meter.computes = False
+            self._backend.meter.recomputes = True
 
     def stand_in(self, layout: Layout) -> dict[str, Tensor]:
-        vision, tokens = self._config.vision_config, max(1, layout.tokens.numel() - len(layout.targets))
-        if merge := config_value(vision, "spatial_merge_size"):  # patches of images of any size
+        vision = self._config.vision_config
+        tokens = max(1, layout.tokens.numel() - len(layout.targets))
+        merge = config_value(vision, "spatial_merge_size")
+        if merge:  # patches of images of any size
             side = max(1, math.isqrt(min(tokens, IMAGE_TOKENS)))
             grid = torch.tensor([[1, merge * side, merge * side]]).repeat(-(-tokens // side**2), 1)
             values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
-            return {"pixel_values": torch.ones(1, 1).expand(int(grid.prod(1).sum()), values), GRID: grid}
+            return {
+                "pixel_values": torch.ones(1, 1).expand(int(grid.prod(1).sum()), values),
+                GRID: grid,
+            }
         size = vision.image_size
         each = (size // vision.patch_size // config_value(self._config, "scale_factor", 1)) ** 2
         lead = [1] * FAMILIES[self._config.model_type].joined + [-(-tokens // each)]
@@ -276,23 +305,32 @@ class MeasuredBackend(FSDPBackend):
     """
 
     meter: Meter
-    rows, tokens, computed = 0, 0, 1
+    rows = 0
+    tokens = 0
+    computed = 1
 
     def _form_group(self, store: dist.Store) -> None:
-        dist.init_process_group("fake", store=FakeStore(), rank=self.ranks.rank, world_size=self.ranks.world_size)
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=self.ranks.rank, world_size=self.ranks.world_size
+        )
 
     def _make_mesh(self) -> Mesh:
         with _disable_current_modes():
             mesh = super()._make_mesh()
-        return replace(mesh, pipeline=_MeasuredGroups(**vars(mesh.pipeline))) if mesh.pipeline else mesh
+        if mesh.pipeline:
+            return replace(mesh, pipeline=_MeasuredGroups(**vars(mesh.pipeline)))
+        return mesh
 
-    def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
+    def _read(
+        self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard
+    ) -> TokenModel:
         with _disable_current_modes():
             empty = head.empty(self.spec.path, dtype)
             empty.tie_weights()
             wrapper = prepare(empty)
         if self.adapters:
-            self.adapters.detach_adapters()  # they get their memory later, and are then attached again
+            # they get their memory later, and are then attached again
+            self.adapters.detach_adapters()
         wrapper.to_empty(device=device)
         if self.mesh is None:
             wrapper.model.tie_weights()
@@ -305,7 +343,9 @@ class MeasuredBackend(FSDPBackend):
             wrapper.vision = _MeasuredVision(wrapper.model.config, self)
             tower: Any
             for tower in wrapper.modules():
-                if "fullatt_block_indexes" in vars(tower):  # windows of attention take no less memory, and are many
+                if "fullatt_block_indexes" in vars(
+                    tower
+                ):  # windows of attention take no less memory, and are many
                     tower.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
@@ -325,7 +365,10 @@ class MeasuredBackend(FSDPBackend):
             return made
 
         for micro in micro_batches:
-            layout = micro.layout if self.model.context else micro.layout.each(without_numbers)
+            if self.model.context:
+                layout = micro.layout
+            else:
+                layout = micro.layout.each(without_numbers)
             yield MicroBatch(micro.rows, micro.batch.each(without_numbers), layout)
 
     def _examine(self, name: str, part: Any, scale: float) -> list[str]:  # noqa: ANN401
@@ -350,8 +393,10 @@ class _Measurement:
     """One worker at work under a meter."""
 
     def __init__(self, worker: ModelWorker, role: Role) -> None:
-        self.worker, self.role = worker, role
-        self.mode, self.meter = FakeTensorMode(allow_non_fake_inputs=True), Meter()
+        self.worker = worker
+        self.role = role
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.meter = Meter()
         self.sections: Sections = {}
         self.backend: MeasuredBackend
 
@@ -361,8 +406,10 @@ class _Measurement:
             self.worker.setup()
         (backend,), meter = self.worker.backends, self.meter
         assert isinstance(backend, MeasuredBackend)
-        self.backend, backend.meter = backend, meter
-        model, size = backend.model, backend.model.model.config.get_text_config().vocab_size
+        self.backend = backend
+        backend.meter = meter
+        model = backend.model
+        size = backend.model.model.config.get_text_config().vocab_size
         meter.vocabulary = {size, -(-size // backend.spec.mesh_shape.tensor)}
         for tensor in (*model.parameters(), *model.buffers()):
             meter.watch(tensor, ADAPTERS if backend.adapters and tensor.requires_grad else WEIGHTS)
@@ -388,7 +435,10 @@ class _Measurement:
         }
 
     def _request(self) -> OutputRequest:
-        top_k = self.worker.cfg.trainer.teacher.top_k if self.role.name == TEACHER_ROLE else 0
+        if self.role.name == TEACHER_ROLE:
+            top_k = self.worker.cfg.trainer.teacher.top_k
+        else:
+            top_k = 0
         if top_k:
             return OutputRequest.of(TOP_K, top_k=top_k)
         return OutputRequest.of(LOGPROBS if self.role.head == VOCABULARY else VALUES)
@@ -416,16 +466,28 @@ class _Measurement:
 
     def _update(self, batch: UpdateBatch) -> None:
         """Of the last micro-batch, which finds the gradients of those before it."""
-        backend, meter = self.backend, self.meter
-        once = backend.spec.reduce_gradients == "update"  # these gradients are whole: made by the one before
-        others = backend.stage.warmup + 1 if backend.stage else 0  # that a stage keeps meanwhile, and one after them
+        backend = self.backend
+        meter = self.meter
+        once = (
+            backend.spec.reduce_gradients == "update"
+        )  # these gradients are whole: made by the one before
+        # that a stage keeps meanwhile, and one after them
+        if backend.stage:
+            others = backend.stage.warmup + 1
+        else:
+            others = 0
         backend.computed = min(self.micro_batches, others + (2 if once else 1))
         layers = decoder_layers(backend.model)
         window_of = {len(layers) - 1: WINDOWS[0], (len(layers) - 1) // 2: WINDOWS[1]}
-        hooks = [layers[i].register_forward_hook(self._at_gradient(name)) for i, name in window_of.items()]
+        hooks = [
+            layers[i].register_forward_hook(self._at_gradient(name))
+            for i, name in window_of.items()
+        ]
         if backend.mesh is None:
             hooks += [
-                parameter.register_post_accumulate_grad_hook(lambda p: meter.watch(p.grad, GRADIENTS))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda p: meter.watch(p.grad, GRADIENTS)
+                )
                 for parameter in self._parameters()
                 if parameter.requires_grad
             ]
@@ -445,7 +507,8 @@ class _Measurement:
             self._end(WINDOWS[3])
         for hook in hooks:
             hook.remove()
-        self.sections["micro-batch"], self.sections["step"] = update, dict(meter.counts)
+        self.sections["micro-batch"] = update
+        self.sections["step"] = dict(meter.counts)
 
     def _at_gradient(self, name: str) -> Callable[..., None]:
         """A forward hook: the window ends when the gradient of the layer's output is there."""
@@ -466,7 +529,8 @@ class _Measurement:
 
 @contextmanager
 def _fake_ranks() -> Iterator[None]:
-    """No process group and no seed stay; DTensor finds shapes with whole tensors, which the meter must not count."""
+    """No process group and no seed stay; DTensor finds shapes with whole tensors, which the meter
+    must not count."""
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def aside(self: Any, schema: Any) -> Any:  # noqa: ANN401
@@ -489,17 +553,20 @@ def _fake_ranks() -> Iterator[None]:
 
 
 def measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
-    """What rank 0 of so many needs; of a pipeline, in each phase, what its first or its last stage needs.
+    """What rank 0 of so many needs; of a pipeline, in each phase, what its first or its last stage
+    needs.
 
     Raises:
-        UserError: as the worker does, for what cannot be divided, for instance, and where its code fails.
+        UserError: as the worker does, for what cannot be divided, for instance, and where its code
+            fails.
     """
     if role.name == REWARD_ROLE:  # its models lie side by side, and work one after the other
         uses = []
         for model in reward_models(cfg.trainer.reward).values():
             alone = copy.deepcopy(cfg)
             alone.trainer.reward.models = {}
-            alone.trainer.reward.model.path, alone.trainer.reward.model.dtype = model.path, model.dtype
+            alone.trainer.reward.model.path = model.path
+            alone.trainer.reward.model.dtype = model.dtype
             uses.append(_measure(alone, role, ranks, gpus=gpus))
         largest = max(uses, key=lambda use: sum(use.scoring.values()) - sum(use.resident.values()))
         resident = Counter[str]()
@@ -513,33 +580,60 @@ _MEASURED: dict[tuple[object, ...], RankUse] = {}
 
 
 def _measure(cfg: Config, role: Role, ranks: int, *, gpus: bool) -> RankUse:
-    shape = read_shape(role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg))
-    trainer, generator, mesh = cfg.trainer, cfg.generator, role.mesh_shape(cfg, ranks)
-    key = (role.name, ranks, gpus, shape, repr(trainer), repr(generator.sampling_params), str(Lengths.of(cfg)))
+    shape = read_shape(
+        role.model(cfg).path, f"{role.section}.model.path", role.head, role.config_kwargs(cfg)
+    )
+    trainer = cfg.trainer
+    generator = cfg.generator
+    mesh = role.mesh_shape(cfg, ranks)
+    key = (
+        role.name,
+        ranks,
+        gpus,
+        shape,
+        repr(trainer),
+        repr(generator.sampling_params),
+        str(Lengths.of(cfg)),
+    )
     if key not in _MEASURED:
         stages = sorted({0, mesh.pipeline - 1})
         uses = [_measure_stage(cfg, role, ranks, stage, shape, gpus=gpus) for stage in stages]
         settings = role.settings(cfg)
-        offload = settings.cpu_offload if gpus and isinstance(settings, TrainedModelConfig | RefConfig) else "none"
+        if gpus and isinstance(settings, TrainedModelConfig | RefConfig):
+            offload = settings.cpu_offload
+        else:
+            offload = "none"
         _MEASURED[key] = fullest_of(uses).offloaded(offload)
     return _MEASURED[key]
 
 
-def _measure_stage(cfg: Config, role: Role, ranks: int, stage: int, shape: ModelShape, *, gpus: bool) -> RankUse:
-    trainer, mesh, lengths = cfg.trainer, role.mesh_shape(cfg, ranks), Lengths.of(cfg)
+def _measure_stage(
+    cfg: Config, role: Role, ranks: int, stage: int, shape: ModelShape, *, gpus: bool
+) -> RankUse:
+    trainer = cfg.trainer
+    mesh = role.mesh_shape(cfg, ranks)
+    lengths = Lengths.of(cfg)
     cap = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
     # Of this rank's rows as many as fill the micro-batches that are computed, whatever they share.
     rows = rows_of_a_rank(cfg, mesh.data)
-    some = min(rows, math.ceil((2 + mesh.pipeline) * cap * mesh.context / lengths.response) + 2 * lengths.samples)
+    some = min(
+        rows,
+        math.ceil((2 + mesh.pipeline) * cap * mesh.context / lengths.response)
+        + 2 * lengths.samples,
+    )
     depths = [depth * mesh.pipeline for depth in shape.depths]
     if depths[-1] > shape.layers:
         depths = [shape.layers]
     sections: list[tuple[int, Sections]] = []
     for depth in depths:
         with TemporaryDirectory() as folder, _fake_ranks():
-            with_layers(config_of(shape.path, role.head, role.config_kwargs(cfg)), depth).save_pretrained(folder)
+            with_layers(
+                config_of(shape.path, role.head, role.config_kwargs(cfg)), depth
+            ).save_pretrained(folder)
             rank = stage * ranks // mesh.pipeline
-            worker = role.worker_class()(_settings(cfg, role, folder, gpus=gpus), rank, ranks, "cpu", role=role.name)
+            worker = role.worker_class()(
+                _settings(cfg, role, folder, gpus=gpus), rank, ranks, "cpu", role=role.name
+            )
             worker._store = FakeStore()
             measurement = _Measurement(worker, role)
             batch = _longest(cfg, lengths, some, (depth, shape.experts_per_token))
@@ -547,7 +641,9 @@ def _measure_stage(cfg: Config, role: Role, ranks: int, stage: int, shape: Model
                 measurement.run(batch, rows)
             except UserError:
                 raise
-            except Exception as error:  # of transformers' or the worker's code: a run would end with it, too
+            except (
+                Exception
+            ) as error:  # of transformers' or the worker's code: a run would end with it, too
                 first = str(error).strip().partition("\n")[0]
                 raise UserError(
                     f"{role.section}.model.path={shape.name}: the {role.name} worker fails with a model of this "
@@ -555,16 +651,27 @@ def _measure_stage(cfg: Config, role: Role, ranks: int, stage: int, shape: Model
                 ) from error
             sections.append((layers_of_stages(depth, mesh.pipeline)[stage], measurement.sections))
     layers = layers_of_stages(shape.layers, mesh.pipeline)[stage]
-    return _use(_line(sections[0], sections[-1], layers) if len(sections) > 1 else sections[0][1], measurement)
+    return _use(
+        _line(sections[0], sections[-1], layers) if len(sections) > 1 else sections[0][1],
+        measurement,
+    )
 
 
-def vllm_request(cfg: Config, engine: EngineMemory, shape: ModelShape, *, gpus: bool) -> dict[str, Any]:
-    """Arguments of an engine, and names and shapes that a weight sync sends, of a worker with all layers, alone."""
-    role, alone, config = ROLES[POLICY], copy.deepcopy(cfg), engine_config(cfg, gpus=gpus)
-    alone.trainer.parallel, alone.trainer.policy.fsdp_size = ParallelConfig(), 0
+def vllm_request(
+    cfg: Config, engine: EngineMemory, shape: ModelShape, *, gpus: bool
+) -> dict[str, Any]:
+    """Arguments of an engine, and names and shapes that a weight sync sends, of a worker with all
+    layers, alone."""
+    role = ROLES[POLICY]
+    alone = copy.deepcopy(cfg)
+    config = engine_config(cfg, gpus=gpus)
+    alone.trainer.parallel = ParallelConfig()
+    alone.trainer.policy.fsdp_size = 0
     with TemporaryDirectory() as folder, _fake_ranks(), FakeTensorMode(allow_non_fake_inputs=True):
         config_of(shape.path, role.head, role.config_kwargs(cfg)).save_pretrained(folder)
-        worker: Any = role.worker_class()(_settings(alone, role, folder, gpus=gpus), 0, 1, "cpu", role=role.name)
+        worker: Any = role.worker_class()(
+            _settings(alone, role, folder, gpus=gpus), 0, 1, "cpu", role=role.name
+        )
         worker._store = FakeStore()
         worker.setup()
         specs = to_message(worker._engine_weights().specs)
@@ -578,8 +685,11 @@ def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
     cfg = copy.deepcopy(cfg)
     backend = MeasuredGPUBackend if gpus else MeasuredBackend
     cfg.trainer.strategy = f"{backend.__module__}:{backend.__name__}"
-    cfg.trainer.micro_batch_tokens = cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
-    model, section = role.model(cfg), role.settings(cfg)
+    cfg.trainer.micro_batch_tokens = (
+        cfg.trainer.micro_batch_tokens or MICRO_BATCH_TOKENS["cuda" if gpus else "cpu"]
+    )
+    model = role.model(cfg)
+    section = role.settings(cfg)
     model.path = folder
     if model.dtype == "auto":
         model.dtype = "bfloat16" if gpus else "float32"
@@ -593,16 +703,27 @@ def _settings(cfg: Config, role: Role, folder: str, *, gpus: bool) -> Config:
 
 
 def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int]) -> UpdateBatch:
-    """Rows whose prompts and responses are as long as they may be; samples of a prompt share nothing else.
+    """Rows whose prompts and responses are as long as they may be; samples of a prompt share
+    nothing else.
 
     Args:
         experts: layers and experts per token, if they are replayed.
     """
-    shape, teacher = (rows, lengths.total), cfg.trainer.teacher
-    numbers, loss_mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    shape = (rows, lengths.total)
+    teacher = cfg.trainer.teacher
+    numbers = torch.zeros(shape)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
     loss_mask[:, lengths.prompt :] = True
     tokens = torch.where(loss_mask, torch.arange(rows)[:, None] % lengths.samples, 0)
-    names = "behaviour_logprobs", "rewards", "advantages", "values", "returns", "proximal_logprobs", "loss_weights"
+    names = (
+        "behaviour_logprobs",
+        "rewards",
+        "advantages",
+        "values",
+        "returns",
+        "proximal_logprobs",
+        "loss_weights",
+    )
     of_tokens: dict[str, Any] = dict.fromkeys(names, numbers)
     replayed = cfg.trainer.policy.router_replay != "none"
     return UpdateBatch(
@@ -615,7 +736,9 @@ def _longest(cfg: Config, lengths: Lengths, rows: int, experts: tuple[int, int])
         truncated=torch.zeros(rows, dtype=torch.bool),
         reference_logprobs=numbers if cfg.trainer.algorithm.use_kl_loss else None,
         teacher_logprobs=numbers if teacher.model.path else None,
-        teacher_top_k=torch.zeros(*shape, 2 * teacher.top_k) if teacher.top_k and teacher.model.path else None,
+        teacher_top_k=torch.zeros(*shape, 2 * teacher.top_k)
+        if teacher.top_k and teacher.model.path
+        else None,
         selection=loss_mask if Objective(cfg.trainer.algorithm).prepares else None,
         **of_tokens,
     )
@@ -625,7 +748,11 @@ def _line(first: tuple[int, Sections], second: tuple[int, Sections], layers: int
     (few, of_few), (more, of_more) = first, second
     return {
         section: {
-            name: max(0.0, value + (value - of_few.get(section, {}).get(name, 0)) * (layers - more) / (more - few))
+            name: max(
+                0.0,
+                value
+                + (value - of_few.get(section, {}).get(name, 0)) * (layers - more) / (more - few),
+            )
             for name, value in values.items()
         }
         for section, values in of_more.items()
@@ -637,10 +764,17 @@ def _use(sections: Sections, measurement: _Measurement) -> RankUse:
         sizes = sections.get(section, {})
         return {name: int(sizes[name]) for name in LINES if sizes.get(name, 0) >= 1}
 
-    backend, count = measurement.backend, measurement.micro_batches
-    resident, update = lines("resident"), max(map(lines, WINDOWS), key=lambda window: sum(window.values()))
-    each, step, sizes = sections.get("micro-batch", {}), sections.get("step", {}), sections["sizes"]
-    counts = {kind: int(count * each.get(kind, 0) + step.get(kind, 0)) for kind in each.keys() | step.keys()}
+    backend = measurement.backend
+    count = measurement.micro_batches
+    resident = lines("resident")
+    update = max(map(lines, WINDOWS), key=lambda window: sum(window.values()))
+    each = sections.get("micro-batch", {})
+    step = sections.get("step", {})
+    sizes = sections["sizes"]
+    counts = {
+        kind: int(count * each.get(kind, 0) + step.get(kind, 0))
+        for kind in each.keys() | step.keys()
+    }
     return RankUse(
         resident=resident,
         scoring=lines("score"),

@@ -1,4 +1,5 @@
-"""Bytes of a rank, as they were measured, and of one device of an engine, by arithmetic. Nothing imports torch."""
+"""Bytes of a rank, as they were measured, and of one device of an engine, by arithmetic. Nothing
+imports torch."""
 
 from __future__ import annotations
 
@@ -20,8 +21,13 @@ GIB = 1 << 30
 Lines = dict[str, int]
 """Bytes by what takes them."""
 
-WEIGHTS, ADAPTERS, OPTIMIZER_STATE, GRADIENTS = "weights", "adapters", "moments", "gradients"
-GATHERED, ACTIVATIONS, LOGITS = "gathered", "activations", "logits"
+WEIGHTS = "weights"
+ADAPTERS = "adapters"
+OPTIMIZER_STATE = "moments"
+GRADIENTS = "gradients"
+GATHERED = "gathered"
+ACTIVATIONS = "activations"
+LOGITS = "logits"
 LINES = WEIGHTS, ADAPTERS, OPTIMIZER_STATE, GRADIENTS, GATHERED, ACTIVATIONS, LOGITS
 OFFLOADED: dict[str, tuple[str, ...]] = {
     "none": (), "optimizer": (OPTIMIZER_STATE,), "parameters": (WEIGHTS, ADAPTERS, OPTIMIZER_STATE, GRADIENTS),
@@ -29,12 +35,14 @@ OFFLOADED: dict[str, tuple[str, ...]] = {
 """Of a rank, what ``cpu_offload`` keeps in host memory."""
 
 FRAGMENTATION = 0.15
-"""Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep holes. Measured."""
+"""Of what is taken and given back within a step: allocators (C's on a CPU, torch's on a GPU) keep
+holes. Measured."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest rest of an episode, and samples per prompt."""
+    """Tokens of the longest prompt and of the longest rest of an episode, and samples per
+    prompt."""
 
     prompt: int
     response: int
@@ -42,12 +50,15 @@ class Lengths:
 
     @classmethod
     def of(cls, cfg: Config) -> Lengths:
-        generator, prompt = cfg.generator, cfg.trainer.max_prompt_length
+        generator = cfg.generator
+        prompt = cfg.trainer.max_prompt_length
         response = generator.sampling_params.max_generate_length
         if generator.max_turns > 1:
             response = min(response * generator.max_turns, max_model_len(cfg) - prompt)
         elif not generator.max_turns and (generator.agent_program or generator.agent_func_path):
-            response = max_model_len(cfg) - prompt  # an agent has as many turns as there is room for
+            response = (
+                max_model_len(cfg) - prompt
+            )  # an agent has as many turns as there is room for
         return cls(prompt, response, generator.n_samples_per_prompt)
 
     @property
@@ -67,15 +78,19 @@ BYTES_PER_CELL = 40
 
 def batch_bytes(cfg: Config, shape: ModelShape) -> int:
     """A training batch as tensors."""
-    lengths, experts = Lengths.of(cfg), 0
-    if cfg.trainer.policy.router_replay != "none":  # those of each layer that are replayed, in a byte or two each
+    lengths = Lengths.of(cfg)
+    experts = 0
+    if (
+        cfg.trainer.policy.router_replay != "none"
+    ):  # those of each layer that are replayed, in a byte or two each
         experts = shape.layers * shape.experts_per_token * (1 if shape.experts <= 255 else 2)
     each = BYTES_PER_CELL + experts + 2 * 4 * cfg.trainer.teacher.top_k
     return cfg.trainer.train_batch_size * lengths.samples * lengths.total * each
 
 
 ON_DEVICE = "resident", "scoring", "updating", "stepping", "publishing"
-"""Fields of ``RankUse``: what a rank has on its device between two calls, and at the fullest moment of each."""
+"""Fields of ``RankUse``: what a rank has on its device between two calls, and at the fullest moment
+of each."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +99,12 @@ class RankUse:
 
     Args:
         resident: between two calls.
-        scoring, updating, stepping, publishing: at the fullest moment of a log-probability pass, an update, its
-            optimizer step alone, and of a weight sync.
+        scoring, updating, stepping, publishing: at the fullest moment of a log-probability pass, an
+            update, its optimizer step alone, and of a weight sync.
         host: what ``cpu_offload`` keeps in host memory instead.
         gradients: bytes of a shard's, from the backward pass to the step.
-        learnt: bytes of the weights that training changes and their optimizer state: what a checkpoint holds.
+        learnt: bytes of the weights that training changes and their optimizer state: what a
+            checkpoint holds.
         tokens: of its largest micro-batch.
         micro_batches: per optimizer step.
         flops: floating-point operations of an update.
@@ -112,7 +128,9 @@ class RankUse:
     @property
     def everywhere(self) -> int:
         """Bytes between two calls, wherever they are."""
-        return sum(self.resident.values()) + sum(size for what, size in self.host.items() if what != GRADIENTS)
+        return sum(self.resident.values()) + sum(
+            size for what, size in self.host.items() if what != GRADIENTS
+        )
 
     def each(self, function: Callable[[Lines], Lines]) -> RankUse:
         """The use with ``function`` applied to the lines on the device."""
@@ -125,14 +143,17 @@ class RankUse:
         host = {what: size for what, size in self.resident.items() if what in away}
         if GRADIENTS in away and self.learnt:
             host[GRADIENTS] = self.gradients
-        use = self.each(lambda lines: {what: size for what, size in lines.items() if what not in away})
+        use = self.each(
+            lambda lines: {what: size for what, size in lines.items() if what not in away}
+        )
         if kind == "optimizer":  # it comes for the step
             updating = max(use.updating, self.stepping, key=lambda lines: sum(lines.values()))
             use = replace(use, updating=updating, stepping=self.stepping)
         return replace(use, host=host)
 
     def scaled(self, tokens: float, ranks: float) -> RankUse:
-        """Roughly with so many times the tokens and ranks: to choose what is worth being measured."""
+        """Roughly with so many times the tokens and ranks: to choose what is worth being
+        measured."""
         factors = {ACTIVATIONS: tokens} | dict.fromkeys(OFFLOADED["parameters"], 1 / ranks)
 
         def scale(lines: Lines) -> Lines:
@@ -163,14 +184,17 @@ def fullest_of(uses: Sequence[RankUse]) -> RankUse:
 
 
 def with_fragmentation(lines: Lines) -> Lines:
-    return lines | {"fragmentation": int(FRAGMENTATION * (lines.get(ACTIVATIONS, 0) + lines.get(LOGITS, 0)))}
+    return lines | {
+        "fragmentation": int(FRAGMENTATION * (lines.get(ACTIVATIONS, 0) + lines.get(LOGITS, 0)))
+    }
 
 
 GRAPHS = GIB
 """CUDA graphs and what libraries keep on a GPU, roughly."""
 
 FORWARD_TOKENS = 2048
-"""That of the embedded engine (``skyasync.inference.backends.transformers.model``, which imports torch)."""
+"""That of the embedded engine (``skyasync.inference.backends.transformers.model``, which imports
+torch)."""
 
 
 @dataclass(frozen=True)
@@ -185,32 +209,58 @@ class EngineMemory:
 
     @property
     def lines(self) -> dict[str, int]:
-        return {"weights": self.weights, "workspace": self.workspace, "cache": max(self.cache, self.least_cache)}
+        return {
+            "weights": self.weights,
+            "workspace": self.workspace,
+            "cache": max(self.cache, self.least_cache),
+        }
 
 
 def engine_memory(
-    cfg: Config, config: EngineConfig, shape: ModelShape, vllm: VLLMReport, *, fills: bool, b: int, share: int
+    cfg: Config,
+    config: EngineConfig,
+    shape: ModelShape,
+    vllm: VLLMReport,
+    *,
+    fills: bool,
+    b: int,
+    share: int,
 ) -> EngineMemory:
     """Of one device.
 
     Args:
-        vllm: gives weights and cache, in proportion if it is of other devices; without it they are formulas.
+        vllm: gives weights and cache, in proportion if it is of other devices; without it they are
+            formulas.
         fills: its cache takes all memory that it may have.
         b: bytes of a number.
         share: bytes of a GPU that the engine may take; 0 where there is none.
     """
     parallel = cfg.generator.devices_per_engine
     weights = vllm.weights * vllm.devices // parallel or shape.parameters * b // parallel
-    batched = batched_tokens(config, cpu=not share) if fills else FORWARD_TOKENS
-    # A forward pass over these tokens, one layer at a time, and logits that are sampled from in float32.
-    width = (shape.experts_per_token or 1) * 3 * shape.intermediate // parallel + shape.shared_intermediate
+    if fills:
+        batched = batched_tokens(config, cpu=not share)
+    else:
+        batched = FORWARD_TOKENS
+    # A forward pass over these tokens, one layer at a time, and logits that are sampled from in
+    # float32.
+    width = (
+        shape.experts_per_token or 1
+    ) * 3 * shape.intermediate // parallel + shape.shared_intermediate
     logits = min(config.max_num_seqs, batched) * shape.vocabulary * 2 * FLOAT32
     workspace = batched * (width + 4 * shape.hidden) * b + logits + (GRAPHS if share else 0)
-    kv_heads = max(1, shape.kv_heads // parallel)  # that are fewer than devices are resident more than once
+    kv_heads = max(
+        1, shape.kv_heads // parallel
+    )  # that are fewer than devices are resident more than once
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
     needed = config.max_num_seqs * config.max_model_len * per_token
-    space = share - weights - workspace if share else int(cfg.generator.kv_cache_gb * GIB)
+    if share:
+        space = share - weights - workspace
+    else:
+        space = int(cfg.generator.kv_cache_gb * GIB)
     cache = min(space, needed) if not fills else space
     least = vllm.least_cache * vllm.devices // parallel or config.max_model_len * per_token
-    tokens = max(0, cache) * vllm.tokens // max(1, vllm.cache) if vllm.weights else max(0, cache) // per_token
+    if vllm.weights:
+        tokens = max(0, cache) * vllm.tokens // max(1, vllm.cache)
+    else:
+        tokens = max(0, cache) // per_token
     return EngineMemory(weights, workspace, cache, least, tokens)

@@ -1,7 +1,8 @@
-"""Settings, a model's shape and a machine: which processes there are, what each device and the host must hold.
+"""Settings, a model's shape and a machine: which processes there are, what each device and the host
+must hold.
 
-Invariant: the same settings give the same plan for the same machine. A place (a kind of device, or the host) is shown
-at the moment when it holds most.
+Invariant: the same settings give the same plan for the same machine. A place (a kind of device, or
+the host) is shown at the moment when it holds most.
 """
 
 from __future__ import annotations
@@ -54,15 +55,21 @@ def parse_size(text: str, flag: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if not match or not float(match[1]):
-        raise UserError(f"{flag} {text}: not a size: write for example {flag} 80GiB, or 80GB for powers of ten")
+        raise UserError(
+            f"{flag} {text}: not a size: write for example {flag} 80GiB, or 80GB for powers of ten"
+        )
     unit = (match[2] or "").upper()
-    scale = _UNITS[unit] if not match[3] else 1024 ** (" KMGT".index(unit) if unit else 0)
+    if not match[3]:
+        scale = _UNITS[unit]
+    else:
+        scale = 1024 ** (" KMGT".index(unit) if unit else 0)
     return int(float(match[1]) * scale)
 
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the phase ``when``.
+    """``count`` devices alike, or the host: ``lines`` are the bytes of one at its fullest, in the
+    phase ``when``.
 
     Args:
         phases: bytes of one in each phase, where there are several.
@@ -87,7 +94,14 @@ class MemoryUse:
 def fullest(name: str, count: int, capacity: int, phases: Mapping[str, Lines]) -> MemoryUse:
     totals = {phase: sum(lines.values()) for phase, lines in phases.items()}
     when = max(totals, key=lambda phase: totals[phase])
-    return MemoryUse(name, count, capacity, when, {what: size for what, size in phases[when].items() if size}, totals)
+    return MemoryUse(
+        name,
+        count,
+        capacity,
+        when,
+        {what: size for what, size in phases[when].items() if size},
+        totals,
+    )
 
 
 Measure = Callable[[Config, Role, int], RankUse]
@@ -124,7 +138,9 @@ def _on_host(use: RankUse, who: str, count: int) -> Lines:
     return named({f"{what} on the host": size for what, size in use.host.items()}, who, count)
 
 
-def received(cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int, *, gpus: bool) -> Lines:
+def received(
+    cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int, *, gpus: bool
+) -> Lines:
     """Of the engines there; nothing if there is no such host, or weights go from GPU to GPU.
 
     Args:
@@ -141,7 +157,10 @@ def received(cfg: Config, shape: ModelShape, adapters: int, b: int, engines: int
         return {}
     if adapter_rank(cfg):
         return {"received weights": engines * adapters}
-    copies = 2 if computes_on_mapped_weights(cfg) else cfg.generator.inference_engine_tensor_parallel_size
+    if computes_on_mapped_weights(cfg):
+        copies = 2
+    else:
+        copies = cfg.generator.inference_engine_tensor_parallel_size
     return {"received weights": engines * copies * shape.parameters * b}
 
 
@@ -178,27 +197,40 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        return self.gpus_requested <= self.machine.gpus and all(place.fits for place in self.devices)
+        return self.gpus_requested <= self.machine.gpus and all(
+            place.fits for place in self.devices
+        )
 
 
 def make_plan(
     cfg: Config, shape: ModelShape, machine: Machine, measure: Measure, vllm: VLLMReport = NO_REPORT
 ) -> MemoryPlan:
     """What a run of ``cfg`` needs; ``shape`` is the policy's."""
-    gpus, placement = machine.gpus > 0, cfg.trainer.placement
+    gpus = machine.gpus > 0
+    placement = cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
     roles = {role: len(bundles) for role, bundles in slots.of.items()}
     roles[ENGINES] += roles.pop(HYBRID_ENGINES, 0)
-    per_device = -(-roles[ENGINES] // roles[POLICY]) if placement.colocate_all else 1
+    if placement.colocate_all:
+        per_device = -(-roles[ENGINES] // roles[POLICY])
+    else:
+        per_device = 1
     others = tuple(
-        OtherRole(role, measure(cfg, role, roles[role.name]), roles[role.name], role.colocated_if(cfg))
+        OtherRole(
+            role, measure(cfg, role, roles[role.name]), roles[role.name], role.colocated_if(cfg)
+        )
         for role in roles_with_ranks(cfg)
         if role.name != POLICY and role.own_model(cfg) is not None
     )
-    share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device) if gpus else 0
+    if gpus:
+        share = int(machine.gpu_memory * cfg.generator.gpu_memory_utilization / per_device)
+    else:
+        share = 0
     settings = engine_config(cfg, gpus=gpus)
     fills = bool(BACKENDS.about(backend(cfg)).can["fills_memory"])
-    engine = engine_memory(cfg, settings, shape, vllm, fills=fills, b=bytes_of(settings.dtype, gpus=gpus), share=share)
+    engine = engine_memory(
+        cfg, settings, shape, vllm, fills=fills, b=bytes_of(settings.dtype, gpus=gpus), share=share
+    )
     rank = measure(cfg, ROLES[POLICY], roles[POLICY])
     parts = _Planner(cfg, shape, machine, rank, engine, roles, others, per_device)
     processes = {"controller": 1, **roles, "environments": cfg.environment.num_workers}
@@ -231,33 +263,60 @@ class _Planner:
     # ------------------------------------------------------------ devices
 
     def _gpus(self) -> list[MemoryUse]:
-        placement, capacity = self.cfg.trainer.placement, self.machine.gpu_memory
+        placement = self.cfg.trainer.placement
+        capacity = self.machine.gpu_memory
         policy = {
             phase: lines | {"context": CONTEXT * (1 + len(self._colocated_roles))}
             for phase, lines in self._training_phases().items()
         }
         if placement.colocate_all:
-            return [fullest("policy and engines", self.roles[POLICY], capacity, self._taking_turns(policy))]
-        hybrid = self.cfg.generator.hybrid_engines if self.cfg.generator.own_engines else 0
+            return [
+                fullest(
+                    "policy and engines", self.roles[POLICY], capacity, self._taking_turns(policy)
+                )
+            ]
+        if self.cfg.generator.own_engines:
+            hybrid = self.cfg.generator.hybrid_engines
+        else:
+            hybrid = 0
         devices = [fullest("policy", self.roles[POLICY], capacity, policy)]
         if hybrid:
-            devices = [fullest("policy, hybrid engines", self.roles[POLICY], capacity, self._taking_turns(policy))]
+            devices = [
+                fullest(
+                    "policy, hybrid engines",
+                    self.roles[POLICY],
+                    capacity,
+                    self._taking_turns(policy),
+                )
+            ]
         for other in self.others:
             if not other.shared:
                 lines = other.at_work | {"context": CONTEXT}
-                phase = "update" if other.role.trains else "log-probabilities"
+                if other.role.trains:
+                    phase = "update"
+                else:
+                    phase = "log-probabilities"
                 devices.append(MemoryUse(other.role.name, other.ranks, capacity, phase, lines))
-        if engine_devices := (self.roles[ENGINES] - hybrid) * self.cfg.generator.devices_per_engine:
+        engine_devices = (self.roles[ENGINES] - hybrid) * self.cfg.generator.devices_per_engine
+        if engine_devices:
             share = int(capacity * self.cfg.generator.gpu_memory_utilization)
-            devices.append(MemoryUse("engines", engine_devices, share, "generation", self.engine.lines))
+            devices.append(
+                MemoryUse("engines", engine_devices, share, "generation", self.engine.lines)
+            )
         return devices
 
     def _taking_turns(self, policy: dict[str, Lines]) -> dict[str, Lines]:
-        """The policy waits on the host while the engines have a cache; engines wake without one for a weight sync."""
-        engines, contexts = self.engines_per_device, CONTEXT * (2 + self.engines_per_device)
+        """The policy waits on the host while the engines have a cache; engines wake without one for
+        a weight sync."""
+        engines = self.engines_per_device
+        contexts = CONTEXT * (2 + self.engines_per_device)
         asleep = {"sleeping engines": CONTEXT * engines}
-        there = {what: size for what, size in self.rank.publishing.items() if what != OPTIMIZER_STATE}
-        if self._way == "cuda_ipc":  # the policy stays for it; a part lies in a buffer, and copied in each engine
+        there = {
+            what: size for what, size in self.rank.publishing.items() if what != OPTIMIZER_STATE
+        }
+        if (
+            self._way == "cuda_ipc"
+        ):  # the policy stays for it; a part lies in a buffer, and copied in each engine
             part = max(PART_BYTES, self.shape.largest_tensor * self._number)
             there = self.rank.publishing | {"parts": (1 + engines) * part}
             for other in self._colocated_roles:
@@ -265,7 +324,9 @@ class _Planner:
         return {
             "generation": named(self.engine.lines, "engines", engines) | {"context": contexts},
             **{phase: lines | asleep for phase, lines in policy.items()},
-            "weight sync": there | named({"weights": self.engine.weights}, "engines", engines) | {"context": contexts},
+            "weight sync": there
+            | named({"weights": self.engine.weights}, "engines", engines)
+            | {"context": contexts},
         }
 
     @property
@@ -287,12 +348,16 @@ class _Planner:
         phases = {phase: lines | idle for phase, lines in phases.items()}
         for other in self._colocated_roles:
             phases[other.role.name] = (
-                self.rank.resident | idle | named(other.at_work, other.role.name) | self._waiting(other)
+                self.rank.resident
+                | idle
+                | named(other.at_work, other.role.name)
+                | self._waiting(other)
             )
         return phases
 
     def _waiting(self, other: OtherRole, ranks: int = 1) -> Lines:
-        """The policy's gradients, while one that is trained behind it finds its own: both step after that."""
+        """The policy's gradients, while one that is trained behind it finds its own: both step
+        after that."""
         if not (other.role.trains and other.shared):
             return {}
         return {f"policy: {GRADIENTS}": ranks * self.rank.gradients}
@@ -308,11 +373,17 @@ class _Planner:
         always = self._always_on_host() | self._buffers
         phases = {"training": always, "weight sync": always | self._weight_sync()}
         count = 1 if self._received else self._nodes
-        return fullest("host", count, self.machine.host_memory, self._with_checkpoint(phases, always, self._nodes))
+        return fullest(
+            "host",
+            count,
+            self.machine.host_memory,
+            self._with_checkpoint(phases, always, self._nodes),
+        )
 
     def _always_on_host(self) -> Lines:
         """What a policy node has in its memory all the time."""
-        nodes, ranks = self._nodes, self.roles[POLICY]
+        nodes = self._nodes
+        ranks = self.roles[POLICY]
         here = ranks // nodes
         workers = here + sum(-(-other.ranks // nodes) for other in self.others)
         processes = self._processes(workers, -(-self.roles[ENGINES] // nodes))
@@ -320,7 +391,9 @@ class _Planner:
         if self.cfg.trainer.placement.colocate_all or self.cfg.generator.hybrid_engines:
             waiting = self._colocated_roles
             always["offloaded policy"] = here * self.rank.everywhere
-            always |= {f"offloaded {other.role.name}": here * other.use.everywhere for other in waiting}
+            always |= {
+                f"offloaded {other.role.name}": here * other.use.everywhere for other in waiting
+            }
         else:
             always |= _on_host(self.rank, "policy", here)
             waiting = []
@@ -330,7 +403,8 @@ class _Planner:
         return always
 
     def _remote_hosts(self) -> list[MemoryUse]:
-        """A host with engines to which weights are carried: the policy's others, or one that may have all engines."""
+        """A host with engines to which weights are carried: the policy's others, or one that may
+        have all engines."""
         if not self._received:
             return []
         if self._nodes > 1:
@@ -344,21 +418,32 @@ class _Planner:
         phases = {"weight sync": there}
         if self._nodes > 1:
             phases = self._with_checkpoint(phases, there, self._nodes)
-        return [fullest("host of remote engines", max(1, self._nodes - 1), self.machine.host_memory, phases)]
+        return [
+            fullest(
+                "host of remote engines", max(1, self._nodes - 1), self.machine.host_memory, phases
+            )
+        ]
 
     @property
     def _received(self) -> Lines:
         here = -(-self.roles[ENGINES] // self._nodes)
-        adapters = self.rank.gradients * (self.cfg.trainer.policy.fsdp_size or self.roles[POLICY])  # in float32
-        return received(self.cfg, self.shape, adapters, self._number, here, gpus=self.machine.gpus > 0)
+        adapters = self.rank.gradients * (
+            self.cfg.trainer.policy.fsdp_size or self.roles[POLICY]
+        )  # in float32
+        return received(
+            self.cfg, self.shape, adapters, self._number, here, gpus=self.machine.gpus > 0
+        )
 
     @property
     def _nodes(self) -> int:
         """Of the policy; without GPUs they are planned as one."""
-        return self.cfg.trainer.placement.policy_num_nodes if self.machine.gpus else 1
+        if self.machine.gpus:
+            return self.cfg.trainer.placement.policy_num_nodes
+        return 1
 
     def _host_without_gpus(self) -> MemoryUse:
-        ranks, engines = self.roles[POLICY], self.roles[ENGINES]
+        ranks = self.roles[POLICY]
+        engines = self.roles[ENGINES]
         workers = sum(self.roles.values()) - engines
         always = self._processes(workers, engines) | self._buffers
         always |= named(engines_in_memory(self.cfg, self.engine), "engines", engines)
@@ -368,7 +453,8 @@ class _Planner:
         between = always | named(self.rank.resident, "policy", ranks) | self._freed(ranks)
         phases = {
             "update": always | named(with_fragmentation(self.rank.updating), "policy", ranks),
-            "log-probabilities": always | named(with_fragmentation(self.rank.scoring), "policy", ranks),
+            "log-probabilities": always
+            | named(with_fragmentation(self.rank.scoring), "policy", ranks),
         }
         for other in self.others:
             at_work = named(other.at_work, other.role.name, other.ranks)
@@ -386,7 +472,11 @@ class _Planner:
 
     def _processes(self, workers: int, engines: int) -> Lines:
         each = PROCESS[self.machine.gpus > 0] * (1 + workers)
-        return {"processes": each + self._engine_processes(engines) + PROCESS[False] * self.cfg.environment.num_workers}
+        return {
+            "processes": each
+            + self._engine_processes(engines)
+            + PROCESS[False] * self.cfg.environment.num_workers
+        }
 
     def _engine_processes(self, engines: int) -> int:
         each: int = BACKENDS.about(backend(self.cfg)).can["processes"]
@@ -397,21 +487,29 @@ class _Planner:
             return {}
         ranks = 1 if self.machine.gpus else self.roles[POLICY]
         return {
-            "gathered weights": ranks * (sum(self.rank.publishing.values()) - sum(self.rank.resident.values())),
+            "gathered weights": ranks
+            * (sum(self.rank.publishing.values()) - sum(self.rank.resident.values())),
             _BUFFERS: self.shape.parameters * self._number,
         } | self._buffers
 
     @property
     def _buffers(self) -> Lines:
-        """Of the host that sends the weights: what engines map stays from one weight sync to the next."""
+        """Of the host that sends the weights: what engines map stays from one weight sync to the
+        next."""
         if self._way in BETWEEN_GPUS or not maps_weights(self.cfg):
             return {}
-        copies = 2 if computes_on_mapped_weights(self.cfg) else 1  # engines compute on one while the other is written
+        # engines compute on one while the other is written
+        if computes_on_mapped_weights(self.cfg):
+            copies = 2
+        else:
+            copies = 1
         return {_BUFFERS: copies * self.shape.parameters * self._number}
 
-    def _with_checkpoint(self, phases: dict[str, Lines], between: Lines, nodes: int) -> dict[str, Lines]:
-        """Phases of one of so many hosts on which checkpoints are put together, role after role, ``between`` steps, or
-        of all roles at once during every phase."""
+    def _with_checkpoint(
+        self, phases: dict[str, Lines], between: Lines, nodes: int
+    ) -> dict[str, Lines]:
+        """Phases of one of so many hosts on which checkpoints are put together, role after role,
+        ``between`` steps, or of all roles at once during every phase."""
         if not saves(self.cfg.trainer):
             return phases
         copies = [self.roles[POLICY] // nodes * self.rank.learnt]

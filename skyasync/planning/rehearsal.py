@@ -1,7 +1,8 @@
-"""``skyasync rehearse``: three real steps of a recipe, with a small model and few ranks, before a cluster runs it.
+"""``skyasync rehearse``: three real steps of a recipe, with a small model and few ranks, before a
+cluster runs it.
 
-Invariant: data, prompts, template, environments, rewards, agents, plan, objective and precision are the recipe's. Only
-the models and the settings of ``smaller`` change, and each change is printed.
+Invariant: data, prompts, template, environments, rewards, agents, plan, objective and precision are
+the recipe's. Only the models and the settings of ``smaller`` change, and each change is printed.
 """
 
 from __future__ import annotations
@@ -48,12 +49,19 @@ objective are the recipe's, so what would fail in them fails here. A weight sync
 held-out prompts evaluated, the model exported. With --gpus and --card, as of skyasync plan, the full size is planned
 first. A program with a trainer of its own takes --rehearse. Ends with status 0 if all of it works.
 """
-STEPS, SAMPLES, RESPONSE, EVALUATED, SEQUENCES = 3, 4, 32, 8, 64
+STEPS = 3
+SAMPLES = 4
+RESPONSE = 32
+EVALUATED = 8
+SEQUENCES = 64
 OWN_DEVICES = ("critic", "ref", "reward", "teacher")  # roles that may have some
 
 
 def rehearse(
-    cfg: Config, experiment_class: type[BasePPOExp], options: Options, run: Callable[[BasePPOExp], object]
+    cfg: Config,
+    experiment_class: type[BasePPOExp],
+    options: Options,
+    run: Callable[[BasePPOExp], object],
 ) -> bool:
     """Plan the full size if a machine is described, then run ``cfg`` small; whether both work.
 
@@ -62,7 +70,9 @@ def rehearse(
         run: runs an experiment, and ends the program with one line on an error.
     """
     experiment = experiment_class(cfg)
-    for role in experiment.roles():  # what divides the models, and what their folders lack, before they are small
+    for role in (
+        experiment.roles()
+    ):  # what divides the models, and what their folders lack, before they are small
         own = role.own_model(cfg)
         if own is not None and own.path:
             key = f"{role.section}.model.path"
@@ -90,7 +100,9 @@ def rehearse(
     metrics = run(_few_prompts(experiment_class)(cfg))
     if metrics is None:
         return False
-    print(f"rehearsed in {time.monotonic() - began:.0f} s: {STEPS} steps, weight syncs, checkpoint, evaluation, export")
+    print(
+        f"rehearsed in {time.monotonic() - began:.0f} s: {STEPS} steps, weight syncs, checkpoint, evaluation, export"
+    )
     if not described:
         print("the full size was not looked at: add --gpus N --card NAME")
     shutil.rmtree(folder)
@@ -99,12 +111,18 @@ def rehearse(
 
 def smaller(cfg: Config) -> dict[str, Any]:
     """The sizes that a rehearsal changes: key -> value."""
-    trainer, generator = cfg.trainer, cfg.generator
-    placement, parallel = trainer.placement, trainer.parallel
-    context, tensor, pipeline = min(parallel.context, 2), min(parallel.tensor, 2), min(parallel.pipeline, 2)
+    trainer = cfg.trainer
+    generator = cfg.generator
+    placement = trainer.placement
+    parallel = trainer.parallel
+    context = min(parallel.context, 2)
+    tensor = min(parallel.tensor, 2)
+    pipeline = min(parallel.pipeline, 2)
     ranks = placement.policy_ranks
     data = min(ranks // (parallel.context * parallel.tensor * parallel.pipeline) or 1, 2)
-    updates = -(-trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size))
+    updates = -(
+        -trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size)
+    )
     mini_batch = min(trainer.policy_mini_batch_size or trainer.train_batch_size, max(data, 2))
     batch = mini_batch * min(updates, 2)
     changed: dict[str, Any] = {
@@ -118,7 +136,9 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
         "trainer.stream_groups": min(trainer.stream_groups, batch),
         "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
-        "trainer.critic.warmup_steps": min(trainer.critic.warmup_steps, 1),  # the policy learns, too
+        "trainer.critic.warmup_steps": min(
+            trainer.critic.warmup_steps, 1
+        ),  # the policy learns, too
         "trainer.sync_interval": min(trainer.sync_interval, 2),
         "generator.num_inference_engines": min(generator.num_inference_engines, 2),
         "generator.hybrid_engines": min(generator.hybrid_engines, 1),
@@ -129,7 +149,9 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "generator.eval_n_samples_per_prompt": min(generator.eval_n_samples_per_prompt, 2),
         "generator.generate_batch_size": 0,
         "generator.max_num_seqs": min(generator.max_num_seqs, SEQUENCES),
-        "generator.sampling_params.max_generate_length": min(generator.sampling_params.max_generate_length, RESPONSE),
+        "generator.sampling_params.max_generate_length": min(
+            generator.sampling_params.max_generate_length, RESPONSE
+        ),
         "generator.sampling_params.min_tokens": min(generator.sampling_params.min_tokens, RESPONSE),
         "generator.eval_sampling_params": {
             name: value
@@ -149,25 +171,38 @@ def smaller(cfg: Config) -> dict[str, Any]:
         changed[f"trainer.placement.{role}_num_gpus_per_node"] = 1
     for role in ("policy", "critic", "ref"):
         size = attrgetter(f"trainer.{role}.fsdp_size")(cfg)
-        changed[f"trainer.{role}.fsdp_size"] = 1 if 0 < size < ranks else 0
+        if 0 < size < ranks:
+            changed[f"trainer.{role}.fsdp_size"] = 1
+        else:
+            changed[f"trainer.{role}.fsdp_size"] = 0
     return {key: value for key, value in changed.items() if attrgetter(key)(cfg) != value}
 
 
 def _vllm_here(cfg: Config) -> dict[str, Any]:
-    """What vLLM engines of one device take on this machine, or the embedded engine if it does not have vLLM, or if
-    vLLM cannot do it without a GPU."""
+    """What vLLM engines of one device take on this machine, or the embedded engine if it does not
+    have vLLM, or if vLLM cannot do it without a GPU."""
     limits = [] if this_machine().gpus else list(cpu_limits(cfg))
-    options, sleeps = cfg.generator.engine_kwargs, cfg.trainer.placement.colocate_all or cfg.generator.hybrid_engines
-    wrong = {name for name in options if any(f"{ENGINE_OPTIONS}.{name}=" in line for line in limits)}
-    beyond = [line for line in limits if not any(f"{ENGINE_OPTIONS}.{name}=" in line for name in wrong)]
+    options = cfg.generator.engine_kwargs
+    sleeps = cfg.trainer.placement.colocate_all or cfg.generator.hybrid_engines
+    wrong = {
+        name for name in options if any(f"{ENGINE_OPTIONS}.{name}=" in line for line in limits)
+    }
+    beyond = [
+        line for line in limits if not any(f"{ENGINE_OPTIONS}.{name}=" in line for name in wrong)
+    ]
     if not find_spec("vllm") or beyond or (sleeps and not this_machine().gpus):
         return {"generator.backend": "transformers", ENGINE_OPTIONS: {}}
-    accepted = {name: value for name, value in options.items() if name not in {*wrong, "pipeline_parallel_size"}}
+    accepted = {
+        name: value
+        for name, value in options.items()
+        if name not in {*wrong, "pipeline_parallel_size"}
+    }
     return {ENGINE_OPTIONS: accepted}
 
 
 def output_settings(folder: Path) -> dict[str, Any]:
-    """Settings by which a rehearsal writes into ``folder`` alone, and makes a checkpoint, an evaluation, an export."""
+    """Settings by which a rehearsal writes into ``folder`` alone, and makes a checkpoint, an
+    evaluation, an export."""
     return {
         "trainer.ckpt_interval": 2,
         "trainer.ckpt_minutes": 0.0,
@@ -190,7 +225,9 @@ def output_settings(folder: Path) -> dict[str, Any]:
 
 def _with_small_models(cfg: Config, folder: Path) -> list[str]:
     """Give every model that is named a small one's folder; a line for each."""
-    lines, tensor, seed = [], cfg.trainer.parallel.tensor, cfg.trainer.seed
+    lines = []
+    tensor = cfg.trainer.parallel.tensor
+    seed = cfg.trainer.seed
     made: dict[tuple[str, str], str] = {}
 
     def small(path: str, head: str, kwargs: dict[str, Any], key: str) -> str:
@@ -205,7 +242,10 @@ def _with_small_models(cfg: Config, folder: Path) -> list[str]:
     for role in ROLES.values():
         own = role.own_model(cfg)
         if own is not None and own.path:
-            kwargs = dict(own.config_kwargs) if role.name != POLICY else role.config_kwargs(cfg)
+            if role.name != POLICY:
+                kwargs = dict(own.config_kwargs)
+            else:
+                kwargs = role.config_kwargs(cfg)
             own.path = small(own.path, role.head, kwargs, f"{role.section}.model.path")
     for name, entry in cfg.trainer.reward.models.items():
         entry["path"] = small(entry["path"], SCORE, {}, f"trainer.reward.models.{name}.path")
@@ -228,9 +268,20 @@ def _few_prompts(experiment_class: type[BasePPOExp]) -> type[BasePPOExp]:
 
 
 HEAD_DIM = 32  # the smallest that vLLM computes on CPUs
-HEADS, GROUPED_HEADS = 4, 2  # per rank of the tensor axis
+# per rank of the tensor axis
+HEADS = 4
+GROUPED_HEADS = 2
 MOST_EXPERTS = 8
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.gguf", "*.h5")
+_WEIGHTS = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "*.bin",
+    "*.bin.index.json",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.h5",
+)
 _AT_MOST = dict.fromkeys(EXPERTS, MOST_EXPERTS) | {
     "num_experts_per_tok": 2,
     "n_group": 2,
@@ -244,10 +295,12 @@ _LAYER_TYPES = ("layer_types", "mlp_layer_types", "indexer_types")  # of each la
 def make_small_model(
     path: str, folder: Path, head: str, config_kwargs: Mapping[str, Any], tensor: int, seed: int
 ) -> int:
-    """Write a small model of the family of ``path`` into ``folder``; returns its number of parameters.
+    """Write a small model of the family of ``path`` into ``folder``; returns its number of
+    parameters.
 
-    It has fewer layers, heads and experts, and random weights. All else is the original's: class, tokenizer, template,
-    processor, vocabulary, rotary embeddings. All kinds of layers that the original has are there.
+    It has fewer layers, heads and experts, and random weights. All else is the original's: class,
+    tokenizer, template, processor, vocabulary, rotary embeddings. All kinds of layers that the
+    original has are there.
 
     Args:
         path: a local folder, of which weights are not read, or a hub name.
@@ -255,7 +308,8 @@ def make_small_model(
         tensor: ranks that divide its heads.
 
     Raises:
-        UserError: if the files cannot be found, or transformers cannot build a small model of this family.
+        UserError: if the files cannot be found, or transformers cannot build a small model of this
+            family.
     """
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -273,14 +327,17 @@ def make_small_model(
             model = kind.auto(config).from_config(config, dtype=torch.float32)
     except (ValueError, AttributeError, TypeError, KeyError, RuntimeError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise UserError(f"{path}: no small model of type {config.model_type} can be made ({first})") from error
+        raise UserError(
+            f"{path}: no small model of type {config.model_type} can be made ({first})"
+        ) from error
     disable_progress_bar()
     model.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 
 
 def files_of(path: str, key: str = MODEL) -> Path:
-    """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights are not.
+    """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights
+    are not.
 
     Args:
         key: that names the model, for errors.
@@ -291,9 +348,12 @@ def files_of(path: str, key: str = MODEL) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(path, ignore_patterns=[*_WEIGHTS, "*.msgpack", "*.onnx", "*.ot"]))
+        return Path(
+            snapshot_download(path, ignore_patterns=[*_WEIGHTS, "*.msgpack", "*.onnx", "*.ot"])
+        )
     except Exception as error:  # no network, no access: a model in the cache may still do
-        if file := config_file(path):
+        file = config_file(path)
+        if file:
             return file.parent
         raise UserError(f"{path}: its tokenizer cannot be downloaded: {error}") from error
 
@@ -302,7 +362,8 @@ def shrink(config: PreTrainedConfig, tensor: int = 1) -> None:
     """Make the model of a configuration small, in place."""
     text: Any = config.get_text_config()
     _shrink_language_model(text, tensor)
-    if (tower := vars(config).get("vision_config")) is not None:
+    tower = vars(config).get("vision_config")
+    if tower is not None:
         _set(
             tower,
             depth=2,
@@ -326,12 +387,17 @@ def _set(config: Any, **values: object) -> None:  # noqa: ANN401
 
 
 def _shrink_language_model(text: Any, tensor: int) -> None:  # noqa: ANN401
-    heads, kv_heads = text.num_attention_heads, config_value(text, "num_key_value_heads")
+    heads = text.num_attention_heads
+    kv_heads = config_value(text, "num_key_value_heads")
     hidden = HEADS * tensor * HEAD_DIM
-    text.num_attention_heads, text.hidden_size = HEADS * tensor, hidden
+    text.num_attention_heads = HEADS * tensor
+    text.hidden_size = hidden
     if kv_heads is not None:
         grouped = GROUPED_HEADS * tensor if kv_heads > 1 else 1
-        text.num_key_value_heads = HEADS * tensor if kv_heads == heads else grouped
+        if kv_heads == heads:
+            text.num_key_value_heads = HEADS * tensor
+        else:
+            text.num_key_value_heads = grouped
     _set(
         text,
         head_dim=HEAD_DIM,

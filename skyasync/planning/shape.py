@@ -1,4 +1,5 @@
-"""A model's shape, by transformers: its config.json is read, and its modules are built without memory."""
+"""A model's shape, by transformers: its config.json is read, and its modules are built without
+memory."""
 
 from __future__ import annotations
 
@@ -65,12 +66,22 @@ def read_shape(
     file = config_file(name) or _fetched(name, key)
     kind = read_json(file, f"{key}={name}").get("model_type")
     if not kind:
-        raise UserError(f"{name}: its {CONFIG} names no model_type, so its memory cannot be planned")
+        raise UserError(
+            f"{name}: its {CONFIG} names no model_type, so its memory cannot be planned"
+        )
     try:
-        return _shape(name, str(file.parent), file.stat().st_mtime_ns, head, json.dumps(dict(config_kwargs or {})))
+        return _shape(
+            name,
+            str(file.parent),
+            file.stat().st_mtime_ns,
+            head,
+            json.dumps(dict(config_kwargs or {})),
+        )
     except (ValueError, AttributeError, TypeError, KeyError, ZeroDivisionError) as error:
         first = str(error).strip().partition("\n")[0]
-        raise UserError(f"{name}: transformers cannot build a model of type {kind!r} ({first})") from error
+        raise UserError(
+            f"{name}: transformers cannot build a model of type {kind!r} ({first})"
+        ) from error
 
 
 def config_of(path: str, head: str, config_kwargs: Mapping[str, Any]) -> PreTrainedConfig:
@@ -100,13 +111,24 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     text: Any = model.config.get_text_config()
 
     def number(*names: str, default: int = 0) -> int:
-        return int(next((value for name in names if (value := config_value(text, name)) is not None), default))
+        return int(
+            next(
+                (value for name in names if (value := config_value(text, name)) is not None),
+                default,
+            )
+        )
 
     decoder = model.get_decoder() or model  # without a tower for other inputs
-    layers = [m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())]
+    layers = [
+        m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())
+    ]
     types = config_value(text, "layer_types") or [""] * len(layers)
-    signatures = [(kind, *(p.shape for p in layer.parameters())) for kind, layer in zip(types, layers, strict=False)]
-    heads, hidden = number("num_attention_heads", default=1), number("hidden_size")
+    signatures = [
+        (kind, *(p.shape for p in layer.parameters()))
+        for kind, layer in zip(types, layers, strict=False)
+    ]
+    heads = number("num_attention_heads", default=1)
+    hidden = number("hidden_size")
     experts = number(*EXPERTS)
     dense = number("intermediate_size", "n_inner", default=4 * hidden)
     return ModelShape(
@@ -123,7 +145,9 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
         vocabulary=number("vocab_size"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
-        expert_parameters=sum(p.numel() for p in decoder.parameters() if p.dim() == 3 and len(p) == experts),
+        expert_parameters=sum(
+            p.numel() for p in decoder.parameters() if p.dim() == 3 and len(p) == experts
+        ),
         shared_intermediate=number("shared_expert_intermediate_size"),
         depths=_depths(signatures),
     )
@@ -134,10 +158,18 @@ LEAST = 4
 
 
 def _depths(signatures: Sequence[object]) -> tuple[int, ...]:
-    """Two numbers of layers whose difference is whole periods of the layers, after those that come once; or all."""
+    """Two numbers of layers whose difference is whole periods of the layers, after those that come
+    once; or all."""
     count = len(signatures)
     for period in range(1, count // 2 + 1):
-        start = next((i + 1 for i in reversed(range(count - period)) if signatures[i] != signatures[i + period]), 0)
+        start = next(
+            (
+                i + 1
+                for i in reversed(range(count - period))
+                if signatures[i] != signatures[i + period]
+            ),
+            0,
+        )
         few = start + period * -(-LEAST // period)
         if few + period < count and start <= 4:
             return few, few + period
@@ -152,4 +184,6 @@ def _fetched(name: str, key: str) -> Path:
         return Path(hf_hub_download(name, CONFIG))
     except Exception as error:  # no network, no such model, no access: all end the plan in one line
         first = str(error).strip().partition("\n")[0]
-        raise UserError(f"{first}; a folder that holds nothing but {CONFIG} is enough for a plan") from error
+        raise UserError(
+            f"{first}; a folder that holds nothing but {CONFIG} is enough for a plan"
+        ) from error

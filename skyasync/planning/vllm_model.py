@@ -1,4 +1,5 @@
-"""A program: builds the model of an engine's first worker by vLLM, without memory, and prints a ``VLLMReport`` as JSON.
+"""A program: builds the model of an engine's first worker by vLLM, without memory, and prints a
+``VLLMReport`` as JSON.
 
 Its process group has one rank, and says the size that the engine's tensor parallelism has.
 """
@@ -25,7 +26,11 @@ from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_utils import get_kv_cache_capacity, get_kv_cache_configs, max_memory_usage_bytes
+from vllm.v1.core.kv_cache_utils import (
+    get_kv_cache_capacity,
+    get_kv_cache_configs,
+    max_memory_usage_bytes,
+)
 from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
 from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
@@ -34,34 +39,61 @@ from skyasync.weight_sync.tensors import from_message, meta_tensors
 TRIALS = 3  # of loading, each without the tensors at which the earlier ones ended
 
 
-def examine(arguments: dict[str, Any], specs: Mapping[str, Any], cache: int, share: int) -> dict[str, Any]:
-    """Of ``AsyncEngineArgs`` and the specs of what is sent; a worker's KV cache is ``cache``, or all but weights of its
-    ``share`` of a device."""
+def examine(
+    arguments: dict[str, Any], specs: Mapping[str, Any], cache: int, share: int
+) -> dict[str, Any]:
+    """Of ``AsyncEngineArgs`` and the specs of what is sent; a worker's KV cache is ``cache``, or
+    all but weights of its ``share`` of a device."""
     arguments |= {"runner": "generate", "skip_tokenizer_init": True}
-    arguments |= {"enforce_eager": True, "enable_sleep_mode": False} if current_platform.is_cpu() else {}
+    arguments |= (
+        {"enforce_eager": True, "enable_sleep_mode": False} if current_platform.is_cpu() else {}
+    )
     config = AsyncEngineArgs(**arguments).create_engine_config()
     model = build(config)
-    weights = sum({id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values())
+    weights = sum(
+        {id(tensor): tensor.nbytes for tensor in (*model.parameters(), *model.buffers())}.values()
+    )
     loading = Loading(model, meta_tensors(from_message(specs)))
-    missing = [name for name, p in model.named_parameters() if loading.written[storage(p)] < p.numel()]
+    missing = [
+        name for name, p in model.named_parameters() if loading.written[storage(p)] < p.numel()
+    ]
     current_platform.update_block_size_for_backend(config)
     register_all_kvcache_specs(config)
-    layers, cache = get_kv_cache_spec(config), cache or share - weights
-    layouts = [layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))]
+    layers = get_kv_cache_spec(config)
+    cache = cache or share - weights
+    layouts = [
+        layout.name for layout in get_supported_kv_cache_layouts(get_current_attn_backends(config))
+    ]
     resolve_kv_cache_layout(config, [layouts], layers.values())
-    least, tokens, sequences = max_memory_usage_bytes(config, layers.values()), 0, 0.0
+    least = max_memory_usage_bytes(config, layers.values())
+    tokens = 0
+    sequences = 0.0
     try:
-        tokens, sequences = get_kv_cache_capacity(config, get_kv_cache_configs(config, [layers], [cache])[0])
+        tokens, sequences = get_kv_cache_capacity(
+            config, get_kv_cache_configs(config, [layers], [cache])[0]
+        )
     except ValueError:  # it has no memory for a sequence of full length
         least = max(least, cache + 1)
-    report = {"tensors": len(specs), "refused": loading.refused, "missing": missing, "weights": weights}
+    report = {
+        "tensors": len(specs),
+        "refused": loading.refused,
+        "missing": missing,
+        "weights": weights,
+    }
     return report | {"cache": cache, "least_cache": least, "tokens": tokens, "sequences": sequences}
 
 
 def build(config: VllmConfig) -> nn.Module:
-    parallel, dtype = config.parallel_config, cast(torch.dtype, config.model_config.dtype)
-    if config.quant_config is not None or parallel.enable_expert_parallel or parallel.pipeline_parallel_size > 1:
-        raise ValueError("quantized weights, expert parallelism and pipelines need workers on devices")
+    parallel = config.parallel_config
+    dtype = cast(torch.dtype, config.model_config.dtype)
+    if (
+        config.quant_config is not None
+        or parallel.enable_expert_parallel
+        or parallel.pipeline_parallel_size > 1
+    ):
+        raise ValueError(
+            "quantized weights, expert parallelism and pipelines need workers on devices"
+        )
     with set_current_vllm_config(config):
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.init_distributed_environment(1, 0, local_rank=0, backend="gloo")
@@ -76,14 +108,18 @@ def storage(tensor: Tensor) -> int:
 
 
 class Loading(TorchDispatchMode):
-    """``load_weights``, watched: some of vLLM's skip a name silently, or are content with a part of a fused layer.
+    """``load_weights``, watched: some of vLLM's skip a name silently, or are content with a part of
+    a fused layer.
 
-    ``written`` counts elements by storage; ``refused`` are tensors that vLLM raised an error at, or else never read.
+    ``written`` counts elements by storage; ``refused`` are tensors that vLLM raised an error at, or
+    else never read.
     """
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:  # noqa: ANN401  (of vLLM's interface)
         super().__init__()
-        self.written, self._read, self.refused = Counter[int](), set[int](), dict[str, str]()
+        self.written = Counter[int]()
+        self._read = set[int]()
+        self.refused = dict[str, str]()
         while len(self.refused) < TRIALS:
             self.written.clear()
             try:

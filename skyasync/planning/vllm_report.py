@@ -1,4 +1,5 @@
-"""What vLLM says of a run's engines, asked in a process of its own: tensors that it takes, weights, KV cache."""
+"""What vLLM says of a run's engines, asked in a process of its own: tensors that it takes, weights,
+KV cache."""
 
 from __future__ import annotations
 
@@ -12,7 +13,11 @@ from typing import Any
 
 LIMIT_S = 300.0
 SHOWN = 3  # names
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_LOGGING_LEVEL": "ERROR"}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class VLLMReport:
         unknown: why it could not.
         refused: tensors of a weight sync that vLLM does not take, and why.
         missing: parameters of vLLM that no tensor fills, or only in part.
-        weights, cache, least_cache: bytes of a worker: its tensors, its KV cache, one sequence of full length.
+        weights, cache, least_cache: bytes of a worker: its tensors, its KV cache, one sequence of
+            full length.
         tokens, sequences: that fit in the cache, the latter of full length.
     """
 
@@ -42,8 +48,12 @@ class VLLMReport:
     def problem(self) -> str:
         """Why weights would not arrive; "" if they do."""
         problems = [f"vLLM does not take {name} ({why})" for name, why in self.refused.items()]
-        problems += [f"no tensor fills vLLM's {name}, or only a part of it" for name in self.missing]
-        return "; ".join(problems[:SHOWN]) + (f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else "")
+        problems += [
+            f"no tensor fills vLLM's {name}, or only a part of it" for name in self.missing
+        ]
+        return "; ".join(problems[:SHOWN]) + (
+            f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+        )
 
 
 NO_REPORT = VLLMReport()
@@ -51,10 +61,16 @@ NO_REPORT = VLLMReport()
 
 def ask_vllm(request: Mapping[str, Any], devices: int, limit_s: float = LIMIT_S) -> VLLMReport:
     """A request has the arguments of ``skyasync.planning.vllm_model.examine``."""
-    program, env = [sys.executable, "-m", "skyasync.planning.vllm_model"], os.environ | ENVIRONMENT
+    program = [sys.executable, "-m", "skyasync.planning.vllm_model"]
+    env = os.environ | ENVIRONMENT
     try:
         ended = subprocess.run(
-            program, input=json.dumps(request), capture_output=True, text=True, env=env, timeout=limit_s
+            program,
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env=env,
+            timeout=limit_s,
         )
     except subprocess.TimeoutExpired:
         return VLLMReport(f"vLLM has not answered within {limit_s:.0f} s")

@@ -1,7 +1,8 @@
-"""The first rows of every source: it is there, it has rows, they have the columns, some prompt is short enough.
+"""The first rows of every source: it is there, it has rows, they have the columns, some prompt is
+short enough.
 
-Invariant: files are read with light libraries and no further than needed; a function of the user's is called once,
-here, and its rows are the run's.
+Invariant: files are read with light libraries and no further than needed; a function of the user's
+is called once, here, and its rows are the run's.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
 
 LOOKED_AT = 3  # rows of a source whose columns are looked at
-PATIENCE_S = 1.0  # for finding a prompt that is short enough; all are tokenised once the processes start anyway
+# for finding a prompt that is short enough; all are tokenised once the processes start anyway
+PATIENCE_S = 1.0
 
 
-def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, evaluate: bool) -> list[Iterator[Prompt]]:
+def check_data(
+    cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, evaluate: bool
+) -> list[Iterator[Prompt]]:
     """Raises ``UserError`` for the first thing that is wrong.
 
     Args:
         known: takes the rows of sources that are functions.
-        train: look at ``data.train_data``; ``evaluate``: at ``data.val_data`` and ``data.val_sets``.
+        train: look at ``data.train_data``; ``evaluate``: at ``data.val_data`` and
+            ``data.val_sets``.
 
     Returns:
         The training prompts, as far as they can be read cheaply.
@@ -51,7 +56,8 @@ def check_data(cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, eva
 
 
 def check_evaluation(cfg: Config) -> None:
-    """Raise ``UserError`` for settings of evaluation that a user has set without any held-out prompts."""
+    """Raise ``UserError`` for settings of evaluation that a user has set without any held-out
+    prompts."""
     trainer = cfg.trainer
     check_metric_name(trainer.ckpt_best_metric, "trainer.ckpt_best_metric")
     if eval_sources(cfg.data):
@@ -72,10 +78,15 @@ def check_evaluation(cfg: Config) -> None:
 
 
 def check_metric_name(name: str, key: str) -> None:
-    """Raise ``UserError`` for a misspelled name of a metric of evaluation; a component may add others."""
+    """Raise ``UserError`` for a misspelled name of a metric of evaluation; a component may add
+    others."""
     if not name.startswith("eval/"):
         return
-    names = [metric.name for metric in METRICS if metric.name.startswith("eval/") and "<" not in metric.name]
+    names = [
+        metric.name
+        for metric in METRICS
+        if metric.name.startswith("eval/") and "<" not in metric.name
+    ]
     if name in names:
         return
     similar = get_close_matches(name, names, n=1, cutoff=0.85)
@@ -84,10 +95,13 @@ def check_metric_name(name: str, key: str) -> None:
 
 
 def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:
-    """Raises ``UserError`` if no training prompt is short enough; stops looking after ``PATIENCE_S``."""
+    """Raises ``UserError`` if no training prompt is short enough; stops looking after
+    ``PATIENCE_S``."""
     from skyasync.rollout.chat import ChatTokenizer
 
-    chat, limit, until = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), cfg.trainer.max_prompt_length, None
+    chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
+    limit = cfg.trainer.max_prompt_length
+    until = None
     shortest = None
     for prompt in chain.from_iterable(prompts):
         until = until or time.monotonic() + PATIENCE_S
@@ -102,7 +116,9 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
         )
 
 
-def _check_source(source: str, cfg: Config, known: dict[str, Iterable[Row]], *, evaluated: bool) -> None:
+def _check_source(
+    source: str, cfg: Config, known: dict[str, Iterable[Row]], *, evaluated: bool
+) -> None:
     first = [as_prompt(index, row, cfg) for index, row in enumerate(first_rows(source, cfg, known))]
     for prompt in first:
         if prompt.env_class != "agent":
@@ -125,10 +141,13 @@ def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> lis
         check_installed(REWARDS, "reasoning_gym")
         from reasoning_gym.factory import DATASETS
 
-        task, tasks = source.removeprefix(TASK_SOURCE), DATASETS.keys() - {"composite"}
+        task = source.removeprefix(TASK_SOURCE)
+        tasks = DATASETS.keys() - {"composite"}
         if task not in tasks:
             raise UserError(unknown("reasoning_gym task", task, tasks))
-        options = {k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS}
+        options = {
+            k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS
+        }
         if options:
             reasoning.make(task, options, seed=0, size=1)
         return []
@@ -141,7 +160,10 @@ def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> lis
         if cfg.data.streaming:  # it is called again for each pass, and its rows may have no end
             known = {source: list(islice(made, LOOKED_AT))}
         else:
-            known[source] = made if isinstance(made, Sized) else list(made)
+            if isinstance(made, Sized):
+                known[source] = made
+            else:
+                known[source] = list(made)
     elif Path(source).suffix not in FILES:
         if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
             rows(source, cfg, is_eval=False)  # raises an error that says what it might be
@@ -153,11 +175,14 @@ def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> lis
 
 
 def _rows(source: str, known: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
-    return known[source] if source in known else _lines(source)
+    if source in known:
+        return known[source]
+    return _lines(source)
 
 
 def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
-    """The prompts of a function's rows, or of a file, which is read lazily; none of other sources."""
+    """The prompts of a function's rows, or of a file, which is read lazily; none of other
+    sources."""
     for index, row in enumerate(_rows(source, known)):
         yield as_prompt(index, row, cfg)
 
@@ -174,7 +199,10 @@ def _lines(source: str) -> Iterator[Row]:
                 yield from batch.to_pylist()
         elif path.suffix == ".jsonl" or path.read_text(encoding="utf-8").lstrip()[:1] != "[":
             with path.open("rb") as file:
-                yield from (parse_line(line, number) for number, line in enumerate(filter(bytes.strip, file)))
+                yield from (
+                    parse_line(line, number)
+                    for number, line in enumerate(filter(bytes.strip, file))
+                )
         else:
             yield from json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are among them

@@ -1,7 +1,8 @@
-"""The user's own parts: they are there, what they need is installed, their methods take what they are called with.
+"""The user's own parts: they are there, what they need is installed, their methods take what they
+are called with.
 
-Agent programs run in processes that hide the secrets of this one: of these only the module is looked for, and it is not
-imported here.
+Agent programs run in processes that hide the secrets of this one: of these only the module is
+looked for, and it is not imported here.
 """
 
 from __future__ import annotations
@@ -40,8 +41,10 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
         check_plan_class(plan)
     check_callbacks(subclasses(RunExtension))
     if ":" in (engine := backend(cfg)):
-        members, defaults = dict(inspect.getmembers_static(ENGINES.find(engine))), vars(InferenceEngine)
-        if missing := [name for name in REQUIRED if members.get(name, defaults[name]) is defaults[name]]:
+        members = dict(inspect.getmembers_static(ENGINES.find(engine)))
+        defaults = vars(InferenceEngine)
+        missing = [name for name in REQUIRED if members.get(name, defaults[name]) is defaults[name]]
+        if missing:
             raise UserError(
                 f"engine {engine!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)"
             )
@@ -55,7 +58,9 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     for name in cfg.trainer.logger:
         check_installed(TRACKERS, name)
         if not _takes(TRACKERS[name], [None]):
-            raise UserError(f"tracker {name!r} must be made from a context: def __init__(self, context)")
+            raise UserError(
+                f"tracker {name!r} must be made from a context: def __init__(self, context)"
+            )
     for name in judges(cfg.environment):
         if ":" not in name:
             check_installed(REWARDS, name)
@@ -73,7 +78,10 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
     if generator.agent_program:
         if generator.agent_program != ONLINE:
             check_module(generator.agent_program, "generator.agent_program")
-        parsers = {"tool_parser": generator.tool_parser, "reasoning_parser": generator.reasoning_parser}
+        parsers = {
+            "tool_parser": generator.tool_parser,
+            "reasoning_parser": generator.reasoning_parser,
+        }
         for key, name in parsers.items():
             if ":" in name and not name.startswith(VLLM):
                 resolve_reference(name, kind=f"generator.{key}")
@@ -81,14 +89,19 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
 
 
 def check_sampler(name: str) -> None:
-    """Raises ``UserError`` unless it is a ``PromptSampler``, and its methods take what the original's take."""
+    """Raises ``UserError`` unless it is a ``PromptSampler``, and its methods take what the
+    original's take."""
     sampler = SAMPLERS.find(name)
     if not isinstance(sampler, type) or not issubclass(sampler, PromptSampler):
-        raise UserError(f"sampler {name!r} must be a subclass of skyasync.data.samplers.PromptSampler")
+        raise UserError(
+            f"sampler {name!r} must be a subclass of skyasync.data.samplers.PromptSampler"
+        )
     for method, original in inspect.getmembers(PromptSampler, inspect.isfunction):
         own = inspect.getattr_static(sampler, method)
         if not _takes(own, inspect.signature(original).parameters):
-            raise UserError(f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}")
+            raise UserError(
+                f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}"
+            )
 
 
 def check_kl_controller(name: str) -> None:
@@ -97,14 +110,20 @@ def check_kl_controller(name: str) -> None:
 
     controller = KL_CONTROLLERS.find(name)
     if not isinstance(controller, type) or not issubclass(controller, KLController):
-        raise UserError(f"KL controller {name!r} must be a subclass of skyasync.algorithms.kl.KLController")
+        raise UserError(
+            f"KL controller {name!r} must be a subclass of skyasync.algorithms.kl.KLController"
+        )
     if not _takes(controller, [None]):
-        raise UserError(f"KL controller {name!r} must be made with a coefficient: def __init__(self, value)")
+        raise UserError(
+            f"KL controller {name!r} must be made with a coefficient: def __init__(self, value)"
+        )
     update = inspect.getattr_static(controller, "update")
     if update is KLController.update:
         raise UserError(f"KL controller {name!r} has no method update(self, kl, samples)")
     if not _takes(update, [None, "kl", "samples"]):
-        raise UserError(f"KL controller {name!r}: update{_parameters(update)} must take (self, kl, samples)")
+        raise UserError(
+            f"KL controller {name!r}: update{_parameters(update)} must take (self, kl, samples)"
+        )
 
 
 def check_environment(name: str) -> None:
@@ -141,28 +160,47 @@ def check_installed(registry: Registry, name: str) -> None:
 
 
 def check_plan_class(plan: object) -> None:
-    """Raises ``UserError`` unless it can be made, and its public methods take what the originals take."""
+    """Raises ``UserError`` unless it can be made, and its public methods take what the originals
+    take."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"a plan must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
         return
     originals = dict(inspect.getmembers(RayPPOTrainer))
     for holder in plan.__mro__:
-        for name, method in vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ():
-            original, what = originals.get(name), f"{holder.__name__}.{name}"
+        for name, method in (
+            vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ()
+        ):
+            original = originals.get(name)
+            what = f"{holder.__name__}.{name}"
             if isinstance(original, property) and not isinstance(method, property):
                 raise UserError(
                     f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
                 )
-            if inspect.isroutine(original) and not callable(getattr(holder, name)) and not name.startswith("__"):
-                raise UserError(f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method")
-            if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(original):
+            if (
+                inspect.isroutine(original)
+                and not callable(getattr(holder, name))
+                and not name.startswith("__")
+            ):
+                raise UserError(
+                    f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method"
+                )
+            if (
+                name.startswith("_")
+                or not inspect.isfunction(method)
+                or not inspect.isfunction(original)
+            ):
                 continue
             if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
-                right = "async def" if inspect.iscoroutinefunction(original) else "def, not async def"
+                if inspect.iscoroutinefunction(original):
+                    right = "async def"
+                else:
+                    right = "def, not async def"
                 raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
             parameters = inspect.signature(original).parameters.values()
-            if not _takes(method, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]):
+            if not _takes(
+                method, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+            ):
                 raise UserError(
                     f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {name}{_parameters(original)}"
                 )
@@ -188,20 +226,28 @@ def checked_callbacks(callbacks: object) -> list[RunExtension]:
         UserError: for what is no sequence of objects, and as ``check_callbacks``.
     """
     if not isinstance(callbacks, Sequence):
-        raise UserError(f"callbacks must be a list of skyasync.TrainerCallback objects; found {callbacks!r}")
+        raise UserError(
+            f"callbacks must be a list of skyasync.TrainerCallback objects; found {callbacks!r}"
+        )
     for callback in callbacks:
         if isinstance(callback, type):
-            raise UserError(f"callback {callback.__name__} is a class: pass an object, {callback.__name__}()")
+            raise UserError(
+                f"callback {callback.__name__} is a class: pass an object, {callback.__name__}()"
+            )
     check_callbacks([type(callback) for callback in callbacks])
     return list(callbacks)
 
 
 def check_callbacks(classes: Iterable[type]) -> None:
     """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
-    hooks = {name: hook for name, hook in inspect.getmembers(TrainerCallback) if name.startswith("on_")}
+    hooks = {
+        name: hook for name, hook in inspect.getmembers(TrainerCallback) if name.startswith("on_")
+    }
     for callback in classes:
         if not issubclass(callback, RunExtension):
-            raise UserError(f"callback {callback.__name__} must be a subclass of skyasync.TrainerCallback")
+            raise UserError(
+                f"callback {callback.__name__} must be a subclass of skyasync.TrainerCallback"
+            )
         for name, method in inspect.getmembers(callback):
             if name.startswith("on_") and name not in hooks:
                 raise UserError(f"callback {callback.__name__}: {unknown('hook', name, hooks)}")

@@ -1,7 +1,9 @@
-"""What is settled and checked before any process starts, in the order that is most useful to a user.
+"""What is settled and checked before any process starts, in the order that is most useful to a
+user.
 
-Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the run's folder is made
-last, and changed only when this process has claimed it. From then on the configuration is read-only.
+Invariant: the first thing that is wrong is raised, in one line, and nothing is left behind: the
+run's folder is made last, and changed only when this process has claimed it. From then on the
+configuration is read-only.
 """
 
 from __future__ import annotations
@@ -43,7 +45,13 @@ from skyasync.inference.remote import check_servers
 from skyasync.inference.settings import engine_config
 from skyasync.models.config import complaints
 from skyasync.observability.jsonl import replace_text
-from skyasync.observability.run_dir import RunDirectory, check_name, default_run_name, lock_run, unlock_run
+from skyasync.observability.run_dir import (
+    RunDirectory,
+    check_name,
+    default_run_name,
+    lock_run,
+    unlock_run,
+)
 from skyasync.other_frameworks import other_frameworks
 from skyasync.preflight.data import check_data, check_lengths
 from skyasync.preflight.model import (
@@ -91,13 +99,18 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     Raises:
         UserError: for the first thing that is wrong.
     """
-    cfg, trainer, is_ours = experiment.cfg, experiment.cfg.trainer, experiment.is_ours
+    cfg = experiment.cfg
+    trainer = experiment.cfg.trainer
+    is_ours = experiment.is_ours
     check_names(cfg)
     for line in config_warnings(cfg):
         print(f"warning: {line}", file=sys.stderr)
     for name, (framework, key) in other_frameworks().variables().items():
         if name in os.environ:
-            print(f"warning: {name}={os.environ[name]} is read only by {framework}: set {key}", file=sys.stderr)
+            print(
+                f"warning: {name}={os.environ[name]} is read only by {framework}: set {key}",
+                file=sys.stderr,
+            )
     settle_references(cfg)
     check_parts(cfg, [PLANS.find(trainer.plan)] if is_ours("get_trainer") else [])
 
@@ -107,7 +120,8 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     refuse_foreign_checkpoints(trainer)
     check_writable("trainer.runs_dir", trainer.runs_dir)
     for key in ("ckpt_path", "export_path", "critic.export_path"):
-        if folder := attrgetter(key)(trainer):
+        folder = attrgetter(key)(trainer)
+        if folder:
             check_writable(f"trainer.{key}", folder)
 
     ray = sys.modules.get("ray")
@@ -122,22 +136,33 @@ def prepare(experiment: Unprepared) -> RunDirectory:
         check_servers(cfg.generator.engines, experiment.engine_config(), folder, backend(cfg))
 
     own_tokenizer = not is_ours("get_tokenizer")
-    train, evaluate = is_ours("get_train_dataset"), is_ours("get_eval_dataset")
+    train = is_ours("get_train_dataset")
+    evaluate = is_ours("get_eval_dataset")
     prompts = check_data(cfg, experiment.data_rows, train=train, evaluate=evaluate)
-    unnamed = [role for role in ROLES.values() if (model := role.own_model(cfg)) is not None and not model.path]
+    unnamed = [
+        role
+        for role in ROLES.values()
+        if (model := role.own_model(cfg)) is not None and not model.path
+    ]
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer)
     if own_cluster:
         check_memory(cfg, this_machine())
     path = trainer.policy.model.path
     if not own_tokenizer and Path(path, "tokenizer.json").is_file():
-        tokenizer = with_template(quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs)
+        tokenizer = with_template(
+            quick_tokenizer(path), cfg.data.chat_template, cfg.data.chat_template_kwargs
+        )
         if cfg.data.apply_chat_template:
             check_template(tokenizer)
         check_lengths(prompts, tokenizer, cfg)
-    resume, checkpoints = Resume.of(trainer), Checkpoints(checkpoints_of(trainer))
-    # The checkpoint is there, not damaged at a glance, and of this run. Those passed over are reported at the load.
+    resume = Resume.of(trainer)
+    checkpoints = Checkpoints(checkpoints_of(trainer))
+    # The checkpoint is there, not damaged at a glance, and of this run. Those passed over are
+    # reported at the load.
     if resume.requested and (checkpoint := choose(resume, checkpoints, skip=lambda *_: None)):
-        refuse_other(checkpoint, "seed", json.loads((checkpoint / STATE).read_text())["seed"], trainer.seed)
+        refuse_other(
+            checkpoint, "seed", json.loads((checkpoint / STATE).read_text())["seed"], trainer.seed
+        )
         check_recorded(checkpoint, cfg)
     if is_ours("get_judges"):
         experiment.judge_keys = check_judges(cfg)
@@ -145,15 +170,20 @@ def prepare(experiment: Unprepared) -> RunDirectory:
     for line in (attempt, settle_resume_mode(trainer)):
         if line:
             print(line)
-    if line := about_recipe(cfg):
+    line = about_recipe(cfg)
+    if line:
         print(f"note: {line}", file=sys.stderr)
     run_dir = None
     try:
-        run_dir = RunDirectory(trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer)))
+        run_dir = RunDirectory(
+            trainer.runs_dir, name, resume=Resume.of(trainer).within(checkpoints_of(trainer))
+        )
         lock_run(run_dir.path)
         run_dir.secrets = Secrets.of(cfg)
         recorded = copy.deepcopy(cfg)
-        for role in unnamed:  # such models are the policy's, also of another one with which the file is used again
+        for role in (
+            unnamed
+        ):  # such models are the policy's, also of another one with which the file is used again
             role.own_model(recorded).path = ""
         replace_text(run_dir.config, dump_config(recorded, secrets=False))
         replace_text(run_dir.origins, json.dumps(origins(cfg), indent=1) + "\n")
@@ -162,13 +192,16 @@ def prepare(experiment: Unprepared) -> RunDirectory:
             run_dir.discard()
             unlock_run(run_dir.path)
         folder = Path(trainer.runs_dir) / name
-        raise UserError(f"the run's folder {folder} cannot be written: {error.strerror or error}") from error
+        raise UserError(
+            f"the run's folder {folder} cannot be written: {error.strerror or error}"
+        ) from error
     freeze(cfg)
     return run_dir
 
 
 def about_recipe(cfg: Config) -> str:
-    """A line about the example's settings that a run takes because it names no model; "" if it names one."""
+    """A line about the example's settings that a run takes because it names no model; "" if it
+    names one."""
     taken = [path for path, origin in origins(cfg).items() if origin == RECIPE]
     if not taken:
         return ""
@@ -184,7 +217,8 @@ def about_recipe(cfg: Config) -> str:
     )
 
 
-# ---------------------------------------------------------------- paths and models as every process finds them
+# ---------------------------------------------------------------- paths and models as every process
+# finds them
 
 
 def settle_references(cfg: Config) -> None:
@@ -193,9 +227,12 @@ def settle_references(cfg: Config) -> None:
     if cfg.generator.agent_func_path:
         other_frameworks().settle_agent_file(cfg)
     for section in (trainer, trainer.critic):
-        section.export_path = section.export_path and str(Path(section.export_path).expanduser().resolve())
+        section.export_path = section.export_path and str(
+            Path(section.export_path).expanduser().resolve()
+        )
     trainer.ckpt_path = trainer.ckpt_path and str(Path(trainer.ckpt_path).expanduser().resolve())
-    if folder := Resume.of(trainer).folder:
+    folder = Resume.of(trainer).folder
+    if folder:
         trainer.resume_mode = str(folder.resolve())
     if cfg.data.chat_template and "{" not in cfg.data.chat_template:
         cfg.data.chat_template = str(Path(cfg.data.chat_template).expanduser().resolve())
@@ -213,12 +250,19 @@ def settle_references(cfg: Config) -> None:
         group, _, name = path.rpartition(".")
         holder = attrgetter(group)(cfg)
         value = vars(holder)[name]
-        whole = [absolute_reference(v) for v in value] if isinstance(value, list) else absolute_reference(value)
+        whole = (
+            [absolute_reference(v) for v in value]
+            if isinstance(value, list)
+            else absolute_reference(value)
+        )
         setattr(holder, name, whole)
 
 
-def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool, weights: bool = True) -> None:
-    """Every role's model is a folder or a hub's name, and fits; where none is named it is the policy's.
+def settle_models(
+    cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool, weights: bool = True
+) -> None:
+    """Every role's model is a folder or a hub's name, and fits; where none is named it is the
+    policy's.
 
     Args:
         roles: the roles of the run, whose models are looked at.
@@ -235,10 +279,14 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool, we
         model = role.own_model(cfg)
         if model is None:
             continue
-        named, key = model.path, f"{role.section}.model.path"
+        named = model.path
+        key = f"{role.section}.model.path"
         if not named and key in role.enabled_by:
             continue  # there is none
-        model.path = model_path(named, key) if named else model_path(role.model(cfg).path)
+        if named:
+            model.path = model_path(named, key)
+        else:
+            model.path = model_path(role.model(cfg).path)
         if role not in roles:
             continue
         own = named or role.name == POLICY
@@ -249,14 +297,19 @@ def settle_models(cfg: Config, roles: Sequence[Role], *, own_tokenizer: bool, we
                 check_parallel(cfg.trainer.parallel, model.path, key)
             if role.name == POLICY:
                 check_routers(cfg.trainer.policy.router_replay, model.path, key)
-        if wrong := next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), ""):
+        wrong = next(complaints(model.path, model.config_kwargs, f"{role.section}.model"), "")
+        if wrong:
             raise UserError(wrong)
         if role.name == POLICY and cfg.trainer.policy.freeze:
             from skyasync.models.freezing import check_frozen  # torch and transformers
 
             check_frozen(model.path, model.config_kwargs, cfg.trainer.policy.freeze)
         lora = cfg.trainer.policy.lora
-        if role.name == POLICY and lora.rank and [*lora.target_modules, *lora.exclude_modules] != ["all-linear"]:
+        if (
+            role.name == POLICY
+            and lora.rank
+            and [*lora.target_modules, *lora.exclude_modules] != ["all-linear"]
+        ):
             from skyasync.models.lora import check_targets  # as above
 
             check_targets(model.path, model.config_kwargs, lora)
@@ -289,12 +342,14 @@ def check_writable(key: str, folder: str) -> None:
 
 
 def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
-    """Ranks and engines of a cluster that is started here, without GPUs, are processes that share the cores.
+    """Ranks and engines of a cluster that is started here, without GPUs, are processes that share
+    the cores.
 
     Raises:
         UserError: if they are more than this machine could reasonably run.
     """
-    slots, cores = plan_slots(cfg, gpus=False, roles=roles), os.cpu_count() or 1
+    slots = plan_slots(cfg, gpus=False, roles=roles)
+    cores = os.cpu_count() or 1
     if len(slots.bundles) <= PROCESSES_PER_CORE * cores:
         return
     counts = ", ".join(f"{name} {len(bundles)}" for name, bundles in slots.of.items() if bundles)
@@ -307,16 +362,22 @@ def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
 
 
 def check_judges(cfg: Config) -> dict[str, str]:
-    """The keys of the judges' servers, by the judges' names; each server has answered one short question.
+    """The keys of the judges' servers, by the judges' names; each server has answered one short
+    question.
 
     Raises:
-        UserError: for the first judge whose key is missing, or whose server cannot be reached or refuses.
+        UserError: for the first judge whose key is missing, or whose server cannot be reached or
+            refuses.
     """
-    judges = {name: judge for name, judge in judges_of(cfg.environment.judges).items() if judge.base_url}
+    judges = {
+        name: judge for name, judge in judges_of(cfg.environment.judges).items() if judge.base_url
+    }
     keys = {name: key_of(name, judge) for name, judge in judges.items()}
 
     async def probe() -> None:
-        await asyncio.gather(*(ChatServer(name, judge, keys[name]).probe() for name, judge in judges.items()))
+        await asyncio.gather(
+            *(ChatServer(name, judge, keys[name]).probe() for name, judge in judges.items())
+        )
 
     if judges:
         with ThreadPoolExecutor(1) as thread:  # an event loop may run in this one (a notebook)

@@ -1,9 +1,11 @@
-"""Reward functions by name: a registered one, ``module:function``, ``path/to/file.py:function``, or a server's address.
+"""Reward functions by name: a registered one, ``module:function``, ``path/to/file.py:function``, or
+a server's address.
 
-A reward function is called with keyword arguments of which it takes the ones it names (all, with ``**extra``):
-``prompt`` (the last message's text), ``response`` (what the model wrote), ``label`` (the row's), ``messages`` (the
-whole conversation), and every other column of the row. It returns what ``as_score`` accepts. It may be ``async``.
-Functions with other frameworks' signatures are called as they are there (``skyasync.rewards.signature``).
+A reward function is called with keyword arguments of which it takes the ones it names (all, with
+``**extra``): ``prompt`` (the last message's text), ``response`` (what the model wrote), ``label``
+(the row's), ``messages`` (the whole conversation), and every other column of the row. It returns
+what ``as_score`` accepts. It may be ``async``. Functions with other frameworks' signatures are
+called as they are there (``skyasync.rewards.signature``).
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ class Capabilities:
     Args:
         quick: it returns at once whatever the response is: it is called directly, without a limit.
         load: called in the process of the function, before its first call and outside of its limit.
-        check: called with what is known of every row of the function, before the run. It raises ``UserError`` for a row
-            that cannot be rewarded.
+        check: called with what is known of every row of the function, before the run. It raises
+            ``UserError`` for a row that cannot be rewarded.
     """
 
     quick: bool = False
@@ -64,7 +66,8 @@ def capabilities_of(function: Callable[..., Any]) -> Capabilities:
 
 
 def quick(function: F) -> F:
-    """Mark a function that returns at once whatever the response is: it is called directly, without a limit."""
+    """Mark a function that returns at once whatever the response is: it is called directly, without
+    a limit."""
     return Capabilities(quick=True)(function)
 
 

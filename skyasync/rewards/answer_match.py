@@ -1,7 +1,9 @@
-"""Rewards that compare the response's answer with the right one: as text, as a number or letter, as mathematics.
+"""Rewards that compare the response's answer with the right one: as text, as a number or letter, as
+mathematics.
 
-All but ``math_verify`` return at once. That library's own time limits are signals, which work in a main thread only and
-cannot stop a computation inside one big number. It is called without them, in a process with a time limit.
+All but ``math_verify`` return at once. That library's own time limits are signals, which work in a
+main thread only and cannot stop a computation inside one big number. It is called without them, in
+a process with a time limit.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from skyasync.rewards import REWARDS, Capabilities, quick
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(
     r"\\boxed\{\s*(?:\\(?:text|math)[a-z]*\{)?\(?([A-Za-z])\)?\s*\}"
-    r"|[Aa]nswer\**(?:\s+is|\s*:)[\s:*$]*\(?([A-Zb-z]|a(?! +\w))\b"  # "the answer is a city" has an article
+    # "the answer is a city" has an article
+    r"|[Aa]nswer\**(?:\s+is|\s*:)[\s:*$]*\(?([A-Zb-z]|a(?! +\w))\b"
 )
 _ONLY = re.compile(r"^\W*([A-Za-z])()\W*$")
 _NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
@@ -26,9 +29,12 @@ _DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # of mathematics
 
 
 def final_number(text: str) -> str | None:
-    """The last number that follows ``####``, without thousands separators; None if there is none."""
+    """The last number that follows ``####``, without thousands separators; None if there is
+    none."""
     numbers = FINAL_NUMBER.findall(text)
-    return numbers[-1].replace(",", "") if numbers else None
+    if numbers:
+        return numbers[-1].replace(",", "")
+    return None
 
 
 @REWARDS.register("exact_match")
@@ -41,7 +47,8 @@ def exact_match(response: str, label: object) -> float:
 @REWARDS.register("gsm8k")
 @quick
 def gsm8k(response: str, label: object) -> float:
-    """1 if the last number behind ``####`` is the label, or the one behind ``####`` in the label."""
+    """1 if the last number behind ``####`` is the label, or the one behind ``####`` in the
+    label."""
     truth = str(_known(label, "gsm8k"))
     return float(final_number(response) == (final_number(truth) or truth.strip().replace(",", "")))
 
@@ -50,7 +57,10 @@ def gsm8k(response: str, label: object) -> float:
 @quick
 def gsm8k_format(response: str) -> float:
     """1 if the response ends with ``####`` and a number, and has no other ``####``."""
-    return float(response.count("####") == 1 and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :])))
+    return float(
+        response.count("####") == 1
+        and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :]))
+    )
 
 
 @REWARDS.register("multiple_choice")
@@ -58,8 +68,8 @@ def gsm8k_format(response: str) -> float:
 def multiple_choice(response: str, label: object) -> float:
     """1 if the last letter that the response gives as its choice is the label.
 
-    Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line; not the article in
-    ``answer is a city``.
+    Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line;
+    not the article in ``answer is a city``.
     """
     truth = str(_known(label, "multiple_choice")).strip().strip("()").upper()
     last = response.strip().splitlines()[-1] if response.strip() else ""
@@ -76,7 +86,9 @@ def zero() -> float:
 
 def _known(label: object, function: str) -> object:
     if label is None:
-        raise UserError(f"reward function {function} needs the right answer, and the row has none: set data.label_key")
+        raise UserError(
+            f"reward function {function} needs the right answer, and the row has none: set data.label_key"
+        )
     return label
 
 
@@ -101,13 +113,17 @@ def math_verify(response: str, label: object) -> float:
     if not any(mark in truth for mark in _DELIMITERS):
         truth = f"${truth}$"  # a label without any mark is the expression itself
     if label is None or not _expressions(truth):
-        raise UserError(f"reward function math_verify finds no mathematical expression in the label {label!r}")
+        raise UserError(
+            f"reward function math_verify finds no mathematical expression in the label {label!r}"
+        )
     return _equal(response, truth)
 
 
 @lru_cache(maxsize=4096)  # the samples of a group share the label, and often the answer
 def _equal(response: str, truth: str) -> float:
-    return float(_library().verify(_expressions(truth), _expressions(response), timeout_seconds=None))
+    return float(
+        _library().verify(_expressions(truth), _expressions(response), timeout_seconds=None)
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -117,11 +133,13 @@ def _expressions(text: str) -> list[Any]:
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, braces inside it included; None if there is none."""
+    r"""What stands in the last ``\boxed{...}``, braces inside it included; None if there is
+    none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
-    depth, begin = 0, start + len("\\boxed{")
+    depth = 0
+    begin = start + len("\\boxed{")
     for place in range(begin - 1, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if not depth:

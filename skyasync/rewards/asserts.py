@@ -1,12 +1,13 @@
 """``assert`` tests, split so that the code under test never meets what is expected of it.
 
-Invariant: what is sent to the code's process is calls of its own names with their arguments, and the statements that
-make those. The rest, in which each such call has become a value, runs in a process that has never run the code.
+Invariant: what is sent to the code's process is calls of its own names with their arguments, and
+the statements that make those. The rest, in which each such call has become a value, runs in a
+process that has never run the code.
 
-Of ``assert sorted(f([2, 1])) == [1, 2]`` the first process gets ``f([2, 1])``, and the second ``assert
-__equal__(sorted(__values__[0]), [1, 2])``. A name of a module that the test forgot to import (``math.isclose(f(1),
-0.5)``) is imported by the second process. A test that needs a library which that process does not import is rejected:
-the code could put another one in its place.
+Of ``assert sorted(f([2, 1])) == [1, 2]`` the first process gets ``f([2, 1])``, and the second
+``assert __equal__(sorted(__values__[0]), [1, 2])``. A name of a module that the test forgot to
+import (``math.isclose(f(1), 0.5)``) is imported by the second process. A test that needs a library
+which that process does not import is rejected: the code could put another one in its place.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ from skyasync.rewards.sandbox_program import CONTAINS, EQUAL, VALUES
 _OPERATIONS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp)
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr, ast.FormattedValue)
 _THROUGH = (*_OPERATIONS, *_DISPLAYS, ast.keyword, ast.Slice)
-_PLAIN_METHODS = {name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)}
-_RUN_TEXT = {"eval", "exec", "compile", "open", "__import__"}  # what the code returns must not be run by the check
+_PLAIN_METHODS = {
+    name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)
+}
+_RUN_TEXT = {
+    "eval",
+    "exec",
+    "compile",
+    "open",
+    "__import__",
+}  # what the code returns must not be run by the check
 _NUMBERS = {"cmath", "decimal", "fractions", "math", "numpy", "random", "statistics"}
 _CONTAINERS = {"bisect", "collections", "copy", "functools", "heapq", "itertools", "operator"}
 _BYTES = {"array", "base64", "binascii", "hashlib", "struct", "zlib"}
@@ -40,23 +49,69 @@ _MODULES = _NUMBERS | _CONTAINERS | _BYTES | _TEXT | _DATES | {"ipaddress", "typ
 _IMPORTS = {
     **{module: f"import {module}" for module in _MODULES},
     "np": "import numpy as np",
-    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque"), "from collections import {}"),
+    **dict.fromkeys(
+        ("Counter", "OrderedDict", "defaultdict", "deque"), "from collections import {}"
+    ),
     "Decimal": "from decimal import {}",
     "Fraction": "from fractions import {}",
     **dict.fromkeys(("date", "timedelta"), "from datetime import {}"),
     **dict.fromkeys(
-        ("ceil", "comb", "factorial", "floor", "gcd", "inf", "isclose", "nan", "pi", "sqrt"), "from math import {}"
+        ("ceil", "comb", "factorial", "floor", "gcd", "inf", "isclose", "nan", "pi", "sqrt"),
+        "from math import {}",
     ),
     **dict.fromkeys(("allclose", "array", "array_equal"), "from numpy import {}"),
 }
-_IN_DATETIME = {"MAXYEAR", "MINYEAR", "UTC", "date", "datetime", "time", "timedelta", "timezone", "tzinfo"}
+_IN_DATETIME = {
+    "MAXYEAR",
+    "MINYEAR",
+    "UTC",
+    "date",
+    "datetime",
+    "time",
+    "timedelta",
+    "timezone",
+    "tzinfo",
+}
 #: Names of libraries, and of what tests use of them, that the check does not import.
-_LIBRARIES = {"jax", "jnp", "networkx", "nx", "pandas", "pd", "pl", "polars", "pytest", "scipy", "sklearn", "sympy"}
+_LIBRARIES = {
+    "jax",
+    "jnp",
+    "networkx",
+    "nx",
+    "pandas",
+    "pd",
+    "pl",
+    "polars",
+    "pytest",
+    "scipy",
+    "sklearn",
+    "sympy",
+}
 _LIBRARIES |= {"tensorflow", "tf", "torch", "DataFrame", "Series", "approx", "tensor"}
-_CODE_MODULES = {"__main__", "answer", "candidate", "main", "solution", "submission"}  # that stand for the code
-_COMPARING = re.compile("almost|approx|close|equal|identical|same", re.IGNORECASE)  # names of functions
+_CODE_MODULES = {
+    "__main__",
+    "answer",
+    "candidate",
+    "main",
+    "solution",
+    "submission",
+}  # that stand for the code
+_COMPARING = re.compile(
+    "almost|approx|close|equal|identical|same", re.IGNORECASE
+)  # names of functions
 _OF_FUNCTIONS = {"accumulate", "cmp_to_key", "groupby", "partial", "starmap", "vectorize"}
-_OF_FUNCTIONS |= {"map", "filter", "reduce", "sorted", "max", "min", "isinstance", "issubclass", "callable", "hasattr"}
+_OF_FUNCTIONS |= {
+    "map",
+    "filter",
+    "reduce",
+    "sorted",
+    "max",
+    "min",
+    "isinstance",
+    "issubclass",
+    "callable",
+    "hasattr",
+}
 #: Methods of text and sets that decide a test.
 _DECIDING_METHODS = {
     "__contains__",
@@ -77,7 +132,8 @@ class Split:
     Args:
         steps: for the code's process, ``("value", expression)`` or ``("do", statement)``.
         check: what is then run with the values.
-        literal: what the only value must be equal to, which needs no ``check``; ``...`` for any other test.
+        literal: what the only value must be equal to, which needs no ``check``; ``...`` for any
+            other test.
     """
 
     steps: list[tuple[str, str]]
@@ -86,7 +142,8 @@ class Split:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ``literal`` is compared without hashing: equal hashes, which a response can choose, take for ever."""
+        """Whether ``literal`` is compared without hashing: equal hashes, which a response can
+        choose, take for ever."""
         parts = [self.literal]
         while parts:
             part = parts.pop()
@@ -98,7 +155,8 @@ class Split:
 
 
 def split(test: str) -> Split:
-    """A test of one or more ``assert`` statements, with imports, assignments and calls between them.
+    """A test of one or more ``assert`` statements, with imports, assignments and calls between
+    them.
 
     Raises:
         UserError: for one that cannot be split.
@@ -120,7 +178,8 @@ class _Splitter(ast.NodeTransformer):
 
     def __init__(self, test: str, shared: set[str]) -> None:
         self.needed: set[str] = set()
-        self._test, self._shared = test, shared
+        self._test = test
+        self._shared = shared
         self._constants: set[str] = set()
         self._variables: set[str] = set()
         self._known = set(dir(builtins)) - _RUN_TEXT  # names that mean the same in both processes
@@ -145,15 +204,16 @@ class _Splitter(ast.NodeTransformer):
         check = ast.unparse(ast.fix_missing_locations(ast.Module([*imports, *self._check], [])))
         literal: object = ...
         match self._check:
-            case [ast.Assert(ast.Call(ast.Name(call), [ast.Subscript(ast.Name(name)), target]))] if (
-                call == EQUAL and name == VALUES
-            ):
+            case [
+                ast.Assert(ast.Call(ast.Name(call), [ast.Subscript(ast.Name(name)), target]))
+            ] if call == EQUAL and name == VALUES:
                 with contextlib.suppress(ValueError, TypeError, RecursionError, MemoryError):
                     literal = ast.literal_eval(target)
         return Split(self._steps, check, literal)
 
     def _find_imports(self, body: list[ast.stmt]) -> None:
-        """Decide which names without an import are modules' and libraries': none if no other name is left for the code.
+        """Decide which names without an import are modules' and libraries': none if no other name
+        is left for the code.
 
         (Code may be asked for a function ``gcd``, or a class ``Counter``.)
         """
@@ -173,7 +233,8 @@ class _Splitter(ast.NodeTransformer):
             source = _IMPORTS[name].format(name)
             members = {node.attr for node in attributes if _name(node.value) == name}
             if name == "datetime" and not members & _IN_DATETIME:
-                source = "from datetime import datetime"  # the class, which is called or has other attributes
+                # the class, which is called or has other attributes
+                source = "from datetime import datetime"
             self._added_imports[name] = ast.parse(source).body[0]
         self._known |= modules
         self._imported |= libraries
@@ -185,7 +246,9 @@ class _Splitter(ast.NodeTransformer):
             case ast.Assert(test):
                 if not self._foreign(test):  # the code's function has a built-in one's name
                     calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
-                    self._known -= {function.id for function in calls if isinstance(function, ast.Name)}
+                    self._known -= {
+                        function.id for function in calls if isinstance(function, ast.Name)
+                    }
                 for decision in _decisions(test):
                     self._check_decision(decision)
                 for comparison in _comparisons(test):
@@ -193,18 +256,22 @@ class _Splitter(ast.NodeTransformer):
                 expression = self.visit(test)
                 assert isinstance(expression, ast.expr)
                 self._check.append(ast.Assert(_Strict().visit(expression)))
-            case ast.Assign([ast.Name(name)], value) if not self._foreign(value) and name not in self._shared:
+            case ast.Assign([ast.Name(name)], value) if (
+                not self._foreign(value) and name not in self._shared
+            ):
                 self._constants.add(name)
                 self._known.add(name)
                 self._check.append(statement)
-            case ast.Assign([ast.Name(name)]) | ast.AugAssign(ast.Name(name)) if name in self._shared or self._foreign(
-                statement
+            case ast.Assign([ast.Name(name)]) | ast.AugAssign(ast.Name(name)) if (
+                name in self._shared or self._foreign(statement)
             ):
                 self._known.discard(name)  # the code may change it
                 is_library = self._foreign(statement.value) and not self._is_code(statement.value)
                 (self._imported if is_library else self._variables).add(name)
                 self._send("do", statement)
-            case ast.Expr(ast.Call(function) as value) if self._foreign(value) and _name(function).startswith("assert"):
+            case ast.Expr(ast.Call(function) as value) if self._foreign(value) and _name(
+                function
+            ).startswith("assert"):
                 if self._foreign(function):
                     raise self._undecided(value)
                 self._check.append(ast.Expr(self.generic_visit(value)))  # type: ignore[arg-type]
@@ -238,7 +305,8 @@ class _Splitter(ast.NodeTransformer):
             self._imported |= names
 
     def _check_decision(self, decision: ast.expr) -> None:
-        """Reject a call whose result is the test's if it is a library's, or compares the code's value with another."""
+        """Reject a call whose result is the test's if it is a library's, or compares the code's
+        value with another."""
         if not isinstance(decision, ast.Call):
             return
         function = decision.func
@@ -249,7 +317,11 @@ class _Splitter(ast.NodeTransformer):
         if _root(function) in self._imported and any(map(self._foreign, arguments)):
             raise self._undecided(decision)
         is_comparing = self._foreign(function) and _COMPARING.search(_name(function))
-        if is_comparing and any(map(self._is_result, compared)) and not all(map(self._is_code, compared)):
+        if (
+            is_comparing
+            and any(map(self._is_result, compared))
+            and not all(map(self._is_code, compared))
+        ):
             raise self._undecided(decision)
 
     def _is_code(self, node: ast.AST) -> bool:
@@ -258,7 +330,9 @@ class _Splitter(ast.NodeTransformer):
 
     def _is_result(self, node: ast.AST) -> bool:
         """Whether it holds what a call of the code returned."""
-        calls = any(isinstance(each, ast.Call) and self._is_code(each.func) for each in ast.walk(node))
+        calls = any(
+            isinstance(each, ast.Call) and self._is_code(each.func) for each in ast.walk(node)
+        )
         return calls or not self._variables.isdisjoint(_names(node))
 
     def _check_comparison(self, comparison: ast.Compare) -> None:
@@ -267,7 +341,11 @@ class _Splitter(ast.NodeTransformer):
         if not all(map(self._foreign, operands)):
             return
         for operand in operands:
-            calls = [node for node in ast.walk(operand) if isinstance(node, ast.Call) and self._foreign(node.func)]
+            calls = [
+                node
+                for node in ast.walk(operand)
+                if isinstance(node, ast.Call) and self._foreign(node.func)
+            ]
             if calls and all(self._makes_constant(call) for call in calls):
                 raise self._undecided(operand)
 
@@ -281,15 +359,24 @@ class _Splitter(ast.NodeTransformer):
         """The node with a value in the place of each expression that is sent."""
         if not self._foreign(node):
             return node
-        if isinstance(node, ast.Call | ast.Attribute | ast.Subscript) and self._belongs_to_check(node):
+        if isinstance(node, ast.Call | ast.Attribute | ast.Subscript) and self._belongs_to_check(
+            node
+        ):
             return self.generic_visit(node)
         match node:
-            case ast.Call(ast.Attribute(ast.Call(function), name)) | ast.Attribute(ast.Call(function), name) if (
+            case ast.Call(ast.Attribute(ast.Call(function), name)) | ast.Attribute(
+                ast.Call(function), name
+            ) if (
                 name in _PLAIN_METHODS and not _name(function)[:1].isupper()
             ):  # a method of what the code returns, unless it is called like a class
                 return self.generic_visit(node)
-            case ast.Call(ast.Attribute(value, name)) if name in _DECIDING_METHODS and self._is_result(value):
-                return ast.Call(ast.Attribute(self._value(value), name, ast.Load()), *self._visit_arguments(node))
+            case ast.Call(ast.Attribute(value, name)) if (
+                name in _DECIDING_METHODS and self._is_result(value)
+            ):
+                return ast.Call(
+                    ast.Attribute(self._value(value), name, ast.Load()),
+                    *self._visit_arguments(node),
+                )
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 return self._loop(node)
             case _ if isinstance(node, _THROUGH):
@@ -304,17 +391,22 @@ class _Splitter(ast.NodeTransformer):
         return arguments, keywords
 
     def _belongs_to_check(self, node: ast.expr) -> bool:
-        """Whether a call, attribute or item begins with a known name or an operation, so that the check finds it."""
+        """Whether a call, attribute or item begins with a known name or an operation, so that the
+        check finds it."""
         while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
             if isinstance(node, ast.Call) and self._is_given_a_function(node):
                 return False
-            node = node.func if isinstance(node, ast.Call) else node.value
+            if isinstance(node, ast.Call):
+                node = node.func
+            else:
+                node = node.value
         if isinstance(node, ast.Name):
             return node.id in self._known
         return isinstance(node, (ast.Constant, *_OPERATIONS, *_DISPLAYS))
 
     def _is_given_a_function(self, call: ast.Call) -> bool:
-        """Whether the code's function itself is an argument, as of ``map``, or a function that calls it."""
+        """Whether the code's function itself is an argument, as of ``map``, or a function that
+        calls it."""
         arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
         return _name(call.func) in _OF_FUNCTIONS and any(
             (isinstance(each, ast.Name) and each.id not in self._known | self._variables)
@@ -325,14 +417,24 @@ class _Splitter(ast.NodeTransformer):
     def _loop(self, loop: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:
         """A loop over what the code returns, or over calls of the code that need nothing else."""
         first = loop.generators[0]
-        outer, first.iter = first.iter, ast.Constant(None)
+        outer = first.iter
+        first.iter = ast.Constant(None)
         inside = self._foreign(loop)
         first.iter = outer
         if not inside:
             first.iter = self.visit(outer)  # type: ignore[assignment]
             return loop
-        calls = isinstance(loop.elt, ast.Call) and self._foreign(loop.elt.func) and not self._foreign(outer)
-        if not calls or len(loop.generators) > 1 or first.ifs or not isinstance(first.target, ast.Name):
+        calls = (
+            isinstance(loop.elt, ast.Call)
+            and self._foreign(loop.elt.func)
+            and not self._foreign(outer)
+        )
+        if (
+            not calls
+            or len(loop.generators) > 1
+            or first.ifs
+            or not isinstance(first.target, ast.Name)
+        ):
             raise self.refused(
                 "compares in a loop, so expected and actual values cannot be separated: write an assert "
                 "statement for each item"
@@ -345,17 +447,22 @@ class _Splitter(ast.NodeTransformer):
             raise self._undecided(node)
         self._send("value", node)
         self._values += 1
-        return ast.Subscript(ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load())
+        return ast.Subscript(
+            ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load()
+        )
 
     def _is_applied_to_code(self, node: ast.expr) -> bool:
-        """Whether a library's functions get what the code returns, and nothing that may be expected of it."""
+        """Whether a library's functions get what the code returns, and nothing that may be expected
+        of it."""
         pending: list[ast.AST] = [node]
         is_applied = False
         while pending:
             part = pending.pop()
             if isinstance(part, ast.Constant):
                 return False
-            is_call = isinstance(part, ast.Call | ast.Name) and isinstance(getattr(part, "ctx", ast.Load()), ast.Load)
+            is_call = isinstance(part, ast.Call | ast.Name) and isinstance(
+                getattr(part, "ctx", ast.Load()), ast.Load
+            )
             if is_call and self._foreign(part) and _root(part) not in self._imported | self._known:
                 is_applied = True
                 continue
@@ -367,7 +474,9 @@ class _Splitter(ast.NodeTransformer):
         for each in ast.walk(node):
             if isinstance(each, ast.Compare) and self._foreign(each, bound):
                 raise self._undecided(each)
-        self.needed |= {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} & self._constants
+        self.needed |= {
+            each.id for each in ast.walk(node) if isinstance(each, ast.Name)
+        } & self._constants
         self._steps.append((kind, ast.unparse(node)))
 
     def _foreign(self, node: ast.AST, bound: Collection[str] = ()) -> bool:
@@ -386,13 +495,16 @@ class _Splitter(ast.NodeTransformer):
 
 
 class _Strict(ast.NodeTransformer):
-    """Comparisons of the check as calls of ``sandbox_program.equal`` and ``contains``: a truth value is no number."""
+    """Comparisons of the check as calls of ``sandbox_program.equal`` and ``contains``: a truth
+    value is no number."""
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
         operands = [self.visit(operand) for operand in (node.left, *node.comparators)]
         pairs = zip(operands, node.ops, operands[1:], strict=False)
         comparisons = [self._comparison(left, operation, right) for left, operation, right in pairs]
-        return comparisons[0] if len(comparisons) == 1 else ast.BoolOp(ast.And(), comparisons)
+        if len(comparisons) == 1:
+            return comparisons[0]
+        return ast.BoolOp(ast.And(), comparisons)
 
     @staticmethod
     def _comparison(left: ast.expr, operation: ast.cmpop, right: ast.expr) -> ast.expr:
@@ -402,17 +514,22 @@ class _Strict(ast.NodeTransformer):
         if type(operation) not in calls:
             return ast.Compare(left, [operation], [right])
         call = ast.Call(ast.Name(calls[type(operation)], ast.Load()), [left, right], [])
-        return ast.UnaryOp(ast.Not(), call) if isinstance(operation, ast.NotEq | ast.NotIn) else call
+        if isinstance(operation, ast.NotEq | ast.NotIn):
+            return ast.UnaryOp(ast.Not(), call)
+        return call
 
 
 def _comparisons(test: ast.expr) -> Iterator[ast.Compare]:
-    """The comparisons of a test, but for those in functions and loops, whose variables have no value outside."""
+    """The comparisons of a test, but for those in functions and loops, whose variables have no
+    value outside."""
     pending: list[ast.AST] = [test]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Compare):
             yield node
-        if not isinstance(node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp):
+        if not isinstance(
+            node, ast.Lambda | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+        ):
             pending += ast.iter_child_nodes(node)
 
 
@@ -458,7 +575,11 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    stored = {each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)}
+    stored = {
+        each.id
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    }
     return stored | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
 
 
@@ -470,4 +591,6 @@ def _name(function: ast.expr) -> str:
 
 
 def _shown(text: str) -> str:
-    return repr(text) if len(text) <= 80 else f"{text[:77]!r}..."
+    if len(text) <= 80:
+        return repr(text)
+    return f"{text[:77]!r}..."

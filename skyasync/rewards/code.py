@@ -1,8 +1,8 @@
 """Code that a model wrote, rewarded by tests that it does not see.
 
-Invariant: the code runs in ``sandbox`` alone, never here. What a test expects is compared here, with plain data, never
-where the code runs. A response that hangs, fills its memory, writes invalid output or reaches for anything outside
-fails its tests, and changes nothing else.
+Invariant: the code runs in ``sandbox`` alone, never here. What a test expects is compared here,
+with plain data, never where the code runs. A response that hangs, fills its memory, writes invalid
+output or reaches for anything outside fails its tests, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from skyasync.rewards import REWARDS, Capabilities, sandbox
 from skyasync.rewards.asserts import Split, split
 from skyasync.rewards.sandbox_program import equal, plain
 
-SECONDS = 6.0  # for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends it
+# for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends
+# it
+SECONDS = 6.0
 SECONDS_PER_TEST = 2.0
 _PYTHON = ("python", "py", "python3", "py3")  # tags of a code block
 
@@ -37,23 +39,30 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
 
     Args:
         label: the tests, as a mapping or its JSON, in one of the forms of the field's datasets:
-            ``{"inputs": [...], "outputs": [...]}``, what a program reads and must print; with ``"fn_name"`` what a
-            function (or a method of ``Solution``) is given and must return; or a list of ``assert`` statements.
+            ``{"inputs": [...], "outputs": [...]}``, what a program reads and must print; with
+            ``"fn_name"`` what a function (or a method of ``Solution``) is given and must return; or
+            a list of ``assert`` statements.
         code_sandbox: where the code runs, ``environment.code_sandbox``.
 
     Raises:
         UserError: for a label that is none of these.
         TransientError: if the sandbox fails, whatever the code is.
     """
-    tests, started = tests_of(label), time.monotonic()
+    tests = tests_of(label)
+    started = time.monotonic()
     expected = [target for _, target in tests]
-    requests, sizes = [request for request, _ in tests], [8 * len(repr(target)) for target in expected]
-    answers = sandbox.run(code_sandbox, code_of(response), requests, sizes, SECONDS, SECONDS_PER_TEST)
+    requests = [request for request, _ in tests]
+    sizes = [8 * len(repr(target)) for target in expected]
+    answers = sandbox.run(
+        code_sandbox, code_of(response), requests, sizes, SECONDS, SECONDS_PER_TEST
+    )
     passed = [right(answer, target) for answer, target in zip(answers, expected, strict=False)]
     checks = [
         (number, {"check": target.check, "values": answers[number]["values"]})
         for number, target in enumerate(expected[: len(answers)])
-        if isinstance(target, Split) and not target.is_plain and isinstance(answers[number].get("values"), list)
+        if isinstance(target, Split)
+        and not target.is_plain
+        and isinstance(answers[number].get("values"), list)
     ]
     if checks:  # in a process that has not run the code
         left = max(1.0, SECONDS - (time.monotonic() - started))
@@ -62,11 +71,16 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
         for (number, _), result in zip(checks, results, strict=False):
             passed[number] = result.get("passed") is True
     share = sum(passed) / len(tests)
-    return {"reward": float(share == 1.0), "passed": share, "ended": float(len(answers) < len(tests))}
+    return {
+        "reward": float(share == 1.0),
+        "passed": share,
+        "ended": float(len(answers) < len(tests)),
+    }
 
 
 def code_of(response: str) -> str:
-    """The last block between three backticks that is tagged as Python, or else has no tag; or all of the response."""
+    """The last block between three backticks that is tagged as Python, or else has no tag; or all
+    of the response."""
     blocks: dict[str, str] = {}
     tag: str | None = None  # of the block that the line is in
     lines: list[str] = []
@@ -74,7 +88,8 @@ def code_of(response: str) -> str:
         before, fence, word = line.rpartition("```")
         word = word.strip().lower()
         if fence and (word in _PYTHON or (tag is None and "```" not in before and " " not in word)):
-            tag, lines = "python" if word in _PYTHON else word, []
+            tag = "python" if word in _PYTHON else word
+            lines = []
         elif fence and not word and tag is not None:
             blocks[tag] = "\n".join([*lines, before.rstrip("`")])
             tag = None
@@ -100,11 +115,16 @@ def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
                     if not name:
                         pairs.append(({"stdin": _text(given)}, _text(target)))
                     elif isinstance(name, str):
-                        pairs.append(({"call": name, "arguments": _plain(_arguments(given))}, _plain(target)))
+                        pairs.append(
+                            ({"call": name, "arguments": _plain(_arguments(given))}, _plain(target))
+                        )
             case list() if all(isinstance(line, str) for line in tests):
                 pairs = [({"steps": each.steps}, each) for each in map(split, tests)]
     except (ValueError, TypeError, RecursionError) as error:
-        whose = tests.get("fn_name") if isinstance(tests, dict) else None
+        if isinstance(tests, dict):
+            whose = tests.get("fn_name")
+        else:
+            whose = None
         raise UserError(
             f"reward function code_tests: the tests of {whose or 'a program'} are not JSON: {error}"
         ) from error
@@ -138,7 +158,9 @@ def _arguments(given: object) -> list[Any]:
     """Arguments: a list of them, or one JSON value per line, as LiveCodeBench has them."""
     if isinstance(given, str):
         return [json.loads(line) for line in given.split("\n") if line.strip()]
-    return list(given) if isinstance(given, list | tuple) else [given]
+    if isinstance(given, list | tuple):
+        return list(given)
+    return [given]
 
 
 def _plain(given: object) -> object:
@@ -149,7 +171,9 @@ def _plain(given: object) -> object:
 
 
 def _text(given: object) -> str:
-    return "\n".join(map(str, given)) if isinstance(given, list | tuple) else str(given)
+    if isinstance(given, list | tuple):
+        return "\n".join(map(str, given))
+    return str(given)
 
 
 def _lines(text: str) -> list[str]:

@@ -1,16 +1,16 @@
 """Rewards for following instructions that a program can verify.
 
-The instructions have the names and arguments of IFEval (Zhou et al. 2023, arXiv:2311.07911). A row has them in its
-columns ``instruction_id_list`` and ``kwargs``, or both in its label; a row whose instructions cannot be verified is
-rejected before the run.
+The instructions have the names and arguments of IFEval (Zhou et al. 2023, arXiv:2311.07911). A row
+has them in its columns ``instruction_id_list`` and ``kwargs``, or both in its label; a row whose
+instructions cannot be verified is rejected before the run.
 
-A strict reading takes the response as it is. A loose reading also tries it, as IFEval does, without its first line, its
-last line and both, each with and without asterisks; it is enough if one of the eight follows the instruction. Thinking
-is left out in both.
+A strict reading takes the response as it is. A loose reading also tries it, as IFEval does, without
+its first line, its last line and both, each with and without asterisks; it is enough if one of the
+eight follows the instruction. Thinking is left out in both.
 
-A constraint takes the text and its arguments, all of which it needs; its time grows with the length of the text.
-Sentences are counted by their marks and a list of abbreviations, where IFEval uses a trained splitter. Whether text in
-capitals or small letters is English is not checked.
+A constraint takes the text and its arguments, all of which it needs; its time grows with the length
+of the text. Sentences are counted by their marks and a list of abbreviations, where IFEval uses a
+trained splitter. Whether text in capitals or small letters is English is not checked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def instruction_following(
 ) -> dict[str, float]:
     """1 if the response follows all instructions, strictly.
 
-    Metrics: ``loose``, the same read loosely; ``share`` and ``loose_share``, the part of the instructions followed.
+    Metrics: ``loose``, the same read loosely; ``share`` and ``loose_share``, the part of the
+    instructions followed.
     """
     return _rewards(response, label, instruction_id_list, kwargs, "strict")
 
@@ -92,16 +93,24 @@ def instructions_of(names: object, arguments: object, label: object) -> Instruct
             arguments = values.get("kwargs")
         if names is None:
             raise _missing(label)
-    names, arguments = _parsed(names), _parsed(arguments)
+    names = _parsed(names)
+    arguments = _parsed(arguments)
     names = [names] if isinstance(names, str) else names
     if arguments is None and isinstance(names, Sequence):
         arguments = [None] * len(names)
-    arguments = [arguments] if isinstance(arguments, Mapping) else arguments
+    if isinstance(arguments, Mapping):
+        arguments = [arguments]
+    else:
+        arguments = arguments
     if not isinstance(names, Sequence) or not names or not isinstance(arguments, Sequence):
         raise _missing(names)
     if len(names) != len(arguments):
-        raise UserError(f"instruction_id_list has {len(names)} entries and kwargs {len(arguments)}: one for each")
-    instructions = [(str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)]
+        raise UserError(
+            f"instruction_id_list has {len(names)} entries and kwargs {len(arguments)}: one for each"
+        )
+    instructions = [
+        (str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)
+    ]
     for name, given in instructions:
         check_instruction(name, given)
     return instructions
@@ -112,11 +121,18 @@ def variants(response: str) -> list[str]:
     lines = response.split("\n")
     cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]
     texts = ["\n".join(cut).strip() for cut in cuts]
-    return list(dict.fromkeys([response, *texts, *(text.replace("*", "") for text in [response, *texts[1:]])]))
+    return list(
+        dict.fromkeys(
+            [response, *texts, *(text.replace("*", "") for text in [response, *texts[1:]])]
+        )
+    )
 
 
-def _rewards(response: str, label: object, names: object, arguments: object, chosen: str) -> dict[str, float]:
-    instructions, response = instructions_of(names, arguments, label), without_thinking(response).strip()
+def _rewards(
+    response: str, label: object, names: object, arguments: object, chosen: str
+) -> dict[str, float]:
+    instructions = instructions_of(names, arguments, label)
+    response = without_thinking(response).strip()
     texts = variants(response)
     strict = [follows(response, name, given) for name, given in instructions]
     loose = [
@@ -145,7 +161,10 @@ def _parsed(value: object) -> Any:  # noqa: ANN401
 
 
 def _missing(value: object) -> UserError:
-    shown = repr(value) if len(repr(value)) <= 80 else f"{repr(value)[:77]}..."
+    if len(repr(value)) <= 80:
+        shown = repr(value)
+    else:
+        shown = f"{repr(value)[:77]}..."
     return UserError(
         f"reward function instruction_following needs the row's instructions: columns instruction_id_list and kwargs, "
         f"or a label {{instruction_id: [...], kwargs: [...]}}; found {shown}"
@@ -161,21 +180,35 @@ def parameters(name: str) -> list[str]:
 
 
 def check_instruction(name: str, arguments: dict[str, object]) -> None:
-    """Raises ``UserError`` for a constraint that there is not, or one whose arguments are missing or cannot be."""
+    """Raises ``UserError`` for a constraint that there is not, or one whose arguments are missing
+    or cannot be."""
     if name not in CONSTRAINTS:
         raise UserError(unknown("instruction", name, CONSTRAINTS))
     for needed in parameters(name):
         value = arguments.get(needed)
         if value is None:
-            given = ", ".join(key for key, value in arguments.items() if value is not None) or "none"
-            raise UserError(f"instruction {name} needs {needed!r} in its kwargs; they have: {given}")
+            given = (
+                ", ".join(key for key, value in arguments.items() if value is not None) or "none"
+            )
+            raise UserError(
+                f"instruction {name} needs {needed!r} in its kwargs; they have: {given}"
+            )
         if needed.endswith("relation") and value not in RELATIONS:
             raise UserError(f"instruction {name}: {unknown(needed, str(value), RELATIONS)}")
         if needed.startswith(("num_", "nth_")) or needed.endswith("frequency"):
-            if not isinstance(value, int | float) or isinstance(value, bool) or value != int(value) or value < 0:
-                raise UserError(f"instruction {name}: {needed} must be a whole number, found {value!r}")
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or value != int(value)
+                or value < 0
+            ):
+                raise UserError(
+                    f"instruction {name}: {needed} must be a whole number, found {value!r}"
+                )
         elif needed in ("keywords", "forbidden_words") and isinstance(value, str):
-            raise UserError(f"instruction {name}: {needed} must be a list of words, found {value!r}")
+            raise UserError(
+                f"instruction {name}: {needed} must be a list of words, found {value!r}"
+            )
     if name == "language:response_language" and find_spec("py3langid") is None:
         what = "py3langid, which is not installed; add it with: uv pip install py3langid"
         raise UserError(f"instruction {name} needs {what}")
@@ -193,10 +226,15 @@ def _matches(relation: str, count: int, target: int) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """Counts marks before a space or the end, not after abbreviations or initials; also lines without such a mark."""
+    """Counts marks before a space or the end, not after abbreviations or initials; also lines
+    without such a mark."""
     count = 0
     for line in filter(None, map(str.strip, text.splitlines())):
-        stops = [stop for stop in _SENTENCE_STOPS.finditer(line) if not _SHORTENED.search(line[: stop.end()][-12:])]
+        stops = [
+            stop
+            for stop in _SENTENCE_STOPS.finditer(line)
+            if not _SHORTENED.search(line[: stop.end()][-12:])
+        ]
         count += len(stops) + (not stops or stops[-1].end() < len(line))
     return count
 
@@ -224,7 +262,10 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-    letters = [re.escape(part) for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")]
+    letters = [
+        re.escape(part)
+        for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")
+    ]
     return re.search(r"^[ \t]*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
 
 
@@ -249,10 +290,13 @@ def _two_responses(text: str) -> bool:
 
 #: By their names; what follows the text are their arguments. ``startend:start_checker`` is not among IFEval's.
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": lambda text, keywords: all(str(word).lower() in text.lower() for word in keywords),
+    "keywords:existence": lambda text, keywords: all(
+        str(word).lower() in text.lower() for word in keywords
+    ),
     "keywords:forbidden_words": lambda text, forbidden_words: (
         not any(
-            re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE) for word in forbidden_words
+            re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE)
+            for word in forbidden_words
         )
     ),
     "keywords:frequency": lambda text, keyword, frequency, relation: _matches(
@@ -276,16 +320,23 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
         len(re.findall(r"\[[^\[\]\n]+\]", text)) >= int(num_placeholders)
     ),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": lambda text, num_bullets: len(_BULLET.findall(text)) == int(num_bullets),
-    "detectable_format:constrained_response": lambda text: any(option in text for option in _OPTIONS),
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(_BULLET.findall(text)) == int(num_bullets)
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        option in text for option in _OPTIONS
+    ),
     "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
-        sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text)) >= int(num_highlights)
+        sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text))
+        >= int(num_highlights)
     ),
     "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
         len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= int(num_sections)
     ),
     "detectable_format:json_format": _json,
-    "detectable_format:title": lambda text: any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)),
+    "detectable_format:title": lambda text: any(
+        title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)
+    ),
     "combination:two_responses": _two_responses,
     "combination:repeat_prompt": lambda text, prompt_to_repeat: (
         text.strip().lower().startswith(prompt_to_repeat.strip().lower())
@@ -296,9 +347,15 @@ CONSTRAINTS: dict[str, Callable[..., bool]] = {
     "startend:start_checker": lambda text, start_phrase: (
         text.strip().strip('"').lower().startswith(start_phrase.strip().lower())
     ),
-    "startend:quotation": lambda text: (stripped := text.strip())[:1] == stripped[-1:] == '"' and len(stripped) > 1,
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: _matches(
-        capital_relation, sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)), capital_frequency
+    "startend:quotation": lambda text: (
+        (stripped := text.strip())[:1] == stripped[-1:] == '"' and len(stripped) > 1
+    ),
+    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
+        _matches(
+            capital_relation,
+            sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)),
+            capital_frequency,
+        )
     ),
     "change_case:english_capital": lambda text: text.isupper(),
     "change_case:english_lowercase": lambda text: text.islower(),

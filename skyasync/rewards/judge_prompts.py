@@ -1,7 +1,7 @@
 """The prompts of judges (language models that grade), and how a grade is parsed from their answers.
 
-Invariant: the text of a response or a row is inserted as it is and never searched for placeholders. An answer without a
-grade gives None, never a guess.
+Invariant: the text of a response or a row is inserted as it is and never searched for placeholders.
+An answer without a grade gives None, never a guess.
 """
 
 from __future__ import annotations
@@ -13,24 +13,35 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from skyasync.config.schema.judges import PLACEHOLDER, JudgeConfig, is_reference, is_text, placeholders
+from skyasync.config.schema.judges import (
+    PLACEHOLDER,
+    JudgeConfig,
+    is_reference,
+    is_text,
+    placeholders,
+)
 from skyasync.errors import UserError, nearest
 from skyasync.registry import resolve_reference
 from skyasync.rewards.signature import Score, as_score
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
-_NAMED = re.compile(r"\b(?:verdict|answer|judge?ment)\b\W{1,8}(?:is\W{1,4})?(yes|no)\b", re.IGNORECASE)
+_NAMED = re.compile(
+    r"\b(?:verdict|answer|judge?ment)\b\W{1,8}(?:is\W{1,4})?(yes|no)\b", re.IGNORECASE
+)
 _SCORES = (
     re.compile(r"\[\[\s*" + _NUMBER + r"\s*\]\]"),
     re.compile(r"\\boxed\{\s*" + _NUMBER + r"\s*\}"),
-    re.compile(r"\b(?:score|rating|grade)\b\W{0,4}(?:is|of)?[\s:=*\"']{1,6}" + _NUMBER, re.IGNORECASE),
+    re.compile(
+        r"\b(?:score|rating|grade)\b\W{0,4}(?:is|of)?[\s:=*\"']{1,6}" + _NUMBER, re.IGNORECASE
+    ),
 )
 _ALONE = re.compile(r"\W*?" + _NUMBER + r"(?:\s*/\s*\d+)?\W*")
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last ``</think>``; all of it without one, and nothing of thinking that did not end."""
+    """What follows the last ``</think>``; all of it without one, and nothing of thinking that did
+    not end."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
@@ -44,7 +55,9 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
         return judge.prompt
     path = Path(judge.prompt).expanduser()
     if not path.is_file():
-        close = nearest(path.name, [file.name for file in path.parent.glob("*") if file.is_file()], count=1)
+        close = nearest(
+            path.name, [file.name for file in path.parent.glob("*") if file.is_file()], count=1
+        )
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(
             f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (to write the prompt itself "
@@ -54,12 +67,25 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
 
 
 def known_to_judge(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prompt may show: the row's columns, the response, and the usual names for what they hold."""
+    """What a prompt may show: the row's columns, the response, and the usual names for what they
+    hold."""
     label = known.get("label")
-    usual = {"question": known.get("prompt"), "ground_truth": label, "answer": label, "reference": label}
+    usual = {
+        "question": known.get("prompt"),
+        "ground_truth": label,
+        "answer": label,
+        "reference": label,
+    }
     response = str(known.get("response", ""))
-    conversation = "\n\n".join(f"{message.get('role')}: {message.get('content')}" for message in known["messages"])
-    return {**usual, **known, "final_response": without_thinking(response).strip(), "conversation": conversation}
+    conversation = "\n\n".join(
+        f"{message.get('role')}: {message.get('content')}" for message in known["messages"]
+    )
+    return {
+        **usual,
+        **known,
+        "final_response": without_thinking(response).strip(),
+        "conversation": conversation,
+    }
 
 
 def fill_prompt(name: str, prompt: str, known: Mapping[str, Any]) -> str:
@@ -71,7 +97,9 @@ def fill_prompt(name: str, prompt: str, known: Mapping[str, Any]) -> str:
 
     def value(match: re.Match[str]) -> str:
         literal, placeholder = match.groups()
-        return f"{{{literal}}}" if literal else str(_value(name, placeholder, known))
+        if literal:
+            return f"{{{literal}}}"
+        return str(_value(name, placeholder, known))
 
     return PLACEHOLDER.sub(value, prompt)
 
@@ -109,7 +137,9 @@ def parse_grade(parser: str, text: str) -> Score | None:
     text = without_thinking(text)
     if is_reference(parser):
         returned = parser_function(parser)(text)
-        return None if returned is None else as_score(parser, returned)
+        if returned is None:
+            return None
+        return as_score(parser, returned)
     if parser in BUILTIN_PARSERS:
         number = BUILTIN_PARSERS[parser](text)
     else:
@@ -119,7 +149,9 @@ def parse_grade(parser: str, text: str) -> Score | None:
             number = float(grade)
         except ValueError:
             number = _WORDS.get(grade.lower())
-    return None if number is None or not math.isfinite(number) else Score(number)
+    if number is None or not math.isfinite(number):
+        return None
+    return Score(number)
 
 
 @cache
@@ -132,7 +164,8 @@ def parser_function(reference: str) -> Callable[[str], object]:
 
 
 def _yes_no(text: str) -> float | None:
-    """The last word, or what follows "answer" and the like, or the first word: whichever is a yes or a no."""
+    """The last word, or what follows "answer" and the like, or the first word: whichever is a yes
+    or a no."""
     words = re.findall(r"[a-z]+", text.lower())
     candidates = [*words[-1:], *(word.lower() for word in _NAMED.findall(text)[-1:]), *words[:1]]
     return next((_WORDS[word] for word in candidates if word in ("yes", "no")), None)
@@ -141,10 +174,13 @@ def _yes_no(text: str) -> float | None:
 def _score(text: str) -> float | None:
     """The last ``[[7]]``, ``\\boxed{7}`` or ``score: 7``, or the number that is all there is."""
     for pattern in _SCORES:
-        if numbers := pattern.findall(text):
+        numbers = pattern.findall(text)
+        if numbers:
             return float(numbers[-1])
     alone = _ALONE.fullmatch(text)
-    return float(alone[1]) if alone else None
+    if alone:
+        return float(alone[1])
+    return None
 
 
 #: These take no longer than their text is long, whatever it is.

@@ -1,8 +1,9 @@
 """A language model that grades responses: one reward function, ``judge:NAME``.
 
-Invariant: a response has one grade, or is counted as one without a reward. A question that is in flight or was answered
-is not sent again. A judge that has failed, or never gives an answer that its parser reads, ends the run with one line;
-a single failure does not. A key is sent in the request's header, and is in no message, whatever the server answers.
+Invariant: a response has one grade, or is counted as one without a reward. A question that is in
+flight or was answered is not sent again. A judge that has failed, or never gives an answer that its
+parser reads, ends the run with one line; a single failure does not. A key is sent in the request's
+header, and is in no message, whatever the server answers.
 
 | who waits   | for what                       | woken by                                                       |
 |-------------|--------------------------------|----------------------------------------------------------------|
@@ -59,7 +60,10 @@ REMEMBERED = 100_000  # grades
 LONGEST_PAUSE_S = 30.0
 MOST_BYTES = 16 << 20  # of a server's answer
 SHOWN = 300  # characters of it in a message
-TRANSIENT, PERMANENT, BUSY = (408, 409, 425, 429), (401, 403, 404), (429, 503)  # status codes
+# status codes
+TRANSIENT = (408, 409, 425, 429)
+PERMANENT = (401, 403, 404)
+BUSY = (429, 503)
 
 
 class JudgeModel(Protocol):
@@ -76,8 +80,13 @@ class LLMJudge:
         remembers: a question that was answered is not asked again.
     """
 
-    def __init__(self, name: str, judge: JudgeConfig, model: JudgeModel, *, remembers: bool = True) -> None:
-        self._name, self._judge, self._model, self._remembers = name, judge, model, remembers
+    def __init__(
+        self, name: str, judge: JudgeConfig, model: JudgeModel, *, remembers: bool = True
+    ) -> None:
+        self._name = name
+        self._judge = judge
+        self._model = model
+        self._remembers = remembers
         self._prompt = prompt_text(name, judge)
         self._turns = asyncio.Semaphore(judge.max_concurrent)
         self._scores: dict[bytes, Score] = {}
@@ -93,7 +102,8 @@ class LLMJudge:
             known: the row's columns, ``prompt``, ``messages``, ``response`` and ``label``.
 
         Raises:
-            UserError: if the row lacks what the prompt shows, the server refuses, or no answer can be read.
+            UserError: if the row lacks what the prompt shows, the server refuses, or no answer can
+                be read.
             RuntimeError: if nothing has answered for as long as this question was tried.
         """
         question = fill_prompt(self._name, self._prompt, known_to_judge(known))
@@ -101,8 +111,12 @@ class LLMJudge:
         if key in self._scores:
             return self._scores[key]
         if key not in self._asking:
-            task = self._asking[key] = asyncio.get_running_loop().create_task(self._grade(key, question))
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # raised to those who wait
+            task = self._asking[key] = asyncio.get_running_loop().create_task(
+                self._grade(key, question)
+            )
+            task.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # raised to those who wait
         return await asyncio.shield(self._asking[key])
 
     async def close(self) -> None:
@@ -126,13 +140,21 @@ class LLMJudge:
         return score
 
     async def _ask(self, question: str) -> Score:
-        system = [{"role": "system", "content": self._judge.system_prompt}] if self._judge.system_prompt else []
-        parser, before = f"parser={self._judge.parser}", self._answers
+        if self._judge.system_prompt:
+            system = [{"role": "system", "content": self._judge.system_prompt}]
+        else:
+            system = []
+        parser = f"parser={self._judge.parser}"
+        before = self._answers
         try:
             answer = await self._model.ask([*system, {"role": "user", "content": question}])
         except UnansweredError as problem:
-            if problem.tried and self._answers == before:  # nor was any other question answered meanwhile
-                raise RuntimeError(f"judge {self._name} (environment.judges.{self._name}): {problem}") from problem
+            if (
+                problem.tried and self._answers == before
+            ):  # nor was any other question answered meanwhile
+                raise RuntimeError(
+                    f"judge {self._name} (environment.judges.{self._name}): {problem}"
+                ) from problem
             return self._no_reward(str(problem))
         self._answers += 1
         score = await self._parsed(answer)
@@ -143,7 +165,10 @@ class LLMJudge:
                 reward = min(max(reward, self._judge.clip[0]), self._judge.clip[1])
             return Score(reward, {**score.metrics, "raw": score.reward})
         if not self._legible and self._answers >= ILLEGIBLE:
-            hint = "" if answer.strip() else f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
+            if answer.strip():
+                hint = ""
+            else:
+                hint = f" (it is empty: max_tokens={self._judge.max_tokens} may end its thinking)"
             raise UserError(
                 f"judge {self._name}: environment.judges.{self._name}.{parser} finds no grade in any of its first "
                 f"{self._answers} answers; the last one{hint}: {_excerpt(answer)}. Change the parser, or the prompt, "
@@ -155,9 +180,12 @@ class LLMJudge:
         parser = self._judge.parser
         if parser in BUILTIN_PARSERS:
             return parse_grade(parser, answer)
-        name, portable = f"judge:{self._name}", pickle.dumps(partial(parse_grade, parser))
+        name = f"judge:{self._name}"
+        portable = pickle.dumps(partial(parse_grade, parser))
         try:
-            return await asyncio.to_thread(self._parsing.call, name, portable, {"text": answer}, READ_S)
+            return await asyncio.to_thread(
+                self._parsing.call, name, portable, {"text": answer}, READ_S
+            )
         except NoAnswerError as problem:
             log.warning("the parser of judge %s: %s", self._name, problem)
             return None
@@ -165,7 +193,11 @@ class LLMJudge:
     def _no_reward(self, reason: str) -> Score:
         if not self._warned:
             self._warned = True
-            log.warning("judge %s gave no grade (others are counted, env/<judge>/no_reward): %s", self._name, reason)
+            log.warning(
+                "judge %s gave no grade (others are counted, env/<judge>/no_reward): %s",
+                self._name,
+                reason,
+            )
         return Score(0.0, no_reward=True)
 
 
@@ -177,17 +209,20 @@ def _excerpt(answer: str) -> str:
 
 
 class UnansweredError(Exception):
-    """There is no answer to this question; the message says why. ``tried``: in all tries that it may have."""
+    """There is no answer to this question; the message says why. ``tried``: in all tries that it
+    may have."""
 
     tried = False
 
 
 class TemporaryServerError(Exception):
-    """One try failed; another may succeed. ``after_s``: the pause that the server asks for; ``busy``: it answers."""
+    """One try failed; another may succeed. ``after_s``: the pause that the server asks for;
+    ``busy``: it answers."""
 
     def __init__(self, message: str, after_s: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)
-        self.after_s, self.busy = after_s, busy
+        self.after_s = after_s
+        self.busy = busy
 
 
 def key_of(name: str, judge: JudgeConfig) -> str:
@@ -215,7 +250,9 @@ class ChatServer:
     """
 
     def __init__(self, name: str, judge: JudgeConfig, key: str) -> None:
-        self._name, self._judge, self._key = name, judge, key
+        self._name = name
+        self._judge = judge
+        self._key = key
         self._url = f"{judge.base_url.rstrip('/')}/chat/completions"
         self._session: aiohttp.ClientSession | None = None
 
@@ -226,7 +263,8 @@ class ChatServer:
             UnansweredError: for this question alone, or after the last try.
             UserError: if the server refuses every question.
         """
-        judge, problem = self._judge, ""
+        judge = self._judge
+        problem = ""
         for number in range(judge.retries + 1):
             try:
                 return await self._try(self._body(messages), judge.timeout_s)
@@ -235,12 +273,15 @@ class ChatServer:
                 if number < judge.retries:
                     pause_s = min(2.0**number * random.uniform(0.75, 1.25), LONGEST_PAUSE_S)
                     await asyncio.sleep(max(pause_s, min(error.after_s, 2 * LONGEST_PAUSE_S)))
-        failure = UnansweredError(f"{self._url} gave no answer in {judge.retries + 1} tries; the last: {problem}")
+        failure = UnansweredError(
+            f"{self._url} gave no answer in {judge.retries + 1} tries; the last: {problem}"
+        )
         failure.tried = True
         raise failure
 
     async def probe(self) -> None:
-        """Ask it something short, once, so that a server that refuses every question is an error before the run.
+        """Ask it something short, once, so that a server that refuses every question is an error
+        before the run.
 
         Raises:
             UserError: if it cannot be reached, refuses, or does not answer in OpenAI's form.
@@ -258,7 +299,8 @@ class ChatServer:
             await self.close()
 
     async def close(self) -> None:
-        session, self._session = self._session, None
+        session = self._session
+        self._session = None
         if session is not None:
             await session.close()
 
@@ -272,17 +314,26 @@ class ChatServer:
         import aiohttp
 
         if self._session is None:  # made here: it belongs to the event loop that runs now
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+            if self._key:
+                headers = {"Authorization": f"Bearer {self._key}"}
+            else:
+                headers = {}
             connector = aiohttp.TCPConnector(limit=self._judge.max_concurrent)
-            self._session = aiohttp.ClientSession(headers=headers, connector=connector, timeout=aiohttp.ClientTimeout())
+            self._session = aiohttp.ClientSession(
+                headers=headers, connector=connector, timeout=aiohttp.ClientTimeout()
+            )
         try:
-            async with asyncio.timeout(limit_s) as timer, self._session.post(self._url, json=body) as response:
+            async with (
+                asyncio.timeout(limit_s) as timer,
+                self._session.post(self._url, json=body) as response,
+            ):
                 content = bytearray()
                 async for chunk in response.content.iter_any():
                     content += chunk
                     if len(content) > MOST_BYTES:
                         raise TemporaryServerError(f"its answer has more than {MOST_BYTES:,} bytes")
-                text, status = content.decode(errors="replace"), response.status
+                text = content.decode(errors="replace")
+                status = response.status
                 if status < 400:
                     return self._content(text)
                 problem = f"status {status}: {self._shown(text)}"
@@ -292,7 +343,9 @@ class ChatServer:
                     raise TemporaryServerError(problem, pause_s, busy=status in BUSY)
                 if status in PERMANENT:
                     where = f"environment.judges.{self._name}"
-                    hint = {404: f"{where}.base_url, {where}.model"}.get(status, f"{where}.api_key_env")
+                    hint = {404: f"{where}.base_url, {where}.model"}.get(
+                        status, f"{where}.api_key_env"
+                    )
                     raise UserError(f"judge {self._name}: {self._url} refuses ({hint}): {problem}")
                 raise UnansweredError(f"{self._url} refuses the question, {problem}")
         except TimeoutError as error:
@@ -308,14 +361,22 @@ class ChatServer:
         try:
             content = json.loads(text)["choices"][0]["message"]["content"]
             if isinstance(content, list):
-                content = "".join(part.get("text", "") for part in content if isinstance(part, dict))
+                content = "".join(
+                    part.get("text", "") for part in content if isinstance(part, dict)
+                )
         except (ValueError, LookupError, TypeError, RecursionError):
-            raise TemporaryServerError(f"this is not a chat completion: {self._shown(text)}") from None
+            raise TemporaryServerError(
+                f"this is not a chat completion: {self._shown(text)}"
+            ) from None
         return str(content or "")
 
     def _shown(self, text: str) -> str:
         line = " ".join(self._hidden(text).split())
-        return line if len(line) <= SHOWN else f"{line[: SHOWN - 3]}..."
+        if len(line) <= SHOWN:
+            return line
+        return f"{line[: SHOWN - 3]}..."
 
     def _hidden(self, text: str) -> str:
-        return text.replace(self._key, "***") if self._key else text
+        if self._key:
+            return text.replace(self._key, "***")
+        return text

@@ -1,10 +1,12 @@
-"""Procedural tasks of ``reasoning-gym``: their questions as rows, and each task's own scorer as a reward.
+"""Procedural tasks of ``reasoning-gym``: their questions as rows, and each task's own scorer as a
+reward.
 
-Invariant: training and held-out questions come from seeds of their own. The n-th question is made from seed + n, so
-neighbouring seeds would give almost the same questions: the two ranges are kept apart.
+Invariant: training and held-out questions come from seeds of their own. The n-th question is made
+from seed + n, so neighbouring seeds would give almost the same questions: the two ranges are kept
+apart.
 
-Some of its scorers run ``eval`` on the answer, and some never return on odd ones: the reward is not ``quick``, so it
-runs in a reward worker, which is not a sandbox.
+Some of its scorers run ``eval`` on the answer, and some never return on odd ones: the reward is not
+``quick``, so it runs in a reward worker, which is not a sandbox.
 """
 
 from __future__ import annotations
@@ -19,11 +21,14 @@ from typing import Any, Protocol
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.rewards import REWARDS, Capabilities
 
-SIZE, EVAL_SIZE = 500, 100
+SIZE = 500
+EVAL_SIZE = 100
 OURS = ("size", "seed", "val_size", "val_seed")
 
 
-def rows(task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool) -> list[dict[str, Any]]:
+def rows(
+    task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool
+) -> list[dict[str, Any]]:
     """Questions of one task.
 
     Args:
@@ -35,7 +40,8 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool) 
         UserError: for an unknown task or option, or seeds whose questions would overlap.
     """
     own = {name: value for name, value in options.items() if name not in OURS}
-    size, val_size = int(options.get("size", SIZE)), int(options.get("val_size", EVAL_SIZE))
+    size = int(options.get("size", SIZE))
+    val_size = int(options.get("val_size", EVAL_SIZE))
     first = int(options.get("seed", seed))
     val_first = int(options.get("val_seed", (first + 2**31) % 2**32))
     if first < val_first + val_size and val_first < first + size:
@@ -52,7 +58,11 @@ def rows(task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool) 
             "domain": task,
             "env_class": "reward",
             "reward_funcs": ["reasoning_gym"],
-            "reasoning_gym": {"task": task, "options": json.dumps(own, sort_keys=True), "entry": entry},
+            "reasoning_gym": {
+                "task": task,
+                "options": json.dumps(own, sort_keys=True),
+                "entry": entry,
+            },
         }
         for entry in (dataset[index] for index in range(count))
     ]
@@ -78,11 +88,15 @@ def make(task: str, options: Mapping[str, Any], **more: object) -> Puzzles:
     allowed = {field.name for field in fields(datasets.DATASETS[task][1])} - {"seed", "size"}
     for name in options:
         if name not in allowed:
-            raise UserError(f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *OURS])}")
+            raise UserError(
+                f"data.reasoning_gym.{task}: {unknown('option', name, [*allowed, *OURS])}"
+            )
     try:
         return datasets.create_dataset(task, **options, **more)
     except (AssertionError, TypeError, ValueError) as error:
-        raise UserError(f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}") from error
+        raise UserError(
+            f"data.reasoning_gym.{task}: {error or 'a value that the task refuses'}"
+        ) from error
 
 
 def _library() -> ModuleType:
@@ -96,7 +110,8 @@ def _library() -> ModuleType:
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
 @Capabilities(load=_library)
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
-    """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the whole response.
+    """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the
+    whole response.
 
     An answer on which the scorer fails is worth 0, like any other that it cannot read.
     """
@@ -105,7 +120,11 @@ def score(response: str, reasoning_gym: dict[str, Any]) -> float:
     task = _task(reasoning_gym["task"], reasoning_gym["options"])
     answer = extract_answer(response)
     try:
-        return float(task.score_answer(response.strip() if answer is None else answer, reasoning_gym["entry"]))
+        return float(
+            task.score_answer(
+                response.strip() if answer is None else answer, reasoning_gym["entry"]
+            )
+        )
     except Exception:
         return 0.0
 

@@ -1,8 +1,8 @@
 """Reward functions and how they are called: several on one response, each within its time limit.
 
-Functions that are marked as quick are called directly. Coroutines run concurrently on an event loop of their own. All
-others run in reward workers, which are subprocesses, since they read what a model wrote. So it works in any thread,
-also in one that runs an event loop.
+Functions that are marked as quick are called directly. Coroutines run concurrently on an event loop
+of their own. All others run in reward workers, which are subprocesses, since they read what a model
+wrote. So it works in any thread, also in one that runs an event loop.
 """
 
 from __future__ import annotations
@@ -64,9 +64,13 @@ class RewardFunction:
         parameters = inspect.signature(function).parameters.values()
         unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
         if unnamed:
-            raise UserError(f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them")
+            raise UserError(
+                f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them"
+            )
         named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+        asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
+            type(function).__call__
+        )
         quick = capabilities_of(function).quick
         return cls(
             reference,
@@ -96,9 +100,16 @@ class RewardFunction:
             close = nearest(name, known, count=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             given = ", ".join(name for name in known if name not in BY_NAME)
-            raise UserError(f"reward function {self.name} needs {name!r}: {hint}the row gives: {given}")
-        shown = offered.keys() - BY_NAME | self.signature.shown if self.takes_all else set()
-        return {name: value for name, value in offered.items() if name in self.named or name in shown}
+            raise UserError(
+                f"reward function {self.name} needs {name!r}: {hint}the row gives: {given}"
+            )
+        if self.takes_all:
+            shown = offered.keys() - BY_NAME | self.signature.shown
+        else:
+            shown = set()
+        return {
+            name: value for name, value in offered.items() if name in self.named or name in shown
+        }
 
 
 @lru_cache(maxsize=256)
@@ -118,17 +129,23 @@ def load_functions(functions: Sequence[RewardFunction]) -> None:
             reward_workers().load(f"reward function {function.name}", function.portable)
 
 
-def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any], limit_s: float) -> list[Score]:
+def score_response(
+    functions: Sequence[RewardFunction], known: Mapping[str, Any], limit_s: float
+) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
-    What each function has ``limit_s`` for, and the wait for a reward worker, does not count towards the time limit of
-    the environment's step: many responses may wait for the workers while functions hang.
+    What each function has ``limit_s`` for, and the wait for a reward worker, does not count towards
+    the time limit of the environment's step: many responses may wait for the workers while
+    functions hang.
 
     Raises:
         UserError: for what a function returned or lacks.
         Exception: what a function raised, with a note that names it.
     """
-    started = [_start(function, known, limit_s) if function.asynchronous else None for function in functions]
+    started = [
+        _start(function, known, limit_s) if function.asynchronous else None
+        for function in functions
+    ]
     scores = []
     for function, running in zip(functions, started, strict=True):
         try:
@@ -142,7 +159,9 @@ def score_response(functions: Sequence[RewardFunction], known: Mapping[str, Any]
             else:
                 name = f"reward function {function.name}"
                 with separate_limit():
-                    scores.append(reward_workers().call(name, function.portable, arguments, limit_s))
+                    scores.append(
+                        reward_workers().call(name, function.portable, arguments, limit_s)
+                    )
         except NoAnswerError as problem:
             log.warning("reward function %s gave no reward: %s", function.name, problem)
             scores.append(Score(0.0, no_reward=True))
@@ -194,7 +213,8 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(frozen=True)
 class _NamedFunction:
-    """A function that returns a ``Score``; it is pickled by its name if other processes know that."""
+    """A function that returns a ``Score``; it is pickled by its name if other processes know
+    that."""
 
     name: str
     function: Callable[..., Any]
@@ -207,11 +227,14 @@ class _NamedFunction:
         return call(self.name, self.function, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_loaded, (self.name,)) if self.known_everywhere else (_NamedFunction, (self.name, self.function))
+        if self.known_everywhere:
+            return (_loaded, (self.name,))
+        return (_NamedFunction, (self.name, self.function))
 
 
 def portable(function: Callable[..., Any], name: str) -> bytes:
-    """The function, pickled: by its name, or, for one that the program registered, with its code."""
+    """The function, pickled: by its name, or, for one that the program registered, with its
+    code."""
     named = _NamedFunction(name, function)
     if named.known_everywhere:
         return pickle.dumps(named)

@@ -1,8 +1,9 @@
 """Where a model's code runs: a process that the kernel confines, or a server.
 
-Invariant: the code's process holds no expected value and no secret, and what it writes is data. It is read up to a
-bound and parsed as JSON, and no object of the code takes part in a comparison. Noise, a crash and a passed limit are
-all one outcome: fewer answers. When ``run`` returns, the process and all that it started are gone.
+Invariant: the code's process holds no expected value and no secret, and what it writes is data. It
+is read up to a bound and parsed as JSON, and no object of the code takes part in a comparison.
+Noise, a crash and a passed limit are all one outcome: fewer answers. When ``run`` returns, the
+process and all that it started are gone.
 
 | backend        | what the code can read              | what else holds                                            |
 |----------------|-------------------------------------|------------------------------------------------------------|
@@ -63,12 +64,14 @@ def choose(where: str) -> str:
         UserError: if it does not work, or none does.
     """
     if where != "auto":
-        if problem := _problem(where):
+        problem = _problem(where)
+        if problem:
             raise UserError(f"environment.code_sandbox={where} does not work here: {problem}")
         return where
     problems = []
     for backend in AUTOMATIC:
-        if not (problem := _problem(backend)):
+        problem = _problem(backend)
+        if not problem:
             return backend
         problems.append(f"{backend}: {problem}")
     raise UserError(
@@ -82,10 +85,14 @@ def choose(where: str) -> str:
 def _problem(where: str) -> str:
     """Why a trivial program does not run there; "" if it does."""
     try:
-        answers = _answers(where, "print(6 * 7)", [{"stdin": ""}], [0], seconds=10.0, seconds_per_test=10.0)
+        answers = _answers(
+            where, "print(6 * 7)", [{"stdin": ""}], [0], seconds=10.0, seconds_per_test=10.0
+        )
     except TransientError as error:
         return str(error)
-    return "" if answers == [{"printed": "42\n"}] else f"a program that prints 42 gave {answers}"
+    if answers == [{"printed": "42\n"}]:
+        return ""
+    return f"a program that prints 42 gave {answers}"
 
 
 def run(
@@ -96,7 +103,8 @@ def run(
     seconds: float,
     seconds_per_test: float,
 ) -> Answers:
-    """What each test gives; fewer answers than tests if the process was ended, or ended itself, before the last.
+    """What each test gives; fewer answers than tests if the process was ended, or ended itself,
+    before the last.
 
     Args:
         where: ``environment.code_sandbox``.
@@ -146,7 +154,9 @@ def _answers(
     first, *lines = output.split(b"\n")
     if first != b"confined":
         problem = first.decode("utf-8", "replace")[:200]
-        raise TransientError(f"the sandbox of the model's code ({where}) did not start: {problem or 'it gave nothing'}")
+        raise TransientError(
+            f"the sandbox of the model's code ({where}) did not start: {problem or 'it gave nothing'}"
+        )
     whole = lines[:-1]  # what follows the last line's end is no line
     return [_answer(line, size) for line, size in zip(whole, sizes, strict=False)]
 
@@ -161,7 +171,9 @@ def _answer(line: bytes, size: int) -> dict[str, Any]:
         return {"error": f"no answer: {error}"}
     if not isinstance(answer, dict):
         return {"error": "no answer"}
-    return {"error": "too deep an answer"} if is_deep(answer) else answer
+    if is_deep(answer):
+        return {"error": "too deep an answer"}
+    return answer
 
 
 def is_deep(value: object) -> bool:
@@ -178,20 +190,25 @@ def is_deep(value: object) -> bool:
 
 
 def _command(backend: str) -> list[str]:
-    """Python without its environment and the run's; for bubblewrap inside of a file system that has nothing else."""
+    """Python without its environment and the run's; for bubblewrap inside of a file system that has
+    nothing else."""
     python = os.path.realpath(sys._base_executable)  # type: ignore[attr-defined]  # outside of a virtual environment
     program = [python, "-I", "-S", "-B", "-X", "utf8", str(PROGRAM)]
     if backend != "bubblewrap":
         return program
-    if (bubblewrap := shutil.which("bwrap")) is None:
+    bubblewrap = shutil.which("bwrap")
+    if bubblewrap is None:
         raise TransientError("it is not installed")
-    seen = [word for path in (*READABLE, python, str(PROGRAM)) for word in ("--ro-bind-try", path, path)]
+    seen = [
+        word for path in (*READABLE, python, str(PROGRAM)) for word in ("--ro-bind-try", path, path)
+    ]
     walls = ["--unshare-all", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     return [bubblewrap, *walls, *seen, "--remount-ro", "/", "--chdir", "/", "--", *program]
 
 
 def _from_process(command: list[str], task: str, most: int, lines: int, seconds: float) -> bytes:
-    """What it writes, until that is enough, too much or too late (from its first line on); then it is gone."""
+    """What it writes, until that is enough, too much or too late (from its first line on); then it
+    is gone."""
     try:
         with tempfile.TemporaryFile() as given:
             given.write(task.encode())
@@ -207,7 +224,9 @@ def _from_process(command: list[str], task: str, most: int, lines: int, seconds:
             )
     except OSError as error:
         raise TransientError(f"the code's sandbox did not start: {error}") from error
-    output, missing, deadline = bytearray(), lines, time.monotonic() + START_S
+    output = bytearray()
+    missing = lines
+    deadline = time.monotonic() + START_S
     with process, selectors.DefaultSelector() as selector:
         assert process.stdout is not None
         pipe = process.stdout.fileno()
@@ -220,23 +239,29 @@ def _from_process(command: list[str], task: str, most: int, lines: int, seconds:
                         break
                     look_at = now + LOOK_S
                 if selector.select(min(LOOK_S, deadline - now)):
-                    if not (chunk := os.read(pipe, 1 << 16)):
+                    chunk = os.read(pipe, 1 << 16)
+                    if not chunk:
                         break
                     if missing == lines and b"\n" in chunk:
                         deadline = time.monotonic() + seconds
                     output += chunk
                     missing -= chunk.count(b"\n")
         finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # a group whose only process has ended
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # a group whose only process has ended
                 os.killpg(process.pid, signal.SIGKILL)
             until = time.monotonic() + 5.0  # of the processes below bubblewrap the pipe's end tells
-            while time.monotonic() < until and (not selector.select(LOOK_S) or os.read(pipe, 1 << 16)):
+            while time.monotonic() < until and (
+                not selector.select(LOOK_S) or os.read(pipe, 1 << 16)
+            ):
                 pass
     return bytes(output)
 
 
 def _threads(process: int) -> int:
-    """How many there are of a process and of those below it. No limit of the kernel counts them for root."""
+    """How many there are of a process and of those below it. No limit of the kernel counts them for
+    root."""
     try:
         own = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[17])
         below = Path(f"/proc/{process}/task/{process}/children").read_text().split()
@@ -246,7 +271,8 @@ def _threads(process: int) -> int:
 
 
 def _from_server(url: str, task: str, most: int, seconds: float) -> bytes:
-    """What the program writes there: the task is its input, so that the server has the tests' inputs only."""
+    """What the program writes there: the task is its input, so that the server has the tests'
+    inputs only."""
     body = {
         "code": PROGRAM.read_text(),
         "language": "python",
@@ -271,4 +297,6 @@ def _from_server(url: str, task: str, most: int, seconds: float) -> bytes:
             raise ValueError(str(result.get("message"))[:200])
         return str(result["run_result"]["stdout"]).encode("utf-8", "replace")[:most]
     except (OSError, HTTPException, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise TransientError(f"the code's sandbox {url}: {type(error).__name__}: {error}") from error
+        raise TransientError(
+            f"the code's sandbox {url}: {type(error).__name__}: {error}"
+        ) from error

@@ -1,11 +1,14 @@
-"""The program that runs a model's code: ``python -I -S sandbox_program.py``. It imports nothing of this library.
+"""The program that runs a model's code: ``python -I -S sandbox_program.py``. It imports nothing of
+this library.
 
-Invariant: before the first line of that code runs, this process has given up for good what reaches beyond it. Landlock
-lets it read only the files that the task names. Seccomp lets it make only the system calls of ``ALLOWED``: none of them
-opens a file for writing, a socket or a pipe, starts a process, or signals another one. What is left is to compute.
+Invariant: before the first line of that code runs, this process has given up for good what reaches
+beyond it. Landlock lets it read only the files that the task names. Seccomp lets it make only the
+system calls of ``ALLOWED``: none of them opens a file for writing, a socket or a pipe, starts a
+process, or signals another one. What is left is to compute.
 
-It reads one task, a JSON object, from its input. To what was its output it writes the line ``confined``, and then a
-line of JSON per test. The reader takes each line for data: the code can write there too. It holds no expected value.
+It reads one task, a JSON object, from its input. To what was its output it writes the line
+``confined``, and then a line of JSON per test. The reader takes each line for data: the code can
+write there too. It holds no expected value.
 """
 
 from __future__ import annotations
@@ -27,19 +30,38 @@ if TYPE_CHECKING:
     from types import CodeType
     from typing import Any
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 1, 4, 22, 38, 2
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
 CAPABILITY_VERSION = 0x20080522
 
 # Landlock: the system calls have these numbers on every architecture.
-LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT, LANDLOCK_VERSION = 444, 445, 446, 1
-READ_FILE, READ_DIR = 1 << 2, 1 << 3
+LANDLOCK_CREATE = 444
+LANDLOCK_ADD = 445
+LANDLOCK_RESTRICT = 446
+LANDLOCK_VERSION = 1
+READ_FILE = 1 << 2
+READ_DIR = 1 << 3
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many there are, by version; 16 from version 5 on
-TCP, SCOPES = 0b11, 0b11  # bind and connect; abstract Unix sockets and signals
+# bind and connect; abstract Unix sockets and signals
+TCP = 0b11
+SCOPES = 0b11
 
-# Seccomp: instructions of the kernel's packet filter, its results, and where it finds a call's data.
-LOAD, JUMP_EQUAL, JUMP_FROM, JUMP_ANY, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
+# Seccomp: instructions of the kernel's packet filter, its results, and where it finds a call's
+# data.
+LOAD = 0x20
+JUMP_EQUAL = 0x15
+JUMP_FROM = 0x35
+JUMP_ANY = 0x45
+RETURN = 0x06
+ALLOW = 0x7FFF0000
+ERROR = 0x00050000
+KILL = 0x80000000
+NUMBER = 0
+ARCHITECTURE = 4
+ARGUMENTS = 16
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 OTHER_NUMBERS = 0x40000000  # from here on the same calls by other numbers (x32)
 
@@ -66,20 +88,44 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
 #: Calls that are allowed with one of these values of an argument: numbers, the argument's place, its lower half.
 ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
     "clone": ((56, 220), 0, (0x3D0F00, 0x7D0F00)),  # exactly a thread, as glibc and musl start one
-    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 1030)),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
-    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x5450, 0x5451)),  # TCGETS, TIOCGWINSZ, FIONCLEX, FIOCLEX
-    "madvise": ((28, 233), 2, (0, 1, 2, 3, 4, 8, 14, 15)),  # hints and MADV_DONTNEED, none that needs a right
+    "fcntl": (
+        (72, 25),
+        1,
+        (0, 1, 2, 3, 1030),
+    ),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
+    "ioctl": (
+        (16, 29),
+        1,
+        (0x5401, 0x5413, 0x5450, 0x5451),
+    ),  # TCGETS, TIOCGWINSZ, FIONCLEX, FIOCLEX
+    "madvise": (
+        (28, 233),
+        2,
+        (0, 1, 2, 3, 4, 8, 14, 15),
+    ),  # hints and MADV_DONTNEED, none that needs a right
 }
-OPEN: dict[str, tuple[int, int | None, int]] = {"open": (2, None, 1), "openat": (257, 56, 2)}  # and where its flags are
+OPEN: dict[str, tuple[int, int | None, int]] = {
+    "open": (2, None, 1),
+    "openat": (257, 56, 2),
+}  # and where its flags are
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 VALUES = "__values__"  # what a check has the values by
-EQUAL, CONTAINS = "__equal__", "__contains__"  # what a check compares by
+# what a check compares by
+EQUAL = "__equal__"
+CONTAINS = "__contains__"
 #: Other types of values that a test may compare, and their modules.
-OTHER_TYPES = {"range": "builtins", "deque": "collections", "Decimal": "decimal", "Fraction": "fractions"}
+OTHER_TYPES = {
+    "range": "builtins",
+    "deque": "collections",
+    "Decimal": "decimal",
+    "Fraction": "fractions",
+}
 OTHER_TYPES |= dict.fromkeys(("Counter", "OrderedDict", "defaultdict"), "collections")
 OTHER_TYPES |= dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime")
 DICTIONARIES = ("Counter", "OrderedDict", "defaultdict")
-TGKILL, PRLIMIT, CLONE3 = (234, 131), (302, 261), 435
+TGKILL = (234, 131)
+PRLIMIT = (302, 261)
+CLONE3 = 435
 
 
 def main() -> None:
@@ -118,7 +164,11 @@ def limit(memory_mb: int, seconds: float) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     cpu = max(1, round(seconds))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    for kind, most in ((resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_NOFILE, 64)):
+    for kind, most in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, 0),
+        (resource.RLIMIT_NOFILE, 64),
+    ):
         resource.setrlimit(kind, (most, most))
 
 
@@ -127,9 +177,14 @@ def hide_files(readable: list[str]) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     version = library.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
     if version < 1:
-        raise OSError(errno.ENOSYS, "this kernel has no Landlock (Linux 5.13 and later have it, where it is enabled)")
+        raise OSError(
+            errno.ENOSYS,
+            "this kernel has no Landlock (Linux 5.13 and later have it, where it is enabled)",
+        )
     files = (1 << FILE_RIGHTS.get(version, 16)) - 1
-    handled = struct.pack("=QQQ", files, TCP, SCOPES)[: 8 if version < 4 else 16 if version < 6 else 24]
+    handled = struct.pack("=QQQ", files, TCP, SCOPES)[
+        : 8 if version < 4 else 16 if version < 6 else 24
+    ]
     rules = library.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
     if rules < 0:
         raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
@@ -138,7 +193,10 @@ def hide_files(readable: list[str]) -> None:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue  # a system without it
-        rights = READ_FILE | READ_DIR if os.path.isdir(path) else READ_FILE
+        if os.path.isdir(path):
+            rights = READ_FILE | READ_DIR
+        else:
+            rights = READ_FILE
         library.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
         os.close(place)
     library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -148,10 +206,13 @@ def hide_files(readable: list[str]) -> None:
 
 
 def filter_calls() -> None:
-    """From here on the kernel refuses every system call that is not allowed, with "operation not permitted"."""
+    """From here on the kernel refuses every system call that is not allowed, with "operation not
+    permitted"."""
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES:
-        raise OSError(errno.ENOSYS, "system calls are filtered on Linux with x86_64 or aarch64 only")
+        raise OSError(
+            errno.ENOSYS, "system calls are filtered on Linux with x86_64 or aarch64 only"
+        )
     program = b"".join(instructions(machine, os.getpid()))
 
     class Filter(ctypes.Structure):
@@ -183,7 +244,10 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
         then = []
         for word, values in targets:
             then.append(say(LOAD, word))
-            then += [say(JUMP_EQUAL, value, yes=len(values) - index) for index, value in enumerate(values)]
+            then += [
+                say(JUMP_EQUAL, value, yes=len(values) - index)
+                for index, value in enumerate(values)
+            ]
             then.append(say(RETURN, refusal))
         yield from if_called(number, [*then, say(RETURN, ALLOW)])
 
@@ -194,28 +258,38 @@ def instructions(machine: str, own: int) -> Iterator[bytes]:
     yield say(JUMP_FROM, OTHER_NUMBERS, no=1)
     yield say(RETURN, refusal)
     for allowed in ALLOWED.values():
-        if (number := allowed[place]) is not None:
+        number = allowed[place]
+        if number is not None:
             yield from if_called(number, [say(RETURN, ALLOW)])
     yield from if_called(CLONE3, [say(RETURN, ERROR | errno.ENOSYS)])  # libraries then use clone
     for numbers, argument, values in ALLOWED_WITH.values():
         yield from if_equal(numbers[place], (ARGUMENTS + 8 * argument, values))
     yield from if_equal(TGKILL[place], (ARGUMENTS, (own,)))
-    new = ARGUMENTS + 8 * 2  # an address: both halves are zero where only the old limit is asked for
+    new = (
+        ARGUMENTS + 8 * 2
+    )  # an address: both halves are zero where only the old limit is asked for
     yield from if_equal(PRLIMIT[place], (ARGUMENTS, (0,)), (new, (0,)), (new + 4, (0,)))
     for *numbers_of_open, argument in OPEN.values():
         number = numbers_of_open[place]
         if number is not None:
-            then = [say(LOAD, ARGUMENTS + 8 * argument), say(JUMP_ANY, WRITING, no=1), say(RETURN, refusal)]
+            then = [
+                say(LOAD, ARGUMENTS + 8 * argument),
+                say(JUMP_ANY, WRITING, no=1),
+                say(RETURN, refusal),
+            ]
             yield from if_called(number, [*then, say(RETURN, ALLOW)])
     yield say(RETURN, refusal)
 
 
 def run(task: dict[str, Any]) -> Iterator[str]:
-    """What each test gives, as JSON: what was printed or returned, or the error. It is compared in another process."""
+    """What each test gives, as JSON: what was printed or returned, or the error. It is compared in
+    another process."""
     try:
         code = compile(task["code"], "<response>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield from (json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"])
+        yield from (
+            json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"]
+        )
         return
     for test in task["tests"]:
         yield play(code, test, task["seconds_per_test"])
@@ -234,7 +308,8 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
     names: dict[str, Any] = module.__dict__
     names |= {"exit": sys.exit, "quit": sys.exit, "open": opened}
     before = threading.enumerate()
-    given, printed = test.get("stdin", "").encode("utf-8", "replace"), Printed()
+    given = test.get("stdin", "").encode("utf-8", "replace")
+    printed = Printed()
     sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
     sys.stdout = output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
     signal.signal(signal.SIGALRM, late)
@@ -252,7 +327,10 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             answer["error"] = f"{type(error).__name__}: {error}"[:500]
         if "call" in test:
             name = test["call"]
-            function = names[name] if name in names else getattr(names["Solution"](), name)
+            if name in names:
+                function = names[name]
+            else:
+                function = getattr(names["Solution"](), name)
             answer["returned"] = function(*test["arguments"])
         elif "steps" in test:
             answer["values"] = []
@@ -268,8 +346,14 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
-            pool = "ThreadPoolExecutor"  # whose threads have nothing to do when the others have ended
-            while own := [t for t in threading.enumerate() if not (t in before or t.daemon or t.name.startswith(pool))]:
+            pool = (
+                "ThreadPoolExecutor"  # whose threads have nothing to do when the others have ended
+            )
+            while own := [
+                t
+                for t in threading.enumerate()
+                if not (t in before or t.daemon or t.name.startswith(pool))
+            ]:
                 own[0].join()  # as Python does at a program's end
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
@@ -283,7 +367,9 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
 def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
     """``open``, for which standard input is the test's."""
     if file in (0, "/dev/stdin"):
-        return sys.stdin.buffer if "b" in mode else sys.stdin
+        if "b" in mode:
+            return sys.stdin.buffer
+        return sys.stdin
     return open(file, mode, *arguments, **options)
 
 
@@ -306,7 +392,8 @@ def plain(value: object) -> object:
             return {name: [plain([*value])]}  # type: ignore[misc]
         if name in DICTIONARIES:
             return {name: plain(dict(value))["dict"]}  # type: ignore[call-overload, index]
-        if isoformat := getattr(value, "isoformat", None):
+        isoformat = getattr(value, "isoformat", None)
+        if isoformat:
             return {name: [plain(isoformat())]}
         return {name: [plain(item) for item in value.__reduce__()[1]]}
     if isinstance(value, dict):
@@ -315,7 +402,8 @@ def plain(value: object) -> object:
         return {"bytes": value.hex()}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
-    if tolist := getattr(value, "tolist", None):
+    tolist = getattr(value, "tolist", None)
+    if tolist:
         return plain(tolist())
     raise TypeError(f"a value of type {type(value).__name__} is not plain data")
 
@@ -341,7 +429,9 @@ def from_plain(value: object) -> object:
         made = getattr(__import__(OTHER_TYPES[kind]), kind)
         if kind in DICTIONARIES:
             content = {from_plain(key): from_plain(item) for key, item in items}
-            return made(None, content) if kind == "defaultdict" else made(content)
+            if kind == "defaultdict":
+                return made(None, content)
+            return made(content)
         return getattr(made, "fromisoformat", made)(*map(from_plain, items))
     types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in types:
@@ -350,12 +440,15 @@ def from_plain(value: object) -> object:
 
 
 def equal(left: Any, right: Any) -> Any:  # noqa: ANN401  (arrays give arrays)
-    """``left == right``, but a truth value equals no number, in lists, tuples, sets and dictionaries too."""
+    """``left == right``, but a truth value equals no number, in lists, tuples, sets and
+    dictionaries too."""
     if left is right:
         return True
     if is_truth(left) != is_truth(right):
         result = left == right
-        return False if isinstance(result, bool) or is_truth(result) else result
+        if isinstance(result, bool) or is_truth(result):
+            return False
+        return result
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         is_same_kind = isinstance(left, list) == isinstance(right, list)
         return is_same_kind and len(left) == len(right) and all(map(equal, left, right))

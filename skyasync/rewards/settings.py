@@ -1,7 +1,8 @@
 """Which reward functions apply to a row, with which weights; and the checks of both before a run.
 
-A row's functions are decided here, in this order: those of its domain, its own (the column ``reward_funcs``), those of
-the run. Rows that could not be rewarded are found before a run starts (``RowChecks``).
+A row's functions are decided here, in this order: those of its domain, its own (the column
+``reward_funcs``), those of the run. Rows that could not be rewarded are found before a run starts
+(``RowChecks``).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ from skyasync.config.schema.judges import (
 from skyasync.errors import UserError, unknown
 from skyasync.registry import absolute_reference
 from skyasync.rewards import REWARDS, capabilities_of, is_remote, sandbox
-from skyasync.rewards.judge_prompts import check_placeholders, known_to_judge, parser_function, prompt_text
+from skyasync.rewards.judge_prompts import (
+    check_placeholders,
+    known_to_judge,
+    parser_function,
+    prompt_text,
+)
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
 from skyasync.rewards.signature import CODE_SANDBOX, seen
 
@@ -35,7 +41,8 @@ ENV_KEY = "rewards"  # where an environment finds these settings in its env_conf
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """``environment.reward_*`` and ``environment.domains``; ``registered``: the functions that the program added."""
+    """``environment.reward_*`` and ``environment.domains``; ``registered``: the functions that the
+    program added."""
 
     funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -60,7 +67,10 @@ class RewardSettings:
 
     def named(self) -> list[str]:
         """All functions that the run itself names, but for judges; its rows may name others."""
-        named = {*self.funcs, *(func for domain in self.domains.values() for func in domain.reward_funcs)}
+        named = {
+            *self.funcs,
+            *(func for domain in self.domains.values() for func in domain.reward_funcs),
+        }
         return sorted(func for func in named if not is_judge(func))
 
     def weighted(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
@@ -73,21 +83,27 @@ class RewardSettings:
         domain = self.domains.get(name, Domain())
         own = row.get("reward_funcs") or ()
         if domain.reward_funcs:
-            funcs, weights = domain.reward_funcs, domain.reward_weights
+            funcs = domain.reward_funcs
+            weights = domain.reward_weights
         elif own:
-            funcs, weights = (own,) if isinstance(own, str) else tuple(own), ()
+            funcs = (own,) if isinstance(own, str) else tuple(own)
+            weights = ()
         else:
-            funcs, weights = self.funcs, self.weights
+            funcs = self.funcs
+            weights = self.weights
         if not funcs and name and self.domains and name not in self.domains:
             message = unknown("domain", name, self.domains)
-            raise UserError(f"{message} (environment.domains), and environment.reward_funcs is empty")
+            raise UserError(
+                f"{message} (environment.domains), and environment.reward_funcs is empty"
+            )
         if not funcs:
             raise UserError(
                 f"no reward function applies to {f'domain {name!r}' if name else 'a row without a domain'}: set "
                 f"environment.reward_funcs{f' or environment.domains.{name}.reward_funcs' if name else ''}"
             )
         return [
-            (func, weight * domain.scale) for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True)
+            (func, weight * domain.scale)
+            for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True)
         ]
 
 
@@ -102,18 +118,25 @@ def settle_references(environment: EnvironmentConfig) -> None:
     Raises:
         UserError: for a function that does not exist.
     """
-    environment.reward_funcs = [absolute_reference(_with_function_name(func)) for func in environment.reward_funcs]
+    environment.reward_funcs = [
+        absolute_reference(_with_function_name(func)) for func in environment.reward_funcs
+    ]
     for entry in environment.domains.values():
         if "reward_funcs" in entry:
             funcs = entry["reward_funcs"]
             funcs = [funcs] if isinstance(funcs, str) else funcs
-            entry["reward_funcs"] = [absolute_reference(_with_function_name(func)) for func in funcs]
+            entry["reward_funcs"] = [
+                absolute_reference(_with_function_name(func)) for func in funcs
+            ]
     for func in judges(environment):
         if not is_judge(func):
             RewardFunction.of(func)
     if "code_tests" in judges(environment):
         chosen = sandbox.choose(environment.code_sandbox)
-        print(f"code_tests runs the model's code under {chosen} (environment.code_sandbox)", file=sys.stderr)
+        print(
+            f"code_tests runs the model's code under {chosen} (environment.code_sandbox)",
+            file=sys.stderr,
+        )
     for name, judge in environment.judges.items():
         if judge.get("prompt") and not is_text(judge["prompt"]):
             judge["prompt"] = str(Path(judge["prompt"]).expanduser().resolve())
@@ -126,12 +149,14 @@ def settle_references(environment: EnvironmentConfig) -> None:
 
 
 class RowChecks:
-    """A row passes if it has all that its judges' prompts show, the columns that its reward functions take as
-    parameters, and all that they check themselves (``Capabilities.check``)."""
+    """A row passes if it has all that its judges' prompts show, the columns that its reward
+    functions take as parameters, and all that they check themselves (``Capabilities.check``)."""
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._settings = RewardSettings.of(environment)
-        self._prompts = {name: prompt_text(name, judge) for name, judge in judges_of(environment.judges).items()}
+        self._prompts = {
+            name: prompt_text(name, judge) for name, judge in judges_of(environment.judges).items()
+        }
 
     def check(self, known: Mapping[str, Any]) -> None:
         """Raise ``UserError`` for what is missing.
@@ -147,25 +172,35 @@ class RowChecks:
                 check_placeholders(name, self._prompts[name], known_to_judge(known))
                 continue
             function = reward_function(func, self._settings.registered.get(func))
-            tokens = seen("", "", [], [], known.get("label")) if function.looks_at_tokens else {}
+            if function.looks_at_tokens:
+                tokens = seen("", "", [], [], known.get("label"))
+            else:
+                tokens = {}
             shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
             function.arguments(shown)  # raises for one that is missing
             capabilities_of(function.function).check(shown)
 
     def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
-        """Raises ``UserError`` if no function of the row can report this metric: names start with the function's."""
+        """Raises ``UserError`` if no function of the row can report this metric: names start with
+        the function's."""
         names = short_names([func for func, _ in self._settings.weighted(known)])
         own = metric.removeprefix(f"{known.get('domain')}/")
         if own.partition("/")[0] not in {name.partition("/")[0] for name in names}:
-            raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names))
+            raise UserError(
+                unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names)
+            )
 
 
 def short_names(funcs: Sequence[str]) -> list[str]:
     """The functions' names in metrics: of a reference its attribute, if that is unique."""
     short = ["remote_reward" if is_remote(func) else func.rpartition(":")[2] for func in funcs]
-    return [name if short.count(name) == 1 else func for name, func in zip(short, funcs, strict=True)]
+    return [
+        name if short.count(name) == 1 else func for name, func in zip(short, funcs, strict=True)
+    ]
 
 
 def _with_function_name(func: str) -> str:
     """A file alone means its ``reward_func``."""
-    return f"{func}:reward_func" if func.endswith(".py") and not is_remote(func) else func
+    if func.endswith(".py") and not is_remote(func):
+        return f"{func}:reward_func"
+    return func

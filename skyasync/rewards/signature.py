@@ -1,10 +1,11 @@
-"""How a reward function is called, and how its result is read: in this library's way, or in another framework's.
+"""How a reward function is called, and how its result is read: in this library's way, or in another
+framework's.
 
 A function's own signature decides. Those of other frameworks are in ``skyasync.interop``.
 
-Invariant: what a function is given was read and written by the engine, tokens included, and not made again from text.
-After ``as_score`` a reward and its metrics are finite floats; anything else has raised an error with the function's
-name.
+Invariant: what a function is given was read and written by the engine, tokens included, and not
+made again from text. After ``as_score`` a reward and its metrics are finite floats; anything else
+has raised an error with the function's name.
 """
 
 from __future__ import annotations
@@ -20,14 +21,19 @@ from typing import Any, cast
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
 
-SEEN = frozenset({"queries", "prompts", "labels", "prompt_ids", "completion_ids"})  # known where tokens are
+SEEN = frozenset(
+    {"queries", "prompts", "labels", "prompt_ids", "completion_ids"}
+)  # known where tokens are
 CODE_SANDBOX = "code_sandbox"  # environment.code_sandbox
-CONVERSATION = "prompt_is_conversation"  # the column that a row has whose prompt is a list of messages
+CONVERSATION = (
+    "prompt_is_conversation"  # the column that a row has whose prompt is a list of messages
+)
 BY_NAME = SEEN | {CODE_SANDBOX, CONVERSATION}  # what a function that takes everything is not given
 
 
 class Signature:
-    """This library's own, for every function without another; a subclass changes what a framework has differently."""
+    """This library's own, for every function without another; a subclass changes what a framework
+    has differently."""
 
     name = ""
     #: The function needs what the engine read and wrote, not only the response's text.
@@ -58,20 +64,29 @@ class Signature:
 def signature_of(function: Callable[..., object]) -> Signature:
     """The signature that this function has."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = {name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name}
-    return next((s for s in other_frameworks().reward_signatures() if s.matches(parameters)), Signature())
+    parameters = {
+        name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name
+    }
+    return next(
+        (s for s in other_frameworks().reward_signatures() if s.matches(parameters)), Signature()
+    )
 
 
 def single_value(value: object) -> object:
-    """A number for a tensor, array or list of one; anything else as it is, to be rejected with all other scores."""
+    """A number for a tensor, array or list of one; anything else as it is, to be rejected with all
+    other scores."""
     if hasattr(value, "tolist"):  # tensors and arrays, whatever their library
         value = value.tolist()
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
-    return float(value) if isinstance(value, bool | int) else value
+    if isinstance(value, bool | int):
+        return float(value)
+    return value
 
 
-def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object) -> dict[str, object]:
+def seen(
+    read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object
+) -> dict[str, object]:
     """What is known of a turn whose tokens are."""
     texts = {"queries": [read + wrote], "prompts": [read], "labels": [label]}
     return {**texts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
@@ -80,7 +95,9 @@ def seen(read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int]
 # ---------------------------------------------------------------- results
 
 REWARD_KEYS = ("reward", "score")
-MOST_NUMBERS, LONGEST_NAME = 256, 200  # of a mapping; each becomes a metric of the run
+# of a mapping; each becomes a metric of the run
+MOST_NUMBERS = 256
+LONGEST_NAME = 200
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,8 @@ class Score:
 
     Args:
         no_reward: the function timed out or failed; its reward counts as 0.
-        applies: the function applies to this row; if not, its reward counts as 0 and is not a metric.
+        applies: the function applies to this row; if not, its reward counts as 0 and is not a
+            metric.
     """
 
     reward: float
@@ -105,34 +123,49 @@ def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any
     return read_result(name, signature, function(**arguments), logged)
 
 
-def read_result(name: str, signature: Signature, returned: object, logged: Mapping[str, Any]) -> Score:
-    """The score of a function, by the rules of its signature; ``logged``: what it has logged meanwhile."""
+def read_result(
+    name: str, signature: Signature, returned: object, logged: Mapping[str, Any]
+) -> Score:
+    """The score of a function, by the rules of its signature; ``logged``: what it has logged
+    meanwhile."""
     result = signature.answer(returned)
     if signature.may_abstain and result is None:
         return Score(0.0, applies=False)
     score = as_score(name, result)
-    numbers = {key: _number(f"{key!r}, logged by reward function {name},", value) for key, value in logged.items()}
+    numbers = {
+        key: _number(f"{key!r}, logged by reward function {name},", value)
+        for key, value in logged.items()
+    }
     return replace(score, metrics=score.metrics | numbers)
 
 
 def as_score(function: str, returned: object) -> Score:
-    """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become metrics.
+    """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become
+    metrics.
 
     Raises:
         UserError: naming the function and what it returned.
     """
     if not isinstance(returned, Mapping):
-        return Score(_number(f"reward function {function}", returned, " or a mapping with the key 'reward'"))
+        return Score(
+            _number(f"reward function {function}", returned, " or a mapping with the key 'reward'")
+        )
     _check_names(function, returned)
     key = next((key for key in REWARD_KEYS if key in returned), None)
     if key is None:
         close = nearest("reward", map(str, returned), count=1)
-        hint = f" (did you mean 'reward' by {close[0]!r}?)" if close else ""
+        if close:
+            hint = f" (did you mean 'reward' by {close[0]!r}?)"
+        else:
+            hint = ""
         raise UserError(
             f"reward function {function} returned a mapping without 'reward' or 'score'{hint}; it has: "
             f"{', '.join(map(str, returned)) or 'nothing'}"
         )
-    numbers = {str(name): _number(f"{name!r} of reward function {function}", v) for name, v in returned.items()}
+    numbers = {
+        str(name): _number(f"{name!r} of reward function {function}", v)
+        for name, v in returned.items()
+    }
     reward = numbers.pop(key)
     return Score(reward, numbers)
 
@@ -140,7 +173,9 @@ def as_score(function: str, returned: object) -> Score:
 def _check_names(function: str, returned: Mapping[object, object]) -> None:
     """Raises UserError for more numbers than a run can plot, or names that no metric can have."""
     if len(returned) > MOST_NUMBERS:
-        raise UserError(f"reward function {function} returned {len(returned)} numbers; {MOST_NUMBERS} are the most")
+        raise UserError(
+            f"reward function {function} returned {len(returned)} numbers; {MOST_NUMBERS} are the most"
+        )
     for name in returned:
         text = str(name)
         if len(text) > LONGEST_NAME or not text.isprintable():
@@ -160,10 +195,16 @@ def _is_finite(value: object) -> bool:
 
 def _number(what: str, value: object, alternative: str = "") -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
-        hint = f"write float({value})" if isinstance(value, bool) else "it must be a finite number" + alternative
-        kind = NonFiniteRewardError if isinstance(value, Real) and not _is_finite(value) else UserError
+        if isinstance(value, bool):
+            hint = f"write float({value})"
+        else:
+            hint = "it must be a finite number" + alternative
+        kind = (
+            NonFiniteRewardError if isinstance(value, Real) and not _is_finite(value) else UserError
+        )
         if isinstance(value, int) and not _is_finite(value):
-            text = f"an integer of {value.bit_length()} bits"  # Python does not write one of 5,000 digits
+            # Python does not write one of 5,000 digits
+            text = f"an integer of {value.bit_length()} bits"
         else:
             text = repr(value)
         raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")

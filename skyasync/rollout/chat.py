@@ -1,12 +1,12 @@
 """Conversations to tokens, each message once.
 
-Invariant: tokens that the model wrote are never made again from text. What the environment says is tokenised alone, in
-the frame that the chat template gives it after a message of the model.
+Invariant: tokens that the model wrote are never made again from text. What the environment says is
+tokenised alone, in the frame that the chat template gives it after a message of the model.
 
-Some templates show earlier messages of the model differently as a conversation grows: they drop the thinking parts of
-all but the last. Then the model reads what the template shows, and a turn whose context does not extend the previous
-one is a sequence of its own (``Trajectory.branches``). With ``data.chat_history=sampled`` the model goes on reading
-what it wrote: an episode is one sequence.
+Some templates show earlier messages of the model differently as a conversation grows: they drop the
+thinking parts of all but the last. Then the model reads what the template shows, and a turn whose
+context does not extend the previous one is a sequence of its own (``Trajectory.branches``). With
+``data.chat_history=sampled`` the model goes on reading what it wrote: an episode is one sequence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.tokenizer import Tokenizer
 
 LONG = 4096
-"""Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop continues."""
+"""Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop
+continues."""
 MAX_CACHED = 8192  # prompts, and as many observations
 SHORT = 256  # tokens of an observation that is remembered
 
@@ -44,8 +45,9 @@ class ChatTokenizer:
     """A Hugging Face tokenizer with a chat template. Prompts are cached.
 
     Args:
-        apply_chat_template: false joins the texts of the messages as they are; a prompt then begins with the tokens
-            that the tokenizer puts in front of any text (a beginning-of-sequence token).
+        apply_chat_template: false joins the texts of the messages as they are; a prompt then begins
+            with the tokens that the tokenizer puts in front of any text (a beginning-of-sequence
+            token).
     """
 
     def __init__(self, tokenizer: Tokenizer, apply_chat_template: bool = True) -> None:
@@ -55,7 +57,8 @@ class ChatTokenizer:
         self._observations: dict[str, list[int]] = {}  # by the messages as JSON
 
     def prompt(self, conversation: Conversation | str, tools: Tools = None) -> Ints:
-        """The tokens that the model continues: the tools, the conversation and the opening of its own message.
+        """The tokens that the model continues: the tools, the conversation and the opening of its
+        own message.
 
         Raises:
             UserError: if there are tools, and the template would not show them to the model.
@@ -72,8 +75,11 @@ class ChatTokenizer:
             self._remember(self._cache, key, tokens)
         return self._cache[key]
 
-    def response(self, conversation: Conversation, message: dict[str, Any], tools: Tools = None) -> Ints:
-        """The tokens of a given message of the model, after those of ``prompt``; without a template it ends by eos.
+    def response(
+        self, conversation: Conversation, message: dict[str, Any], tools: Tools = None
+    ) -> Ints:
+        """The tokens of a given message of the model, after those of ``prompt``; without a template
+        it ends by eos.
 
         Raises:
             UserError: if the template shows the conversation differently once the message is there.
@@ -81,10 +87,13 @@ class ChatTokenizer:
         if not self._applies_template:
             text = self.tokenizer.encode(message["content"], add_special_tokens=False)
             return ints([*text, self.tokenizer.eos_token_id])
-        read, whole = self.prompt(conversation, tools), ints(self._frame([*conversation, message], tools))
+        read = self.prompt(conversation, tools)
+        whole = ints(self._frame([*conversation, message], tools))
         if whole[: len(read)].tolist() == read.tolist():
             return whole[len(read) :]
-        before, after = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, whole))
+        before, after = (
+            _decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, whole)
+        )
         if not after.startswith(before):
             raise UserError(
                 f"the chat template shows {before[-40:]!r} before the response, and with the response it does not: "
@@ -98,7 +107,8 @@ class ChatTokenizer:
         An action that did not end its message (cut by length) is ended first.
 
         Raises:
-            UserError: if the template does not end a message with the tokenizer's end-of-sequence token.
+            UserError: if the template does not end a message with the tokenizer's end-of-sequence
+                token.
         """
         messages = cast(Conversation, messages)
         if not self._applies_template:
@@ -112,22 +122,33 @@ class ChatTokenizer:
         key = json.dumps(messages, default=repr)
         rest = self._observations.get(key)
         if rest is None:
-            rest = tokens_after(self._frame(_BEFORE + messages, generation=True), eos, self._eos_before)
-            if len(rest) <= SHORT:  # what many episodes are told: that an answer is wrong, the result of a move
+            rest = tokens_after(
+                self._frame(_BEFORE + messages, generation=True), eos, self._eos_before
+            )
+            if (
+                len(rest) <= SHORT
+            ):  # what many episodes are told: that an answer is wrong, the result of a move
                 self._remember(self._observations, key, rest)
         ended = len(action) > 0 and action[-1] == eos
-        return rest if ended else [eos, *rest]
+        if ended:
+            return rest
+        return [eos, *rest]
 
     def reframed(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
-        """The conversation as the template shows it before the next turn; None if its text is that of ``extended``.
+        """The conversation as the template shows it before the next turn; None if its text is that
+        of ``extended``.
 
         Other tokens for the same text are no reason to replace those that were sampled.
         """
         if not self._reframes:
             return None
         tokens = ints(self._frame(conversation, tools, generation=True))
-        texts = [_decoded(self.tokenizer, each, skip_special_tokens=False) for each in (tokens, extended)]
-        return None if texts[0] == texts[1] else tokens
+        texts = [
+            _decoded(self.tokenizer, each, skip_special_tokens=False) for each in (tokens, extended)
+        ]
+        if texts[0] == texts[1]:
+            return None
+        return tokens
 
     @staticmethod
     def _remember(cache: dict[str, T], key: str, tokens: T) -> None:
@@ -147,29 +168,38 @@ class ChatTokenizer:
             return False
         for conversation in (_BEFORE, _THOUGHT):
             shorter = self._frame(conversation, generation=False)
-            longer = self._frame([*conversation, {"role": "user", "content": "x"}], generation=False)
+            longer = self._frame(
+                [*conversation, {"role": "user", "content": "x"}], generation=False
+            )
             if longer[: len(shorter)] != shorter:
                 return True
         return False
 
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
-        """What an environment reads of a response: up to its stop string, unless that is to be included."""
+        """What an environment reads of a response: up to its stop string, unless that is to be
+        included."""
         sampling = sampling or SamplingParams()
         return self.texts([tokens], sampling)[0]
 
     def texts(self, responses: Sequence[Ints], sampling: SamplingParams) -> list[str]:
         """``text`` of each response."""
-        texts = _all_decoded(self.tokenizer, responses, skip_special_tokens=sampling.skip_special_tokens)
+        texts = _all_decoded(
+            self.tokenizer, responses, skip_special_tokens=sampling.skip_special_tokens
+        )
         if sampling.include_stop_str_in_output:
             return texts
         return [_before_stop_string(text, sampling.stop) for text in texts]
 
     def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all special tokens."""
-        before, after = (_decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote))
+        before, after = (
+            _decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote)
+        )
         return TurnTokens(before, after, ints(read).tolist(), ints(wrote).tolist())
 
-    def _frame(self, conversation: Conversation, tools: Tools = None, *, generation: bool = False) -> list[int]:
+    def _frame(
+        self, conversation: Conversation, tools: Tools = None, *, generation: bool = False
+    ) -> list[int]:
         messages = _plain_messages(conversation)
         if images_of(messages) and not self._applies_template:
             raise UserError("images need a chat template: set data.apply_chat_template=true")
@@ -191,31 +221,45 @@ def template_tokens(
     """The messages as the template shows them, with each image's placeholder as the model reads it.
 
     Raises:
-        UserError: if the model reads text alone, or the template shows more or fewer placeholders than images.
+        UserError: if the model reads text alone, or the template shows more or fewer placeholders
+            than images.
     """
-    processor, path = None, tokenizer.name_or_path
-    if (images := images_of(messages)) or reads_images(path):
+    processor = None
+    path = tokenizer.name_or_path
+    images = images_of(messages)
+    if images or reads_images(path):
         from skyasync.models.vision import processor_of
 
         processor = processor_of(path)  # first: templates of text fail on parts
     tokens = tokenizer.apply_chat_template(
-        messages, tools=tools or None, tokenize=True, add_generation_prompt=generation, return_dict=False
+        messages,
+        tools=tools or None,
+        tokenize=True,
+        add_generation_prompt=generation,
+        return_dict=False,
     )
-    return processor.expand(tokens, images).tolist() if processor else tokens
+    if processor:
+        return processor.expand(tokens, images).tolist()
+    return tokens
 
 
 class PlainText(ChatTokenizer):
-    """For environments with ``raw_text``: the template makes the prompt, and all later text is appended unchanged."""
+    """For environments with ``raw_text``: the template makes the prompt, and all later text is
+    appended unchanged."""
 
     def opening(self, conversation: Conversation) -> str:
         """What an environment is given to begin with."""
         messages = _plain_messages(conversation)
         if not self._applies_template:
             return _joined_text(messages)
-        return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
 
     def prompt(self, text: Conversation | str, tools: Tools = None) -> Ints:
-        return ints(self.tokenizer.encode(cast(str, text), add_special_tokens=not self._applies_template))
+        return ints(
+            self.tokenizer.encode(cast(str, text), add_special_tokens=not self._applies_template)
+        )
 
     def observation(self, text: Conversation | str, action: Ints) -> list[int]:
         return self.tokenizer.encode(cast(str, text), add_special_tokens=False)
@@ -232,18 +276,25 @@ def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -
     return _all_decoded(tokenizer, [tokens], skip_special_tokens=skip_special_tokens)[0]
 
 
-def _all_decoded(tokenizer: Tokenizer, responses: Sequence[Ints], *, skip_special_tokens: bool) -> list[str]:
-    """The text of each. Long ones go through the backend's call for several texts, the only one that lets other threads
-    run; for short ones it costs more than it saves."""
+def _all_decoded(
+    tokenizer: Tokenizer, responses: Sequence[Ints], *, skip_special_tokens: bool
+) -> list[str]:
+    """The text of each. Long ones go through the backend's call for several texts, the only one
+    that lets other threads run; for short ones it costs more than it saves."""
     from transformers import PreTrainedTokenizerFast
 
     batch = [ints(tokens).tolist() for tokens in responses]
-    if isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces:
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and not tokenizer.clean_up_tokenization_spaces
+    ):
         backend = tokenizer.backend_tokenizer
         if sum(map(len, batch)) >= LONG:
             texts = backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
         else:
-            texts = [backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
+            texts = [
+                backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch
+            ]
         return list(map(str, texts))
     return [tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
 
@@ -263,16 +314,16 @@ def knows_tools(tokenizer: Tokenizer) -> bool:
 def tokens_after(tokens: list[int], end: int, count: int) -> list[int]:
     """What follows the ``count``-th ``end``.
 
-    Counting holds if the template shows a message differently in a longer conversation (an emptied thinking part), so
-    that the tokens before it are others.
+    Counting holds if the template shows a message differently in a longer conversation (an emptied
+    thinking part), so that the tokens before it are others.
     """
     positions = [position for position, token in enumerate(tokens) if token == end]
     return tokens[positions[count - 1] + 1 :]
 
 
 def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """OpenAI's lists of content parts as the text that they make together, which templates expect; lists with an image
-    stay lists.
+    """OpenAI's lists of content parts as the text that they make together, which templates expect;
+    lists with an image stay lists.
 
     Raises:
         UserError: for a part that is neither text nor an image that has been read.
@@ -284,9 +335,15 @@ def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
             continue
         problem = "a message's content has parts of type"
         content = message["content"] = read_parts(content)
-        types = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
-        if other := sorted(types - {"text", "image"}):
-            raise UserError(f"{problem} {', '.join(other)}: only parts of type text and image are read")
+        types = {
+            part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+            for part in content
+        }
+        other = sorted(types - {"text", "image"})
+        if other:
+            raise UserError(
+                f"{problem} {', '.join(other)}: only parts of type text and image are read"
+            )
         if "image" not in types:
             message["content"] = "".join(part["text"] for part in content)
     return plain

@@ -1,7 +1,8 @@
-"""Trajectories to tensors: rows are group by group, sample by sample, sequence by sequence (see ``RolloutBatch``).
+"""Trajectories to tensors: rows are group by group, sample by sample, sequence by sequence (see
+``RolloutBatch``).
 
-Memory is touched only as rows are filled, step by step, so that other tasks can run in between: a large batch takes a
-tenth of a second and more.
+Memory is touched only as rows are filled, step by step, so that other tasks can run in between: a
+large batch takes a tenth of a second and more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 
 def collate(groups: Sequence[Group]) -> RolloutBatch:
-    """All trajectories of the groups as one batch, right-padded by zeros; ``group_ids`` number the groups from 0."""
+    """All trajectories of the groups as one batch, right-padded by zeros; ``group_ids`` number the
+    groups from 0."""
     collation = _Collation(groups)
     for _ in collation.fill():
         pass
@@ -44,16 +46,22 @@ class _Row(NamedTuple):
 
 
 class _Collation:
-    """One entry per token, ``[rows, length]``. Arrays of zeros take memory only when they are written to."""
+    """One entry per token, ``[rows, length]``. Arrays of zeros take memory only when they are
+    written to."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        owners = ((g, trajectory) for g, group in enumerate(groups) for trajectory in group.trajectories)
+        owners = (
+            (g, trajectory) for g, group in enumerate(groups) for trajectory in group.trajectories
+        )
         self._rows = [
             _Row(group, number, trajectory, sequence)
             for number, (group, trajectory) in enumerate(owners)
             for sequence in trajectory.sequences
         ]
-        shape = (len(self._rows), max((sum(len(s.tokens) for s in row.sequence) for row in self._rows), default=0))
+        shape = (
+            len(self._rows),
+            max((sum(len(s.tokens) for s in row.sequence) for row in self._rows), default=0),
+        )
         self._tokens = np.zeros(shape, np.int64)
         self._attention_mask = np.zeros(shape, np.bool_)
         self._loss_mask = np.zeros(shape, np.bool_)
@@ -63,14 +71,18 @@ class _Collation:
         actions = (s for row in self._rows for s in row.sequence if s.kind == "action")
         like = next((s.experts for s in actions if s.experts is not None), None)
         #: [rows, length, layers, top_k]
-        self._experts = None if like is None else np.empty(shape + like.shape[1:], like.dtype)
+        if like is None:
+            self._experts = None
+        else:
+            self._experts = np.empty(shape + like.shape[1:], like.dtype)
 
     def fill(self) -> Iterator[None]:
         """Write the rows, with a pause after each group and after ``TURN_TOKENS``."""
         written = group = 0
         for index, row in enumerate(self._rows):
             if written >= TURN_TOKENS or row.group != group:
-                written, group = 0, row.group
+                written = 0
+                group = row.group
                 yield
             self._versions[index] = -1
             if self._experts is not None:
@@ -81,7 +93,8 @@ class _Collation:
                 self._experts[index, count:] = np.iinfo(self._experts.dtype).max
             end = 0
             for segment in row.sequence:
-                start, end = end, end + len(segment.tokens)
+                start = end
+                end = end + len(segment.tokens)
                 self._tokens[index, start:end] = segment.tokens
                 if segment.kind == "action":
                     self._loss_mask[index, start:end] = True
@@ -102,8 +115,12 @@ class _Collation:
             attention_mask=torch.from_numpy(self._attention_mask),
             loss_mask=torch.from_numpy(self._loss_mask),
             group_ids=torch.tensor([row.group for row in rows], dtype=torch.int64),
-            trajectory_ids=torch.tensor([row.number for row in rows], dtype=torch.int64) if branched else None,
-            truncated=torch.tensor([row.trajectory.stop_reason != "stop" for row in rows], dtype=torch.bool),
+            trajectory_ids=torch.tensor([row.number for row in rows], dtype=torch.int64)
+            if branched
+            else None,
+            truncated=torch.tensor(
+                [row.trajectory.stop_reason != "stop" for row in rows], dtype=torch.bool
+            ),
             behaviour_logprobs=torch.from_numpy(self._logprobs),
             versions=torch.from_numpy(self._versions),
             rewards=torch.from_numpy(self._rewards),

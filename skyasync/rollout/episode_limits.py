@@ -1,8 +1,8 @@
 """What ends an episode besides its environment, and what becomes of one that failed.
 
-Invariant: a failed episode is a complete trajectory like any other: its tokens are those that the engine read and
-wrote, its reward is ``environment.give_up_reward``, it is counted, and its cause is logged (once for each type of
-error).
+Invariant: a failed episode is a complete trajectory like any other: its tokens are those that the
+engine read and wrote, its reward is ``environment.give_up_reward``, it is counted, and its cause is
+logged (once for each type of error).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()  # types of errors and limits that this process has logged
 
 AGENT_SHARE = 0.9
-"""The share of a step's time that an agent program may take: one that hangs fails before the step does."""
+"""The share of a step's time that an agent program may take: one that hangs fails before the step
+does."""
 MAX_ATTEMPTS = 3
 """To play an episode whose process is lost: another episode may have ended it."""
 
@@ -33,16 +34,19 @@ class EpisodeLimits:
     """Limits of episodes, 0 for none, and what happens to failed ones.
 
     Args:
-        max_turns: ``generator.max_turns``: an episode ends after so many actions even if its environment is not done.
+        max_turns: ``generator.max_turns``: an episode ends after so many actions even if its
+            environment is not done.
         timeout_s: ``generator.episode_timeout_s``.
         in_flight: ``generator.max_concurrent_episodes``.
-        on_error: ``environment.on_error``, for environments that fail and episodes that take too long.
+        on_error: ``environment.on_error``, for environments that fail and episodes that take too
+            long.
         give_up_reward: ``environment.give_up_reward``.
-        spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own, so that those of a
-            group may go to different engines; false keeps a group on one.
+        spread: ``generator.is_num_return_sequences_expand``: each episode is a session of its own,
+            so that those of a group may go to different engines; false keeps a group on one.
         turn_discount: ``generator.turn_discount``.
         spares: ``generator.oversample_per_prompt``.
-        on_nonfinite: ``trainer.on_nonfinite``, for rewards, if ``on_error`` does not end their episodes alone.
+        on_nonfinite: ``trainer.on_nonfinite``, for rewards, if ``on_error`` does not end their
+            episodes alone.
         metric: ``trainer.algorithm.dynamic_sampling.metric``, which episodes must report.
     """
 
@@ -60,7 +64,10 @@ class EpisodeLimits:
     @staticmethod
     def of(cfg: Config) -> EpisodeLimits:
         generator = cfg.generator
-        of_step = AGENT_SHARE * cfg.trainer.step_timeout_s if generator.agent_program else 0.0
+        if generator.agent_program:
+            of_step = AGENT_SHARE * cfg.trainer.step_timeout_s
+        else:
+            of_step = 0.0
         return EpisodeLimits(
             max_turns=generator.max_turns,
             timeout_s=generator.episode_timeout_s or of_step,
@@ -76,12 +83,14 @@ class EpisodeLimits:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """A reward that is not finite skips the update of its step; no error ends the run, nor the episode alone."""
+        """A reward that is not finite skips the update of its step; no error ends the run, nor the
+        episode alone."""
         return self.on_error == "raise" and self.on_nonfinite == "skip"
 
     @contextmanager
     def environment_errors(self) -> Iterator[None]:
-        """Around calls of an environment: its errors end the run, or its episode alone (``on_error``)."""
+        """Around calls of an environment: its errors end the run, or its episode alone
+        (``on_error``)."""
         try:
             yield
         except Exception as error:
@@ -100,7 +109,9 @@ class EpisodeFailedError(Exception):
     """Ends one episode alone; its cause says why."""
 
 
-def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Exception, prompt: Segment) -> Trajectory:
+def failed_episode(
+    trajectory: Trajectory, limits: EpisodeLimits, error: Exception, prompt: Segment
+) -> Trajectory:
     """The trajectory as it is trained (``on_error=keep``) or left out of the loss (``mask``).
 
     An episode without a single action has nothing to carry a reward.
@@ -112,7 +123,9 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
     kind = type(error).__qualname__
     message = "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s"
     warn_once(kind, message, trajectory.id, kind, error)
-    if len(trajectory.segments) == 1 and trajectory.branches:  # it failed at the beginning of a turn
+    if (
+        len(trajectory.segments) == 1 and trajectory.branches
+    ):  # it failed at the beginning of a turn
         trajectory.segments = trajectory.branches.pop()
     for sequence in trajectory.sequences:
         first, *others = sequence
@@ -130,7 +143,8 @@ def failed_episode(trajectory: Trajectory, limits: EpisodeLimits, error: Excepti
 
 
 def nonfinite_episode(trajectory: Trajectory, error: Exception) -> Trajectory:
-    """The trajectory so far, with a reward that is not finite: the update of its step is skipped."""
+    """The trajectory so far, with a reward that is not finite: the update of its step is
+    skipped."""
     warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
     trajectory.segments[-1].reward = nan
     return trajectory

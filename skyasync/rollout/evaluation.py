@@ -1,12 +1,14 @@
-"""Evaluation: the metrics of rollouts, pass@k and maj@n, over all prompts and for each held-out set.
+"""Evaluation: the metrics of rollouts, pass@k and maj@n, over all prompts and for each held-out
+set.
 
-Invariant: the metrics of a set (``eval/<set>/...``) are those of its prompts alone; without names all is under
-``eval/``.
+Invariant: the metrics of a set (``eval/<set>/...``) are those of its prompts alone; without names
+all is under ``eval/``.
 
-``pass@k`` is 1 - C(n - c, k) / C(n, k) for c correct of n samples (Chen et al. 2021, arXiv:2107.03374): the exact
-expectation over all ways of drawing k of the samples. A prompt with fewer than k samples has none. ``maj@n`` tells
-whether the most frequent answer of all n samples is correct (self-consistency, Wang et al. 2022, arXiv:2203.11171).
-Answers that are equally frequent have equal chances, and samples without an answer have no vote.
+``pass@k`` is 1 - C(n - c, k) / C(n, k) for c correct of n samples (Chen et al. 2021,
+arXiv:2107.03374): the exact expectation over all ways of drawing k of the samples. A prompt with
+fewer than k samples has none. ``maj@n`` tells whether the most frequent answer of all n samples is
+correct (self-consistency, Wang et al. 2022, arXiv:2203.11171). Answers that are equally frequent
+have equal chances, and samples without an answer have no vote.
 """
 
 from __future__ import annotations
@@ -37,15 +39,20 @@ LAST_TOKENS = 2048  # of a response, where its answer stands
 SHORT = 64  # characters of a response that is an answer by itself
 _AUTO = (
     re.compile(r"####[ \t]*(\S[^\n]*)"),
-    re.compile(r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)", re.I | re.M),
+    re.compile(
+        r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)",
+        re.I | re.M,
+    ),
 )
 
 AnswerReader = Callable[[str], str | None]
-"""The answer that a response gives: two responses agree if and only if the texts are equal. None has no vote."""
+"""The answer that a response gives: two responses agree if and only if the texts are equal. None
+has no vote."""
 
 
 class PromptScores(NamedTuple):
-    """One prompt's pass@k by k, and its maj@n by the number of samples; without answers the latter is empty."""
+    """One prompt's pass@k by k, and its maj@n by the number of samples; without answers the latter
+    is empty."""
 
     passes: Mapping[int, float]
     majorities: Mapping[int, float]
@@ -53,7 +60,8 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """``trainer.eval_*``: k (by default powers of two), the reward that passes, and how an answer is read, if it is."""
+    """``trainer.eval_*``: k (by default powers of two), the reward that passes, and how an answer
+    is read, if it is."""
 
     ks: tuple[int, ...] = ()
     passing: float = PASSING
@@ -62,12 +70,19 @@ class Scoring:
     @classmethod
     def of(cls, cfg: Config) -> Scoring:
         trainer = cfg.trainer
-        answer = answer_reader(trainer.eval_answer) if trainer.eval_answer else None
+        if trainer.eval_answer:
+            answer = answer_reader(trainer.eval_answer)
+        else:
+            answer = None
         return cls(tuple(trainer.eval_k), trainer.eval_passing, answer)
 
     async def sampled_in_turns(self, group: Group, tokenizer: Tokenizer | None) -> PromptScores:
-        """``sampled`` on an event loop, where other tasks run in between; a thread decodes long texts."""
-        if self.answer is not None and sum(min(t.response_length, LAST_TOKENS) for t in group.trajectories) >= LONG:
+        """``sampled`` on an event loop, where other tasks run in between; a thread decodes long
+        texts."""
+        if (
+            self.answer is not None
+            and sum(min(t.response_length, LAST_TOKENS) for t in group.trajectories) >= LONG
+        ):
             return await asyncio.to_thread(self.sampled, group, tokenizer)
         await asyncio.sleep(0)
         return self.sampled(group, tokenizer)
@@ -76,8 +91,14 @@ class Scoring:
         played = [each for each in group.trajectories if not each.ended_early]
         answers = None
         if self.answer is not None and tokenizer is not None and len(played) > 1:
-            last = [each.actions[-1].tokens[-LAST_TOKENS:].tolist() if each.actions else [] for each in played]
-            texts = [tokenizer.decode(tokens, skip_special_tokens=True) if tokens else "" for tokens in last]
+            last = [
+                each.actions[-1].tokens[-LAST_TOKENS:].tolist() if each.actions else []
+                for each in played
+            ]
+            texts = [
+                tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
+                for tokens in last
+            ]
             answers = [self.answer(text) for text in texts]
         return prompt_scores(group, self.ks or powers(len(played)), self.passing, answers)
 
@@ -104,7 +125,9 @@ def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dic
     pairs = list(zip(groups, scores, strict=True))
     metrics = metrics_of(pairs, "eval/")
     for name in dict.fromkeys(group.prompt.eval_set for group in groups if group.prompt.eval_set):
-        metrics |= metrics_of([pair for pair in pairs if pair[0].prompt.eval_set == name], f"eval/{name}/")
+        metrics |= metrics_of(
+            [pair for pair in pairs if pair[0].prompt.eval_set == name], f"eval/{name}/"
+        )
     return metrics
 
 
@@ -112,7 +135,10 @@ def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dic
 
 
 def prompt_scores(
-    group: Group, ks: Iterable[int], passing: float = PASSING, answers: Sequence[str | None] | None = None
+    group: Group,
+    ks: Iterable[int],
+    passing: float = PASSING,
+    answers: Sequence[str | None] | None = None,
 ) -> PromptScores:
     """The scores of a group.
 
@@ -133,7 +159,10 @@ def prompt_scores(
 def mean_scores(scores: Sequence[PromptScores]) -> dict[str, float]:
     """``pass@k`` and ``maj@n`` over prompts, for the k and n that all of them have."""
     metrics: dict[str, float] = {}
-    for name, tables in (("pass", [one.passes for one in scores]), ("maj", [one.majorities for one in scores])):
+    for name, tables in (
+        ("pass", [one.passes for one in scores]),
+        ("maj", [one.majorities for one in scores]),
+    ):
         for k in tables[0] if tables else ():
             if all(k in table for table in tables):
                 metrics[f"{name}@{k}"] = fmean(table[k] for table in tables)
@@ -146,7 +175,8 @@ def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float
     Raises:
         ValueError: if there are fewer than ``k``.
     """
-    n, correct = len(rewards), sum(reward >= passing for reward in rewards)
+    n = len(rewards)
+    correct = sum(reward >= passing for reward in rewards)
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} of {n} samples: k is from 1 to their number")
     return 1.0 - comb(n - correct, k) / comb(n, k)
@@ -155,7 +185,8 @@ def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float
 def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
     """The chance that the most frequent answer is correct; 0 if there is no answer.
 
-    An answer that is correct in some of its samples and wrong in others counts with its share of correct ones.
+    An answer that is correct in some of its samples and wrong in others counts with its share of
+    correct ones.
     """
     votes: dict[str, list[bool]] = {}
     for answer, passes in zip(answers, correct, strict=True):
@@ -173,7 +204,8 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 def answer_reader(spec: str) -> AnswerReader:
     r"""For ``trainer.eval_answer``: ``auto``, a regular expression, or a function of the user's.
 
-    ``auto`` is the last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short response itself.
+    ``auto`` is the last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short
+    response itself.
 
     Raises:
         UserError: if there is no such function.
@@ -186,13 +218,17 @@ def answer_reader(spec: str) -> AnswerReader:
     def read(text: str) -> str | None:
         if spec == "auto":
             text = without_thinking(text).strip()
-            if (boxed := extract_boxed_answer(text)) is not None:
+            boxed = extract_boxed_answer(text)
+            if boxed is not None:
                 return _normalized(boxed)
         for pattern in patterns:
-            if matches := pattern.findall(text):
+            matches = pattern.findall(text)
+            if matches:
                 return _normalized(matches[-1])
         is_short = spec == "auto" and 0 < len(text) <= SHORT and "\n" not in text
-        return _normalized(text) if is_short else None
+        if is_short:
+            return _normalized(text)
+        return None
 
     return read
 

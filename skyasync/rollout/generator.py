@@ -1,13 +1,16 @@
-"""Plays episodes: the engine writes, the environment answers, until it is done; then the judges grade.
+"""Plays episodes: the engine writes, the environment answers, until it is done; then the judges
+grade.
 
-The samples of a prompt are one task, one request and one timer for as long as nothing tells them apart: in the first
-turn, if their environments open with the prompt as it is. Then an environment that answers at once is called for all
-samples that the engine has answered; any other one is waited for by a task per episode.
+The samples of a prompt are one task, one request and one timer for as long as nothing tells them
+apart: in the first turn, if their environments open with the prompt as it is. Then an environment
+that answers at once is called for all samples that the engine has answered; any other one is waited
+for by a task per episode.
 
-Invariant: every trajectory requested comes back, in the order requested, with exactly the tokens that the engine read
-and wrote. If one episode fails, the others are cancelled and its error is raised. If its environment failed and
-``environment.on_error`` allows it, only that episode ends, and is counted (``env/given_up``). The reward of a finished
-episode includes the grades of its judges before its group is complete; waiting for a grade holds up no other episode.
+Invariant: every trajectory requested comes back, in the order requested, with exactly the tokens
+that the engine read and wrote. If one episode fails, the others are cancelled and its error is
+raised. If its environment failed and ``environment.on_error`` allows it, only that episode ends,
+and is counted (``env/given_up``). The reward of a finished episode includes the grades of its
+judges before its group is complete; waiting for a grade holds up no other episode.
 """
 
 from __future__ import annotations
@@ -44,17 +47,30 @@ from skyasync.rollout.episode_limits import (
     warn_once,
 )
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator, request_seed
-from skyasync.rollout.group_sampling import GroupMonitor, StopRule, play_episodes, with_extra_samples
+from skyasync.rollout.group_sampling import (
+    GroupMonitor,
+    StopRule,
+    play_episodes,
+    with_extra_samples,
+)
 from skyasync.rollout.partial_rollouts import PartialRollouts, request_id
 from skyasync.rollout.tokenizer import Tokenizer
-from skyasync.rollout.types import Group, RolloutRequest, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.rollout.types import (
+    Group,
+    RolloutRequest,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    action_of,
+)
 from skyasync.utils.rpc import ProcessLostError
 from skyasync.utils.task_group import StrictTaskGroup, together
 
 __all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator", "Judges"]
 
 MESSAGE_SAMPLES = 1024
-"""Samples whose first requests travel in one message: as many as an engine computes at once by default."""
+"""Samples whose first requests travel in one message: as many as an engine computes at once by
+default."""
 TURN_SAMPLES = 64
 """Samples that begin in one turn of the event loop, which takes a few milliseconds."""
 
@@ -67,7 +83,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         max_model_len: an episode ends before its tokens would exceed this.
         limits: what else ends an episode.
         apply_chat_template: see ``ChatTokenizer``.
-        as_template_shows: of earlier turns the model reads what the template shows, not what it wrote.
+        as_template_shows: of earlier turns the model reads what the template shows, not what it
+            wrote.
         stops: when a training group need not be played to its end; see ``GroupMonitor``.
         judges: models that grade responses after the end of an episode.
     """
@@ -84,11 +101,15 @@ class EpisodeGenerator(TrajectoryGenerator):
         stops: StopRule | None = None,
         judges: Judges | None = None,
     ) -> None:
-        self._client, self._environments, self._judges = client, environments, judges
+        self._client = client
+        self._environments = environments
+        self._judges = judges
         self._chat = ChatTokenizer(tokenizer, apply_chat_template)
         self._plain = PlainText(tokenizer, apply_chat_template)
-        self._max_model_len, self._as_template_shows = max_model_len, as_template_shows
-        self._limits, self._stops = limits, stops
+        self._max_model_len = max_model_len
+        self._as_template_shows = as_template_shows
+        self._limits = limits
+        self._stops = stops
         self._in_flight = asyncio.Semaphore(limits.in_flight) if limits.in_flight else nullcontext()
         self._partial = PartialRollouts(client)
 
@@ -98,7 +119,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         stops = self._stops if training else None
         samples = with_extra_samples(requests, extra)
         try:
-            if extra or stops is not None or self._limits.in_flight:  # samples begin and end one by one
+            if (
+                extra or stops is not None or self._limits.in_flight
+            ):  # samples begin and end one by one
                 return await self._play_samples(requests, samples, stops, training=training)
             return await self._play_groups(samples, training=training)
         finally:
@@ -133,28 +156,43 @@ class EpisodeGenerator(TrajectoryGenerator):
             monitor = GroupMonitor(requested, stops, self._limits.metric)
         episodes = {request.id: self._play_sample(request) for request in samples}
         oversampled = len(samples) > len(requests)
-        return await play_episodes(requested, episodes, monitor, self._client.progress if oversampled else None)
+        return await play_episodes(
+            requested, episodes, monitor, self._client.progress if oversampled else None
+        )
 
     async def _play_sample(self, request: RolloutRequest) -> Trajectory:
         episode = self._begin(request, self._setup(request))
         await self._play_alone(episode)
         return episode.trajectory
 
-    async def _play_groups(self, requests: Sequence[RolloutRequest], *, training: bool) -> list[Trajectory]:
-        """Begin some groups at a time, so that other tasks run in between; first requests leave together."""
-        groups = [list(group) for _, group in groupby(requests, key=lambda request: request.id.prompt)]
+    async def _play_groups(
+        self, requests: Sequence[RolloutRequest], *, training: bool
+    ) -> list[Trajectory]:
+        """Begin some groups at a time, so that other tasks run in between; first requests leave
+        together."""
+        groups = [
+            list(group) for _, group in groupby(requests, key=lambda request: request.id.prompt)
+        ]
         async with together() as tasks:
             played: list[asyncio.Task[list[Trajectory]]] = []
             for message in _batches(groups, MESSAGE_SAMPLES):
                 with self._client.collecting(), self._environments.collecting():
                     for batch in _batches(message, TURN_SAMPLES):
-                        played += [tasks.start(self._play_group(group, training=training)) for group in batch]
+                        played += [
+                            tasks.start(self._play_group(group, training=training))
+                            for group in batch
+                        ]
                         await asyncio.sleep(0)
-                    await asyncio.sleep(0)  # until the tasks that the last groups have started have begun too
+                    await asyncio.sleep(
+                        0
+                    )  # until the tasks that the last groups have started have begun too
         return [trajectory for group in played for trajectory in group.result()]
 
-    async def _play_group(self, requests: Sequence[RolloutRequest], *, training: bool) -> list[Trajectory]:
-        """The samples of a prompt: their first turn together if nothing tells them apart, later turns one by one."""
+    async def _play_group(
+        self, requests: Sequence[RolloutRequest], *, training: bool
+    ) -> list[Trajectory]:
+        """The samples of a prompt: their first turn together if nothing tells them apart, later
+        turns one by one."""
         setup = self._setup(requests[0])
         episodes = [self._begin(request, setup) for request in requests]
         async with together() as tasks:
@@ -169,7 +207,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         return trajectories
 
     def _begins_together(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> bool:
-        """Whether all episodes begin with the prompt as it is, and none continues one of a checkpoint."""
+        """Whether all episodes begin with the prompt as it is, and none continues one of a
+        checkpoint."""
         if not self._environments.starts_from_prompt(setup.env_name, setup.opening):
             return False
         return not any(self._partial.knows(episode.trajectory.id) for episode in episodes)
@@ -177,15 +216,20 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play_first_turn(
         self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup, tasks: StrictTaskGroup
     ) -> None:
-        """One request for all samples. An environment that answers at once is called here; others are waited for by
-        a task per episode, which also plays the turns that follow."""
-        here = self._environments.plays_here(setup.env_name, episodes[0].request.extras) and not setup.graded_by
+        """One request for all samples. An environment that answers at once is called here; others
+        are waited for by a task per episode, which also plays the turns that follow."""
+        here = (
+            self._environments.plays_here(setup.env_name, episodes[0].request.extras)
+            and not setup.graded_by
+        )
         unfinished = dict.fromkeys(episodes)
         try:
             async with self._time_limit(unfinished):
                 await self._open_group(episodes, setup)
                 requests = [self._request(episode) for episode in episodes]
-                unanswered = {r.request_id: episode for r, episode in zip(requests, episodes, strict=True)}
+                unanswered = {
+                    r.request_id: episode for r, episode in zip(requests, episodes, strict=True)
+                }
                 async with aclosing(self._client.generate_group(requests)) as arriving:
                     async for outputs in arriving:
                         texts = await setup.texts(outputs, episodes[0].sampling)
@@ -207,7 +251,9 @@ class EpisodeGenerator(TrajectoryGenerator):
             for episode in unfinished:
                 self._fail(episode, error)
 
-    async def _end_turn_here(self, episode: _EpisodeTurn, output: GenerationOutput, text: str) -> bool:
+    async def _end_turn_here(
+        self, episode: _EpisodeTurn, output: GenerationOutput, text: str
+    ) -> bool:
         """Whether the episode is over; it may have failed alone."""
         try:
             ended = await self._end_turn(episode, output, text)
@@ -223,12 +269,16 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     def _setup(self, request: RolloutRequest) -> _PromptSetup:
         """What all samples of a prompt share."""
-        name, messages = request.prompt.env_class, request.prompt.messages
+        name = request.prompt.env_class
+        messages = request.prompt.messages
         try:
-            env_class, env_config = self._environments.env_class(name), self._environments.env_config
+            env_class = self._environments.env_class(name)
+            env_config = self._environments.env_config
             as_text = env_class.raw_text
             if as_text and images_of(messages):
-                raise UserError(f"environment {name} reads plain text (raw_text): rows with images need messages")
+                raise UserError(
+                    f"environment {name} reads plain text (raw_text): rows with images need messages"
+                )
             return _PromptSetup(
                 env_name=name,
                 env_class=env_class,
@@ -253,7 +303,8 @@ class EpisodeGenerator(TrajectoryGenerator):
         """Play an episode to its end, and have it graded.
 
         Args:
-            output: the model's action of the current turn, if there is one already, with its ``text``.
+            output: the model's action of the current turn, if there is one already, with its
+                ``text``.
         """
         try:
             async with self._in_flight, self._time_limit([episode]):
@@ -274,7 +325,9 @@ class EpisodeGenerator(TrajectoryGenerator):
             )
         request = episode.request
         messages = request.prompt.messages
-        await self._judges.add(episode.trajectory, episode.setup.graded_by, request.extras, messages, episode.text)
+        await self._judges.add(
+            episode.trajectory, episode.setup.graded_by, request.extras, messages, episode.text
+        )
 
     def _abandon(self, episode: _EpisodeTurn) -> None:
         self._environments.abandon(episode.name)
@@ -282,7 +335,8 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     def _fail(self, episode: _EpisodeTurn, error: BaseException) -> None:
         """Complete the trajectory of an episode that ends alone; raise any other error."""
-        trajectory, messages = episode.trajectory, episode.request.prompt.messages
+        trajectory = episode.trajectory
+        messages = episode.request.prompt.messages
         if isinstance(error, NonFiniteRewardError) and self._limits.skips_nonfinite:
             nonfinite_episode(trajectory, error)
         elif isinstance(error, EpisodeFailedError) and isinstance(error.__cause__, Exception):
@@ -299,7 +353,8 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     @asynccontextmanager
     async def _time_limit(self, episodes: Iterable[_EpisodeTurn]) -> AsyncIterator[None]:
-        """Limit the time of episodes that have begun together; those that are left when it has passed are too late."""
+        """Limit the time of episodes that have begun together; those that are left when it has
+        passed are too late."""
         limit_s = self._limits.timeout_s
         if not limit_s:
             yield
@@ -314,7 +369,9 @@ class EpisodeGenerator(TrajectoryGenerator):
             if not timer.expired():
                 raise
             identity = next(iter(episodes)).trajectory.id
-            message = f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
+            message = (
+                f"episode {identity} did not end within {limit_s:g} s (generator.episode_timeout_s)"
+            )
             with self._limits.environment_errors():
                 raise TimeoutError(message) from error
 
@@ -329,7 +386,10 @@ class EpisodeGenerator(TrajectoryGenerator):
                     await self._open(episode)
                 await self._play(episode, output, text)
             except (ProcessLostError, EpisodeFailedError) as error:
-                lost = error.__cause__ if isinstance(error, EpisodeFailedError) else error
+                if isinstance(error, EpisodeFailedError):
+                    lost = error.__cause__
+                else:
+                    lost = error
                 if not isinstance(lost, ProcessLostError) or attempt == MAX_ATTEMPTS:
                     raise
                 message = (
@@ -350,7 +410,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         """Start the environment; the model reads what it opens with."""
         setup = episode.setup
         with self._limits.environment_errors():
-            start = await self._environments.init(episode.name, setup.env_name, episode.request.extras, setup.opening)
+            start = await self._environments.init(
+                episode.name, setup.env_name, episode.request.extras, setup.opening
+            )
         episode.open(start, setup.frame.prompt(start, setup.tools))
 
     async def _open_group(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> None:
@@ -362,7 +424,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         for episode in episodes:
             episode.open(setup.opening, tokens)
 
-    async def _play(self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None) -> None:
+    async def _play(
+        self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None
+    ) -> None:
         """Turn after turn: the model acts, the environment answers."""
         ended = False
         while not ended:
@@ -374,7 +438,9 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     def _request(self, episode: _EpisodeTurn) -> GenerationRequest:
         """The request for the model's next action."""
-        identity, tokens, sampling = episode.trajectory.id, episode.tokens, episode.sampling
+        identity = episode.trajectory.id
+        tokens = episode.tokens
+        sampling = episode.sampling
         free = self._max_model_len - len(tokens)
         if free < 1:
             raise UserError(
@@ -391,23 +457,33 @@ class EpisodeGenerator(TrajectoryGenerator):
         )
 
     async def _act(self, episode: _EpisodeTurn) -> GenerationOutput:
-        request, identity = self._request(episode), episode.trajectory.id
+        request = self._request(episode)
+        identity = episode.trajectory.id
         seeded = request.sampling.seed is not None
-        recorded = self._partial.turn(identity, episode.turn, episode.tokens, episode.images, seeded=seeded)
+        recorded = self._partial.turn(
+            identity, episode.turn, episode.tokens, episode.images, seeded=seeded
+        )
         if recorded is None:
             return await self._client.generate(request)
         return await self._client.go_on(request, recorded)
 
     async def _end_turn(self, episode: _EpisodeTurn, output: GenerationOutput, text: str) -> bool:
-        """Record the model's action, and have the environment answer it. Returns whether the episode is over."""
-        limits, environments, trajectory, setup = self._limits, self._environments, episode.trajectory, episode.setup
+        """Record the model's action, and have the environment answer it. Returns whether the
+        episode is over."""
+        limits = self._limits
+        environments = self._environments
+        trajectory = episode.trajectory
+        setup = episode.setup
         trajectory.stop_reason = output.finish_reason or "stop"
         action = action_of(output, trajectory.segments)
         trajectory.segments.append(action)
-        episode.text, seen = text, None
+        episode.text = text
+        seen = None
         if setup.sees_tokens:
             is_long = len(episode.tokens) + len(action.tokens) >= LONG
-            seen = await _in_thread(is_long, partial(setup.frame.seen, episode.tokens, action.tokens))
+            seen = await _in_thread(
+                is_long, partial(setup.frame.seen, episode.tokens, action.tokens)
+            )
         with limits.environment_errors():
             step = await environments.step(episode.name, text, seen)
         action.reward = step["reward"]
@@ -422,8 +498,11 @@ class EpisodeGenerator(TrajectoryGenerator):
         return False
 
     def _observe(self, episode: _EpisodeTurn, action: Segment, step: StepResult) -> bool:
-        """Append what the environment answered, which the model reads next; false if there is no room for it."""
-        trajectory, frame, read = episode.trajectory, episode.setup.frame, step["observations"]
+        """Append what the environment answered, which the model reads next; false if there is no
+        room for it."""
+        trajectory = episode.trajectory
+        frame = episode.setup.frame
+        read = step["observations"]
         with self._limits.environment_errors():
             try:
                 observation = ints(frame.observation(read, action.tokens))
@@ -431,7 +510,8 @@ class EpisodeGenerator(TrajectoryGenerator):
             except UserError as error:  # of this episode's text and images
                 raise InvalidEnvOutputError(str(error)) from error
         episode.images = (*episode.images, *images)
-        tokens, reframed = joined(episode.tokens, action.tokens, observation), None
+        tokens = joined(episode.tokens, action.tokens, observation)
+        reframed = None
         if self._as_template_shows:
             episode.messages += [{"role": "assistant", "content": episode.text}, *read]
             reframed = frame.reframed(episode.messages, episode.setup.tools, tokens)
@@ -442,13 +522,16 @@ class EpisodeGenerator(TrajectoryGenerator):
                 "generator.max_model_len=%d; others are counted in response/truncated. Raise it, or set "
                 "generator.max_turns, which the default follows"
             )
-            warn_once("no room", message, trajectory.id, len(trajectory.actions), self._max_model_len)
+            warn_once(
+                "no room", message, trajectory.id, len(trajectory.actions), self._max_model_len
+            )
             return False
         if reframed is None:
             trajectory.segments.append(Segment("observation", observation, images=images))
         else:
             trajectory.branches.append(trajectory.segments)
-            trajectory.segments, tokens = [Segment("prompt", reframed, images=episode.images)], reframed
+            trajectory.segments = [Segment("prompt", reframed, images=episode.images)]
+            tokens = reframed
         episode.tokens = tokens
         if step["sampling_params"]:
             episode.sampling = replace(episode.sampling, **step["sampling_params"])
@@ -472,7 +555,9 @@ class _PromptSetup:
     sees_tokens: bool
     graded_by: Sequence[tuple[str, float]]
 
-    async def texts(self, outputs: Sequence[GenerationOutput], sampling: SamplingParams) -> list[str]:
+    async def texts(
+        self, outputs: Sequence[GenerationOutput], sampling: SamplingParams
+    ) -> list[str]:
         """What the environment reads of each response."""
         tokens = [output.token_ids for output in outputs]
         is_long = sum(map(len, tokens)) >= LONG
@@ -487,7 +572,8 @@ class _EpisodeTurn:
     Attributes:
         sampling: of the next action.
         deadline: event loop time at which it is too late; None: it has none, or has not begun.
-        tokens, images: what the model reads next. Arrays are replaced, never changed: requests hold them.
+        tokens, images: what the model reads next. Arrays are replaced, never changed: requests hold
+            them.
         messages: the conversation so far, as the template shows it.
         text: of the last action.
     """
@@ -510,18 +596,24 @@ class _EpisodeTurn:
 
     def open(self, start: Conversation | str, tokens: Ints) -> None:
         """The environment opens with this conversation, which has these tokens."""
-        self.tokens, self.images = tokens, images_of(start)
+        self.tokens = tokens
+        self.images = images_of(start)
         self.messages = [] if isinstance(start, str) else list(start)
         self.trajectory.segments[0].tokens = tokens
         self.trajectory.segments[0].images = self.images
 
     def restart(self) -> None:
         """Back to before ``open``."""
-        self.turn, self.tokens, self.images, self.messages = 0, NO_INTS, (), []
+        self.turn = 0
+        self.tokens = NO_INTS
+        self.images = ()
+        self.messages = []
         self.sampling = self.request.sampling
 
 
-def _batches(groups: Iterable[list[RolloutRequest]], size: int) -> Iterator[list[list[RolloutRequest]]]:
+def _batches(
+    groups: Iterable[list[RolloutRequest]], size: int
+) -> Iterator[list[list[RolloutRequest]]]:
     """The groups in order, in lists of at least ``size`` samples."""
     batch: list[list[RolloutRequest]] = []
     samples = 0
@@ -530,7 +622,8 @@ def _batches(groups: Iterable[list[RolloutRequest]], size: int) -> Iterator[list
         samples += len(group)
         if samples >= size:
             yield batch
-            batch, samples = [], 0
+            batch = []
+            samples = 0
     if batch:
         yield batch
 
@@ -543,7 +636,9 @@ def _note_episode(error: BaseException, identity: TrajectoryId) -> None:
 
 async def _in_thread(is_long: bool, call: partial[Any]) -> Any:  # noqa: ANN401  (the result of the call)
     """The call's result; of long texts by a thread, so that the event loop continues."""
-    return await asyncio.to_thread(call) if is_long else call()
+    if is_long:
+        return await asyncio.to_thread(call)
+    return call()
 
 
 # ---------------------------------------------------------------- judges
@@ -558,24 +653,34 @@ class Judges:
     """
 
     def __init__(self, judges: Mapping[str, LLMJudge], on_timeout: str = "zero") -> None:
-        self._judges, self._on_timeout = judges, on_timeout
+        self._judges = judges
+        self._on_timeout = on_timeout
 
     @classmethod
     def of(
-        cls, cfg: Config, keys: Mapping[str, str], client: InferenceClient, tokenizer: Tokenizer, max_model_len: int
+        cls,
+        cfg: Config,
+        keys: Mapping[str, str],
+        client: InferenceClient,
+        tokenizer: Tokenizer,
+        max_model_len: int,
     ) -> Judges:
         """The judges of a run.
 
         Args:
-            keys: API keys of servers, by the judges' names; missing ones are read from environment variables.
+            keys: API keys of servers, by the judges' names; missing ones are read from environment
+                variables.
         """
-        chat, judges = ChatTokenizer(tokenizer, cfg.data.apply_chat_template), {}
+        chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
+        judges = {}
         for name, judge in judges_of(cfg.environment.judges).items():
             if judge.engine:
                 engine = EngineJudge(name, judge, client, chat, max_model_len)
                 judges[name] = LLMJudge(name, judge, engine, remembers=False)
             else:
-                server = ChatServer(name, judge, keys[name] if name in keys else key_of(name, judge))
+                server = ChatServer(
+                    name, judge, keys[name] if name in keys else key_of(name, judge)
+                )
                 judges[name] = LLMJudge(name, judge, server, remembers=judge.cache)
         return cls(judges, cfg.environment.reward_on_timeout)
 
@@ -587,11 +692,13 @@ class Judges:
         messages: Conversation,
         response: str,
     ) -> None:
-        """Ask the judges among a row's reward functions, and add their grades to the episode's reward and metrics.
+        """Ask the judges among a row's reward functions, and add their grades to the episode's
+        reward and metrics.
 
         Raises:
             UserError: for a judge that does not exist, or that cannot grade the row.
-            TimeoutError: for a response without a grade, if ``environment.reward_on_timeout`` is raise.
+            TimeoutError: for a response without a grade, if ``environment.reward_on_timeout`` is
+                raise.
         """
         graded = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
         if not graded or not trajectory.actions:
@@ -611,7 +718,9 @@ class Judges:
         trajectory.actions[-1].reward += sum(weight * score.reward for (_, weight), score in grades)
         funcs = [func for func, _ in weighted]
         names = dict(zip(funcs, short_names(funcs), strict=True))
-        metrics = metrics_of([names[func] for func, _ in graded], scores, [False] * len(graded), row.get("domain"))
+        metrics = metrics_of(
+            [names[func] for func, _ in graded], scores, [False] * len(graded), row.get("domain")
+        )
         trajectory.metrics = {**trajectory.metrics, **metrics}
 
     async def close(self) -> None:
@@ -619,13 +728,23 @@ class Judges:
 
 
 class EngineJudge:
-    """The run's engines as a judge: they answer with their current weights, between their other requests."""
+    """The run's engines as a judge: they answer with their current weights, between their other
+    requests."""
 
     def __init__(
-        self, name: str, judge: JudgeConfig, client: InferenceClient, chat: ChatTokenizer, max_model_len: int
+        self,
+        name: str,
+        judge: JudgeConfig,
+        client: InferenceClient,
+        chat: ChatTokenizer,
+        max_model_len: int,
     ) -> None:
-        self._name, self._judge, self._client = name, judge, client
-        self._chat, self._max_model_len, self._numbers = chat, max_model_len, count()
+        self._name = name
+        self._judge = judge
+        self._client = client
+        self._chat = chat
+        self._max_model_len = max_model_len
+        self._numbers = count()
 
     async def ask(self, messages: Messages) -> str:
         """The engine's answer.
@@ -633,14 +752,17 @@ class EngineJudge:
         Raises:
             UnansweredError: if the question leaves no room for one, or the request was aborted.
         """
-        judge, tokens = self._judge, self._chat.prompt(messages)
+        judge = self._judge
+        tokens = self._chat.prompt(messages)
         free = self._max_model_len - len(tokens)
         if free < 1:
             raise UnansweredError(
                 f"its question has {len(tokens)} tokens, which leaves no room for an answer within "
                 f"generator.max_model_len={self._max_model_len}"
             )
-        sampling = SamplingParams(max_tokens=min(judge.max_tokens, free), temperature=judge.temperature)
+        sampling = SamplingParams(
+            max_tokens=min(judge.max_tokens, free), temperature=judge.temperature
+        )
         request = GenerationRequest(f"judge-{self._name}-{next(self._numbers)}", tokens, sampling)
         output = await self._client.generate(request)
         if output.finish_reason == "abort":

@@ -1,12 +1,13 @@
 """Samples of a group that need not be played to their end: early stopping and oversampling.
 
-Invariant: every trajectory requested comes back once. Early stopping ends a group only if no rewards that its other
-samples could earn would bring it into training: what is trained is the same with and without it. Oversampling starts
-more samples per group and takes the first that are complete: a sample that replaces a dropped one gets its name, and a
-failed episode is taken only if too few others are complete.
+Invariant: every trajectory requested comes back once. Early stopping ends a group only if no
+rewards that its other samples could earn would bring it into training: what is trained is the same
+with and without it. Oversampling starts more samples per group and takes the first that are
+complete: a sample that replaces a dropped one gets its name, and a failed episode is taken only if
+too few others are complete.
 
-Oversampling trains on shorter responses than the policy writes (``docs/stragglers.md`` says by how much), so it is off
-by default.
+Oversampling trains on shorter responses than the policy writes (``docs/stragglers.md`` says by how
+much), so it is off by default.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from skyasync.algorithms.shaping import cannot_be_inside
 from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
 from skyasync.inference.interface import GenerationOutput
-from skyasync.rollout.types import Group, Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import (
+    Group,
+    Prompt,
+    PromptId,
+    RolloutRequest,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
 from skyasync.utils.task_group import together
 
 StopRule = Callable[[Sequence[float], int], bool]
@@ -43,7 +52,9 @@ def early_stop_rule(cfg: DynamicSamplingConfig) -> StopRule | None:
                 f"a reward of {rewards[-1]:g} is outside {key}.reward_min={cfg.reward_min:g} and {key}.reward_max="
                 f"{cfg.reward_max:g}, by which {key}.early_end decides: set them to the environment's bounds"
             )
-        return cannot_be_inside(rewards, samples, low=cfg.low, high=cfg.high, least=cfg.reward_min, most=cfg.reward_max)
+        return cannot_be_inside(
+            rewards, samples, low=cfg.low, high=cfg.high, least=cfg.reward_min, most=cfg.reward_max
+        )
 
     return stops
 
@@ -57,8 +68,11 @@ class GroupMonitor:
         metric: by which groups are filtered; the first complete group must have it.
     """
 
-    def __init__(self, requested: Sequence[TrajectoryId], stops: StopRule | None = None, metric: str = "") -> None:
-        self._stops, self._metric = stops, metric
+    def __init__(
+        self, requested: Sequence[TrajectoryId], stops: StopRule | None = None, metric: str = ""
+    ) -> None:
+        self._stops = stops
+        self._metric = metric
         self._sizes = Counter(identity.prompt for identity in requested)
         self._running: dict[PromptId, set[asyncio.Task[Trajectory]]] = defaultdict(set)
         self._rewards: dict[PromptId, list[float]] = defaultdict(list)
@@ -71,7 +85,8 @@ class GroupMonitor:
         Raises:
             UserError: if it completes a group without the metric.
         """
-        own, prompt = asyncio.current_task(), identity.prompt
+        own = asyncio.current_task()
+        prompt = identity.prompt
         task = asyncio.ensure_future(episode)
         self._running[prompt].add(task)
         try:
@@ -83,7 +98,9 @@ class GroupMonitor:
         else:
             if self._stops is not None:
                 self._rewards[prompt].append(trajectory.reward)
-                if prompt not in self._stopped and self._stops(self._rewards[prompt], self._sizes[prompt]):
+                if prompt not in self._stopped and self._stops(
+                    self._rewards[prompt], self._sizes[prompt]
+                ):
                     self._stopped[prompt] = trajectory.segments[0]
                     for other in self._running[prompt]:
                         other.cancel()
@@ -98,7 +115,8 @@ class GroupMonitor:
 
 
 def with_extra_samples(requests: Sequence[RolloutRequest], extra: int) -> list[RolloutRequest]:
-    """The same groups with ``extra`` more samples each, as copies of the last sample of the group."""
+    """The same groups with ``extra`` more samples each, as copies of the last sample of the
+    group."""
     samples: list[RolloutRequest] = []
     for prompt, same in groupby(requests, key=lambda request: request.id.prompt):
         samples += same
@@ -119,7 +137,10 @@ class _OversampledGroup:
 
     def taken(self) -> list[Trajectory]:
         """Under the names that were requested: a sample that was requested keeps its name."""
-        first = sorted([*self.complete, *self.failed][: len(self.requested)], key=lambda each: each.id.repetition)
+        first = sorted(
+            [*self.complete, *self.failed][: len(self.requested)],
+            key=lambda each: each.id.repetition,
+        )
         own = {each.id: each for each in first if each.id in self.requested}
         others = iter([each for each in first if each.id not in own])
         for name in self.requested:
@@ -139,7 +160,8 @@ async def first_complete(
         progress: tells how far requests are; it is called before samples are dropped.
     """
     groups = {
-        prompt: _OversampledGroup(list(same)) for prompt, same in groupby(requested, key=lambda name: name.prompt)
+        prompt: _OversampledGroup(list(same))
+        for prompt, same in groupby(requested, key=lambda name: name.prompt)
     }
     ended: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
     group_of: dict[asyncio.Task[Trajectory], _OversampledGroup] = {}
@@ -157,16 +179,24 @@ async def first_complete(
             del group.running[task]
             trajectory = task.result()
             if len(group.complete) < len(group.requested):
-                (group.failed if trajectory.metrics.get("given_up") else group.complete).append(trajectory)
+                (group.failed if trajectory.metrics.get("given_up") else group.complete).append(
+                    trajectory
+                )
             if len(group.complete) == len(group.requested) and group.running:
-                # Drop what still runs; count it, and the tokens that its turns in flight have: at least.
+                # Drop what still runs; count it, and the tokens that its turns in flight have: at
+                # least.
                 so_far = await progress()
-                dropped, names = list(group.running), {str(name) for name in group.running.values()}
+                dropped = list(group.running)
+                names = {str(name) for name in group.running.values()}
                 group.running.clear()
                 for task in dropped:
                     task.cancel()
                 await asyncio.gather(*dropped, return_exceptions=True)
-                tokens = sum(len(out.token_ids) for turn, out in so_far.items() if turn.rpartition("-t")[0] in names)
+                tokens = sum(
+                    len(out.token_ids)
+                    for turn, out in so_far.items()
+                    if turn.rpartition("-t")[0] in names
+                )
                 counts = {"dropped": float(len(dropped)), "dropped_tokens": tokens / len(dropped)}
                 group.complete[0].metrics |= counts
     except BaseException:

@@ -27,7 +27,8 @@ Decode = Callable[[list[int]], str]
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and the environments' own metrics. Lengths are in generated tokens.
 
-    A failed episode with nothing to train (``environment.on_error=mask``) is counted, and nothing else.
+    A failed episode with nothing to train (``environment.on_error=mask``) is counted, and nothing
+    else.
     """
     everything = [t for group in groups for t in group.trajectories]
     trajectories = [t for t in everything if not t.ended_early]
@@ -39,13 +40,17 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     lengths = [t.response_length for t in trajectories]
     domains: dict[str, list[Group]] = {}
     for group in groups:
-        if domain := group.prompt.extras.get("domain"):
+        domain = group.prompt.extras.get("domain")
+        if domain:
             domains.setdefault(str(domain), []).append(group)
     by_domain: dict[str, float] = {}
     for domain, own in sorted(domains.items()):
-        if earned := [reward for group in own for reward in group.rewards]:
+        earned = [reward for group in own for reward in group.rewards]
+        if earned:
             by_domain[f"reward/mean/{domain}"] = fmean(earned)
-        by_domain[f"reward/mixed_groups/{domain}"] = fmean(len(set(group.rewards)) > 1 for group in own)
+        by_domain[f"reward/mixed_groups/{domain}"] = fmean(
+            len(set(group.rewards)) > 1 for group in own
+        )
         by_domain[f"reward/prompts/{domain}"] = len(own) / len(groups)
     return {
         "reward/mean": fmean(rewards),
@@ -61,7 +66,8 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def eval_name(name: str) -> str:
-    """The name of a rollout metric in evaluation: the reward is the score, over all prompts and per domain."""
+    """The name of a rollout metric in evaluation: the reward is the score, over all prompts and per
+    domain."""
     score, mean, domain = name.partition("reward/mean")
     if mean and not score and (not domain or domain.startswith("/")):
         return f"eval/score{domain}"
@@ -78,12 +84,15 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions before ``version`` the tokens were computed, each by its own policy version.
+    """How many versions before ``version`` the tokens were computed, each by its own policy
+    version.
 
     ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks run in between.
     """
     actions = [t.actions for group in groups for t in group.trajectories if t.response_length]
-    counts, pending, tokens = Counter[int](), list[Ints](), 0
+    counts = Counter[int]()
+    pending = list[Ints]()
+    tokens = 0
     every = [action.versions for of_one in actions for action in of_one]
     for number, versions in enumerate(every, 1):
         pending.append(versions)
@@ -91,15 +100,19 @@ async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, 
         if tokens < TURN_TOKENS and number < len(every):
             continue
         some = joined(*pending)
-        if len(some) and some.min() == some.max():  # most are of one version, and sorting takes longer
+        if (
+            len(some) and some.min() == some.max()
+        ):  # most are of one version, and sorting takes longer
             counts[int(some[0])] += len(some)
         else:
             values, numbers = np.unique(some, return_counts=True)
             counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
-        pending, tokens = [], 0
+        pending = []
+        tokens = 0
         if number < len(every):
             await asyncio.sleep(0)
-    if not (total := sum(counts.values())):
+    total = sum(counts.values())
+    if not total:
         return {}
     staleness = {version - computed: n for computed, n in counts.items()}
     return {
@@ -107,7 +120,9 @@ async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, 
         "staleness/min": float(min(staleness)),
         "staleness/max": float(max(staleness)),
         "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
-        "staleness/last_token_mean": fmean(version - int(of_one[-1].versions[-1]) for of_one in actions),
+        "staleness/last_token_mean": fmean(
+            version - int(of_one[-1].versions[-1]) for of_one in actions
+        ),
         **{f"staleness/tokens_{versions}": float(n) for versions, n in sorted(staleness.items())},
     }
 
@@ -135,21 +150,35 @@ def sample_records(
             "stop_reason": trajectory.stop_reason,
             "versions": np.unique(trajectory.versions).tolist(),
             "tokens": token_columns(
-                trajectory.segments, decode, trained(joined(*(s.tokens for s in trajectory.segments)))
+                trajectory.segments,
+                decode,
+                trained(joined(*(s.tokens for s in trajectory.segments))),
             ),
         }
-        | ({"images": [thumbnail_url(image) for image in images]} if (images := images_in(trajectory.segments)) else {})
-        | ({} if (label := right_answer(group.prompt.extras)) is None else {"label": str(label)[:LABEL_CHARS]})
+        | (
+            {"images": [thumbnail_url(image) for image in images]}
+            if (images := images_in(trajectory.segments))
+            else {}
+        )
+        | (
+            {}
+            if (label := right_answer(group.prompt.extras)) is None
+            else {"label": str(label)[:LABEL_CHARS]}
+        )
         for group in groups[:count]
         for trajectory in group.trajectories[:1]
     ]
 
 
 def token_columns(
-    segments: Sequence[Segment], decode: Decode, trained: Floats | None = None, *, most: int | None = MOST_TOKENS
+    segments: Sequence[Segment],
+    decode: Decode,
+    trained: Floats | None = None,
+    *,
+    most: int | None = MOST_TOKENS,
 ) -> dict[str, list[Any]]:
-    """One entry per token after the prompt: ``text``, ``versions`` (-1 for observations), ``logprobs`` (null there)
-    and, if the trainer has computed them, ``trainer_logprobs``.
+    """One entry per token after the prompt: ``text``, ``versions`` (-1 for observations),
+    ``logprobs`` (null there) and, if the trainer has computed them, ``trainer_logprobs``.
 
     Args:
         trained: the trainer's log-probabilities of the whole sequence.
@@ -162,12 +191,15 @@ def token_columns(
     for segment in segments[1:]:
         free = None if most is None else most - len(columns["text"])
         tokens = segment.tokens[:free].tolist()
-        nothing, action = [None] * len(tokens), segment.kind == "action"
+        nothing = [None] * len(tokens)
+        action = segment.kind == "action"
         columns["text"] += [decode([token]) for token in tokens]
         columns["versions"] += segment.versions[:free].tolist() if action else [-1] * len(tokens)
         columns["logprobs"] += _rounded(segment.logprobs[:free]) if action else nothing
         if trained is not None:
-            columns["trainer_logprobs"] += _rounded(trained[start : start + len(tokens)]) if action else nothing
+            columns["trainer_logprobs"] += (
+                _rounded(trained[start : start + len(tokens)]) if action else nothing
+            )
         start += len(segment.tokens)
     return columns
 
@@ -182,8 +214,8 @@ def _rounded(values: Floats) -> list[float | None]:
 def repeated_samples(groups: Sequence[Group]) -> dict[str, float]:
     """The fraction of samples that are equal to an earlier one of their group, token for token.
 
-    A sample is all that was read and written, with the borders of its segments. Samples without a response do not
-    count.
+    A sample is all that was read and written, with the borders of its segments. Samples without a
+    response do not count.
     """
     samples = 0
     repeated = 0
@@ -197,4 +229,6 @@ def repeated_samples(groups: Sequence[Group]) -> dict[str, float]:
             samples += 1
             repeated += tokens in seen
             seen.add(tokens)
-    return {"response/repeated": repeated / samples} if samples else {}
+    if samples:
+        return {"response/repeated": repeated / samples}
+    return {}

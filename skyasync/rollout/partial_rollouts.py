@@ -3,10 +3,11 @@
     running episodes ──PartialRollouts.now──▶ RolloutState ──write──▶ rollouts.safetensors
     resumed episodes ◀──PartialRollouts.turn── RolloutState ◀──read──┘
 
-Invariant: what is read equals what was written: tokens, log-probabilities and versions are bitwise identical. The file
-holds identities of prompts, not their texts, and each image once; nothing in it is executed. A turn is taken from the
-record only if the model reads there, token by token and image by image, what it read before. An environment is always
-played again from its beginning; if it says something else, what follows is generated again.
+Invariant: what is read equals what was written: tokens, log-probabilities and versions are bitwise
+identical. The file holds identities of prompts, not their texts, and each image once; nothing in it
+is executed. A turn is taken from the record only if the model reads there, token by token and image
+by image, what it read before. An environment is always played again from its beginning; if it says
+something else, what follows is generated again.
 """
 
 from __future__ import annotations
@@ -26,10 +27,23 @@ from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
 from skyasync.models.images import Image, Images
-from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of, images_in
+from skyasync.rollout.types import (
+    Group,
+    Prompt,
+    PromptId,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    action_of,
+    images_in,
+)
 
 FILE = "rollouts.safetensors"
-_KIND_NAMES: tuple[Literal["prompt", "action", "observation"], ...] = ("prompt", "action", "observation")
+_KIND_NAMES: tuple[Literal["prompt", "action", "observation"], ...] = (
+    "prompt",
+    "action",
+    "observation",
+)
 
 
 def request_id(identity: TrajectoryId, turn: int) -> str:
@@ -38,7 +52,8 @@ def request_id(identity: TrajectoryId, turn: int) -> str:
 
 
 class RecordedTurn(NamedTuple):
-    """What the model read, and what it then wrote; without a ``finish_reason`` the turn was in flight."""
+    """What the model read, and what it then wrote; without a ``finish_reason`` the turn was in
+    flight."""
 
     read: Ints
     images: Images
@@ -54,7 +69,8 @@ class PartialRollouts:
         self._recorded: dict[TrajectoryId, list[RecordedTurn]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """Keep an episode until it is removed: also a finished one, while its group is not complete."""
+        """Keep an episode until it is removed: also a finished one, while its group is not
+        complete."""
         self._running[trajectory.id] = trajectory
 
     def remove(self, identities: Iterable[TrajectoryId]) -> None:
@@ -67,7 +83,9 @@ class PartialRollouts:
         if not self._running:
             return []
         progress = await self._client.progress()
-        copies = [each.copy() for each in self._running.values() if not each.metrics.get("given_up")]
+        copies = [
+            each.copy() for each in self._running.values() if not each.metrics.get("given_up")
+        ]
         for copy in copies:
             wrote = progress.get(request_id(copy.id, len(copy.actions)))
             if wrote is not None and len(wrote.token_ids):
@@ -84,21 +102,27 @@ class PartialRollouts:
         return identity in self._recorded
 
     def restart(self, trajectory: Trajectory) -> None:
-        """Prepare an episode whose environment is lost: it is played again with what the model has written so far."""
+        """Prepare an episode whose environment is lost: it is played again with what the model has
+        written so far."""
         played = list(_turns(trajectory))
-        if len(played) > len(self._recorded.get(trajectory.id, [])):  # else it was lost before the end of its record
+        if len(played) > len(
+            self._recorded.get(trajectory.id, [])
+        ):  # else it was lost before the end of its record
             self._recorded[trajectory.id] = played
         trajectory.restart()
 
     def turn(
         self, identity: TrajectoryId, number: int, read: Ints, images: Images, *, seeded: bool
     ) -> GenerationOutput | None:
-        """What is recorded of this turn. With a seed a partial response is generated again: it is the same."""
+        """What is recorded of this turn. With a seed a partial response is generated again: it is
+        the same."""
         turns = self._recorded.get(identity, [])
         if number >= len(turns):
             return None
         before, seen, wrote = turns[number]
-        same = np.array_equal(before, read) and seen == images  # others may have placeholders as many
+        same = (
+            np.array_equal(before, read) and seen == images
+        )  # others may have placeholders as many
         if not same or (seeded and wrote.finish_reason is None):
             del turns[number:]
             return None
@@ -111,12 +135,19 @@ def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
         for place, segment in enumerate(sequence):
             if segment.kind != "action":
                 continue
-            reason = "stop" if segment is not last else trajectory.stop_reason
+            if segment is not last:
+                reason = "stop"
+            else:
+                reason = trajectory.stop_reason
             wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions)
             wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
             if reason in ("stop", "length"):
-                wrote.finish_reason = "length" if reason == "length" else "stop"
-            read, images = joined(*(before.tokens for before in sequence[:place])), images_in(sequence[:place])
+                if reason == "length":
+                    wrote.finish_reason = "length"
+                else:
+                    wrote.finish_reason = "stop"
+            read = joined(*(before.tokens for before in sequence[:place]))
+            images = images_in(sequence[:place])
             yield RecordedTurn(read, images, wrote)
 
 
@@ -143,7 +174,9 @@ class RolloutState(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        return sum(len(s.tokens) for t in self.trajectories for sequence in t.sequences for s in sequence)
+        return sum(
+            len(s.tokens) for t in self.trajectories for sequence in t.sequences for s in sequence
+        )
 
 
 def write(file: Path, state: RolloutState) -> None:
@@ -157,7 +190,10 @@ def write(file: Path, state: RolloutState) -> None:
     numbers = {image: number for number, image in enumerate(images)}
     index = {
         "versions": [[*identity, version] for identity, version in state.versions.items()],
-        "groups": [[*group.prompt.id, [_entry(t, numbers) for t in group.trajectories]] for group in state.groups],
+        "groups": [
+            [*group.prompt.id, [_entry(t, numbers) for t in group.trajectories]]
+            for group in state.groups
+        ],
         "partial": [[*t.id.prompt, _entry(t, numbers)] for t in state.partial],
         "images": [len(image.data) for image in images],
     }
@@ -168,7 +204,8 @@ def write(file: Path, state: RolloutState) -> None:
     }
     if images:
         arrays["images"] = np.frombuffer(b"".join(image.data for image in images), np.uint8)
-    if (experts := joined_experts(s.experts for s in segments)) is not None:
+    experts = joined_experts(s.experts for s in segments)
+    if experts is not None:
         arrays["experts"] = experts
     try:
         save_file(arrays, str(file), metadata={"index": json.dumps(index)})
@@ -178,15 +215,26 @@ def write(file: Path, state: RolloutState) -> None:
 
 def _entry(trajectory: Trajectory, numbers: Mapping[Image, int]) -> dict[str, Any]:
     def about(segment: Segment) -> list[Any]:
-        experts = None if segment.experts is None else len(segment.experts)
+        if segment.experts is None:
+            experts = None
+        else:
+            experts = len(segment.experts)
         shown = [numbers[image] for image in segment.images]
-        return [_KIND_NAMES.index(segment.kind), len(segment.tokens), segment.reward, experts, shown]
+        return [
+            _KIND_NAMES.index(segment.kind),
+            len(segment.tokens),
+            segment.reward,
+            experts,
+            shown,
+        ]
 
     return {
         "repetition": trajectory.id.repetition,
         "stop_reason": trajectory.stop_reason,
         "metrics": trajectory.metrics,
-        "sequences": [[about(segment) for segment in sequence] for sequence in trajectory.sequences],
+        "sequences": [
+            [about(segment) for segment in sequence] for sequence in trajectory.sequences
+        ],
     }
 
 
@@ -220,13 +268,21 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
     ) -> Segment:
         tokens = values("tokens", length)
         if _KIND_NAMES[kind] != "action":
-            return Segment(_KIND_NAMES[kind], tokens, reward=reward, images=tuple(images[n] for n in shown))
-        logprobs, versions = values("logprobs", length), values("versions", length)
-        known = values("experts", experts) if experts is not None and "experts" in arrays else None
+            return Segment(
+                _KIND_NAMES[kind], tokens, reward=reward, images=tuple(images[n] for n in shown)
+            )
+        logprobs = values("logprobs", length)
+        versions = values("versions", length)
+        if experts is not None and "experts" in arrays:
+            known = values("experts", experts)
+        else:
+            known = None
         return Segment("action", tokens, logprobs, versions, reward, known)
 
     def trajectory(identity: PromptId, entry: Mapping[str, Any]) -> Trajectory:
-        *branches, segments = [[segment(*about) for about in sequence] for sequence in entry["sequences"]]
+        *branches, segments = [
+            [segment(*about) for about in sequence] for sequence in entry["sequences"]
+        ]
         own = TrajectoryId(identity, entry["repetition"])
         return Trajectory(own, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
 
@@ -235,4 +291,8 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
         identity = PromptId(epoch, row)
         groups.append(Group(prompt(identity), [trajectory(identity, entry) for entry in entries]))
     partial = [trajectory(PromptId(epoch, row), entry) for epoch, row, entry in index["partial"]]
-    return RolloutState({PromptId(epoch, row): version for epoch, row, version in index["versions"]}, groups, partial)
+    return RolloutState(
+        {PromptId(epoch, row): version for epoch, row, version in index["versions"]},
+        groups,
+        partial,
+    )

@@ -1,7 +1,7 @@
 """The model's tokenizer, as ``AutoTokenizer`` would load it.
 
-Importing ``AutoTokenizer`` takes seconds, since it knows all models. A folder whose tokenizer has no class of its own,
-but that of the ``tokenizers`` library, is loaded without it.
+Importing ``AutoTokenizer`` takes seconds, since it knows all models. A folder whose tokenizer has
+no class of its own, but that of the ``tokenizers`` library, is loaded without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own with these."""
+    """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own
+    with these."""
 
     added_tokens_decoder: Mapping[int, Any]
     all_special_ids: Sequence[int]
@@ -34,7 +35,9 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
     def __call__(self, text: str, *, add_special_tokens: bool = True) -> Mapping[str, Any]: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **more: bool) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, **more: bool
+    ) -> str: ...
     def get_vocab(self) -> Mapping[str, int]: ...
     @overload
     def apply_chat_template(
@@ -72,7 +75,9 @@ def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]
         variables = _template_variables(tokenizer.chat_template)
         for name in kwargs:
             if variables is not None and name not in variables:
-                problem = unknown("variable", name, variables - {"messages", "tools", "add_generation_prompt"})
+                problem = unknown(
+                    "variable", name, variables - {"messages", "tools", "add_generation_prompt"}
+                )
                 raise UserError(
                     f"data.chat_template_kwargs.{name}: the chat template reads no such variable; {problem}"
                 )
@@ -92,7 +97,9 @@ def template_text(template: str) -> str:
     try:
         return Path(template).expanduser().read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"data.chat_template={template} is neither a file nor Jinja text: {error.strerror}") from error
+        raise UserError(
+            f"data.chat_template={template} is neither a file nor Jinja text: {error.strerror}"
+        ) from error
 
 
 def _template_variables(template: object) -> set[str] | None:
@@ -104,13 +111,16 @@ def _template_variables(template: object) -> set[str] | None:
 
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     try:
-        return find_undeclared_variables(environment.parse(template if isinstance(template, str) else ""))
+        return find_undeclared_variables(
+            environment.parse(template if isinstance(template, str) else "")
+        )
     except TemplateError:  # transformers' own extensions
         return None
 
 
 def quick_tokenizer(folder: str) -> Tokenizer:
-    """What ``tokenizer.json`` and the chat template make, without the classes of models: for counting tokens."""
+    """What ``tokenizer.json`` and the chat template make, without the classes of models: for
+    counting tokens."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 

@@ -1,7 +1,8 @@
 """Trajectories as Parquet files, and back: ``<run>/trajectories/step_000001.parquet``.
 
-Invariant: what is read is bitwise identical to what was written: tokens, versions, log-probabilities, rewards, order. A
-file is complete or absent. A row is a sequence; rows of one trajectory, and trajectories of one group, are consecutive.
+Invariant: what is read is bitwise identical to what was written: tokens, versions,
+log-probabilities, rewards, order. A file is complete or absent. A row is a sequence; rows of one
+trajectory, and trajectories of one group, are consecutive.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory,
 TrainerLogprobs = Callable[[Ints], Floats | None]
 """The trainer's log-probabilities of a sequence; None if the trainer has not computed them."""
 
-FOLDER, NONFINITE = "trajectories", "nonfinite"
+FOLDER = "trajectories"
+NONFINITE = "nonfinite"
 _META = b"skyasync"
 
 
@@ -31,8 +33,9 @@ _META = b"skyasync"
 class RecordedStep:
     """The groups of a step, and the positions of the prompts that it consumes (see ``Rollout``).
 
-    ``batches``: names of the groups that were trained together, in order; empty if all of them were at once.
-    ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had computed them.
+    ``batches``: names of the groups that were trained together, in order; empty if all of them were
+    at once. ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had
+    computed them.
     """
 
     step: int
@@ -64,7 +67,9 @@ def files_of(run: Path) -> list[Path]:
     return sorted(folder.glob("step_*.parquet"))
 
 
-def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda tokens: None) -> None:
+def write(
+    path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda tokens: None
+) -> None:
     """Write the trajectories of a step, with the trainer's log-probabilities.
 
     Raises:
@@ -83,7 +88,17 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         "segment_rewards": pa.list_(pa.float64()),
         "kinds": pa.list_(pa.string()),
     }
-    scalars = ("epoch", "row", "repetition", "sequence", "env_class", "messages", "extras", "stop_reason", "metrics")
+    scalars = (
+        "epoch",
+        "row",
+        "repetition",
+        "sequence",
+        "env_class",
+        "messages",
+        "extras",
+        "stop_reason",
+        "metrics",
+    )
     rows = []
     for group in recorded.groups:
         prompt = group.prompt
@@ -117,11 +132,15 @@ def write(path: Path, recorded: RecordedStep, trained: TrainerLogprobs = lambda 
         raise
 
 
-def _row(trajectory: Trajectory, segments: Sequence[Segment], trained: TrainerLogprobs) -> dict[str, Any]:
+def _row(
+    trajectory: Trajectory, segments: Sequence[Segment], trained: TrainerLogprobs
+) -> dict[str, Any]:
     tokens = np.concatenate([NO_INTS, *(s.tokens for s in segments)])
-    logprobs, versions = [NO_FLOATS], [NO_INTS]
+    logprobs = [NO_FLOATS]
+    versions = [NO_INTS]
     for segment in segments:
-        acts, count = segment.kind == "action", len(segment.tokens)
+        acts = segment.kind == "action"
+        count = len(segment.tokens)
         logprobs.append(segment.logprobs if acts else np.full(count, np.nan, np.float32))
         versions.append(segment.versions if acts else np.full(count, -1, np.int32))
     return {
@@ -152,10 +171,17 @@ def read(path: Path) -> RecordedStep:
         table = pq.read_table(path)
         metadata = json.loads(table.schema.metadata[_META])
         rows = table.to_pylist()
-        groups = [_group(list(of_one)) for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))]
+        groups = [
+            _group(list(of_one))
+            for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))
+        ]
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}") from error
-    logprobs = [None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows]
+        raise UserError(
+            f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}"
+        ) from error
+    logprobs = [
+        None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows
+    ]
     return RecordedStep(
         metadata["step"],
         groups,
@@ -169,12 +195,15 @@ def read(path: Path) -> RecordedStep:
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
     first = rows[0]
     identity = PromptId(first["epoch"], first["row"])
-    prompt = Prompt(identity, json.loads(first["messages"]), first["env_class"], json.loads(first["extras"]))
+    prompt = Prompt(
+        identity, json.loads(first["messages"]), first["env_class"], json.loads(first["extras"])
+    )
     trajectories = []
     for repetition, of_one in groupby(rows, key=lambda row: row["repetition"]):
         own = list(of_one)
         *branches, segments = [list(_segments(row)) for row in own]
-        name, about = TrajectoryId(identity, repetition), own[-1]
+        name = TrajectoryId(identity, repetition)
+        about = own[-1]
         metrics = json.loads(about["metrics"])
         trajectories.append(Trajectory(name, segments, about["stop_reason"], metrics, branches))
     return Group(prompt, trajectories)
@@ -182,10 +211,14 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
 
 def _segments(row: Mapping[str, Any]) -> Iterator[Segment]:
     start = 0
-    for kind, length, reward in zip(row["kinds"], row["lengths"], row["segment_rewards"], strict=True):
+    for kind, length, reward in zip(
+        row["kinds"], row["lengths"], row["segment_rewards"], strict=True
+    ):
         span = slice(start, start + length)
         if kind == "action":
-            yield Segment(kind, row["tokens"][span], row["logprobs"][span], row["versions"][span], reward)
+            yield Segment(
+                kind, row["tokens"][span], row["logprobs"][span], row["versions"][span], reward
+            )
         else:
             yield Segment(kind, row["tokens"][span], reward=reward)
         start += length

@@ -1,7 +1,8 @@
 """What flows from the dataset to the loss.
 
-Invariant: a prompt keeps one identity (epoch, row, repetition) all the way. The segments of a trajectory, concatenated,
-are exactly the tokens that the engine read and wrote; text is never tokenised again.
+Invariant: a prompt keeps one identity (epoch, row, repetition) all the way. The segments of a
+trajectory, concatenated, are exactly the tokens that the engine read and wrote; text is never
+tokenised again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class PromptId(NamedTuple):
     row: int
 
     def __str__(self) -> str:
-        return f"e{self.epoch}-i{self.row}" if self.epoch >= 0 else f"eval-i{self.row}"
+        if self.epoch >= 0:
+            return f"e{self.epoch}-i{self.row}"
+        return f"eval-i{self.row}"
 
 
 class TrajectoryId(NamedTuple):
@@ -50,7 +53,8 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a dataset: the conversation so far, its environment, and what the environment needs to know.
+    """One row of a dataset: the conversation so far, its environment, and what the environment
+    needs to know.
 
     ``eval_set``: the name of the held-out set (``data.val_sets``), if it is of one.
     """
@@ -80,9 +84,10 @@ class RolloutRequest:
 class Segment:
     """Consecutive tokens of one kind, int32 ``[tokens]``; lists become arrays.
 
-    Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and ``experts``: those of the
-    tokens from the last one of the previous action (else from the first of the sequence) to the last but one of its
-    own. ``images`` are those whose placeholders are in a prompt or an observation.
+    Only actions have ``logprobs`` (float32) and ``versions`` (int32), one per token, and
+    ``experts``: those of the tokens from the last one of the previous action (else from the first
+    of the sequence) to the last but one of its own. ``images`` are those whose placeholders are in
+    a prompt or an observation.
     """
 
     kind: Literal["prompt", "action", "observation"]
@@ -94,8 +99,14 @@ class Segment:
     images: Images = ()
 
     def __post_init__(self) -> None:
-        self.tokens, self.logprobs, self.versions = ints(self.tokens), floats(self.logprobs), ints(self.versions)
-        if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(self.versions):
+        self.tokens, self.logprobs, self.versions = (
+            ints(self.tokens),
+            floats(self.logprobs),
+            ints(self.versions),
+        )
+        if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(
+            self.versions
+        ):
             raise ValueError(
                 f"an action has {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.versions)} versions: they must have equal lengths"
@@ -107,7 +118,11 @@ class Segment:
         mine, theirs = ((s.tokens, s.logprobs, s.versions) for s in (self, other))
         same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
         same = same and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
-        return same and (self.kind, self.reward, self.images) == (other.kind, other.reward, other.images)
+        return same and (self.kind, self.reward, self.images) == (
+            other.kind,
+            other.reward,
+            other.images,
+        )
 
 
 def images_in(segments: Iterable[Segment]) -> Images:
@@ -126,8 +141,9 @@ def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
 class Trajectory:
     """One episode. ``stop_reason`` is that of the last action: "stop", "length" or "abort".
 
-    Most episodes are one sequence, ``segments``. The calls of an episode may not all extend each other (sub-agents, an
-    edited history). Then ``segments`` is the sequence that ended last; ``branches`` are the others by their end.
+    Most episodes are one sequence, ``segments``. The calls of an episode may not all extend each
+    other (sub-agents, an edited history). Then ``segments`` is the sequence that ended last;
+    ``branches`` are the others by their end.
     """
 
     id: TrajectoryId
@@ -138,8 +154,10 @@ class Trajectory:
 
     def restart(self) -> None:
         """Forget everything that was played."""
-        self.segments, self.branches = [Segment("prompt", NO_INTS)], []
-        self.stop_reason, self.metrics = "stop", {}
+        self.segments = [Segment("prompt", NO_INTS)]
+        self.branches = []
+        self.stop_reason = "stop"
+        self.metrics = {}
 
     def copy(self) -> Trajectory:
         """The arrays are shared: they are never changed."""
@@ -158,7 +176,8 @@ class Trajectory:
 
     @property
     def ended_early(self) -> bool:
-        """Whether it was stopped without a response, since the rejection of its group was certain."""
+        """Whether it was stopped without a response, since the rejection of its group was
+        certain."""
         return self.stop_reason == "abort" and not self.actions
 
     @property
@@ -205,20 +224,25 @@ class Group:
         ended = [t for t in self.trajectories if not t.ended_early]
         if metric and self.played and not any(metric in t.metrics for t in self.played):
             known = {name for t in self.played for name in t.metrics}
-            raise UserError(unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known))
+            raise UserError(
+                unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known)
+            )
         return [t.metrics.get(metric, t.reward) for t in ended]
 
     @property
     def oldest_version(self) -> int:
-        return min((int(s.versions.min()) for t in self.trajectories for s in t.actions if len(s.tokens)), default=0)
+        return min(
+            (int(s.versions.min()) for t in self.trajectories for s in t.actions if len(s.tokens)),
+            default=0,
+        )
 
 
 @dataclass
 class Rollout:
     """The groups of one step, their metrics, and the prompts that the step consumes.
 
-    ``positions``: of these prompts in the stream: those of the groups, and those that were rejected for them. A step
-    that trains several rollouts at once has the positions of all.
+    ``positions``: of these prompts in the stream: those of the groups, and those that were rejected
+    for them. A step that trains several rollouts at once has the positions of all.
 
     ``rejected``: prompts that were rolled out for the step and are not among its groups.
 
@@ -246,9 +270,9 @@ class GeneratorInput(TypedDict):
 class GeneratorOutput(TypedDict):
     """What a user's generator returns: lists that are parallel to those of the input.
 
-    With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory, in the order in
-    which they ended. Its reward is their sum; its ``stop_reasons`` and ``trajectory_metrics`` are those of the last
-    row.
+    With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory,
+    in the order in which they ended. Its reward is their sum; its ``stop_reasons`` and
+    ``trajectory_metrics`` are those of the last row.
     """
 
     prompt_token_ids: list[list[int]]
@@ -256,8 +280,12 @@ class GeneratorOutput(TypedDict):
     rewards: Sequence[float] | Sequence[list[float]]  # per trajectory, or per response token
     loss_masks: list[list[int]]  # 1 on action tokens
     stop_reasons: list[str]
-    rollout_logprobs: NotRequired[list[list[float]]]  # behaviour log-probability per response token, 0 on observations
-    rollout_versions: NotRequired[list[list[int]]]  # policy version per response token, -1 on observations
+    rollout_logprobs: NotRequired[
+        list[list[float]]
+    ]  # behaviour log-probability per response token, 0 on observations
+    rollout_versions: NotRequired[
+        list[list[int]]
+    ]  # policy version per response token, -1 on observations
     rollout_metrics: NotRequired[dict[str, float]]
     trajectory_metrics: NotRequired[list[dict[str, float]]]
     trajectory_ids: NotRequired[list[TrajectoryId]]  # of each row; by default those of the input

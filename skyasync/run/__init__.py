@@ -1,1 +1,2 @@
-"""From a configuration to a finished run: the experiment, its processes, recovery, Ray and the run folder."""
+"""From a configuration to a finished run: the experiment, its processes, recovery, Ray and the run
+folder."""

@@ -1,7 +1,8 @@
-"""The parts of a run in the process that trains: made in order, started together, shut down in order.
+"""The parts of a run in the process that trains: made in order, started together, shut down in
+order.
 
-Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes of engines and models
-come first: importing their libraries takes each of them seconds.
+Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes
+of engines and models come first: importing their libraries takes each of them seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ BLANK_TOKENS = 32  # after an image, if no prompt among them has one
 
 
 class Components:
-    """Attributes: placement, client, dispatch, generator, weight_sync: the parts, None until they are made."""
+    """Attributes: placement, client, dispatch, generator, weight_sync: the parts, None until they
+    are made."""
 
     def __init__(self, experiment: BasePPOExp) -> None:
         self._experiment = experiment
@@ -63,8 +65,10 @@ class Components:
         from skyasync.data.datasets import warn_of_overlap
 
         experiment = self._experiment
-        cfg, tokenizer = experiment.cfg, experiment.tokenizer
-        train_dataset, eval_dataset = experiment.get_train_dataset(), experiment.get_eval_dataset()
+        cfg = experiment.cfg
+        tokenizer = experiment.tokenizer
+        train_dataset = experiment.get_train_dataset()
+        eval_dataset = experiment.get_eval_dataset()
         warn_of_overlap(train_dataset, eval_dataset or [])
         tracker = self._tracker = experiment.get_tracker()
         if self.generator is None:
@@ -85,7 +89,8 @@ class Components:
         return trainer
 
     async def start(self, trainer: RayPPOTrainer) -> None:
-        """Load all models, at the same time unless they share devices, and hand them to the trainer."""
+        """Load all models, at the same time unless they share devices, and hand them to the
+        trainer."""
         from skyasync.models.images import ImageTokens, images_of, reads_images
         from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
@@ -94,30 +99,42 @@ class Components:
         from skyasync.weight_sync.colocation import Colocation
         from skyasync.weight_sync.verify.log_probabilities import choose_probe
 
-        experiment, cfg, settings = self._experiment, self._experiment.cfg, self._experiment.cfg.trainer
-        updates, stream = trainer.context.length.updates, trainer.context.prompts
+        experiment = self._experiment
+        cfg = self._experiment.cfg
+        settings = self._experiment.cfg.trainer
+        updates = trainer.context.length.updates
+        stream = trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
         rows = (stream.preview(position).messages for position in range(stream.rows))
-        prompts = (ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows)
+        prompts = (
+            ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows
+        )
         sees = reads_images(path := settings.policy.model.path)
         probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)
         if sees and not any(map(ImageTokens.images_of, probe)):
-            from skyasync.models.vision import blank_prompt  # transformers' models; other runs do without
+            from skyasync.models.vision import (
+                blank_prompt,
+            )  # transformers' models; other runs do without
 
             probe.append(blank_prompt(path, probe[0][:BLANK_TOKENS]))
-        source, destination = self.dispatch, self.client
+        source = self.dispatch
+        destination = self.client
         if settings.placement.colocate_all or cfg.generator.hybrid_engines:
             verified = probe if cfg.generator.verify_weight_sync else ()
             hybrid = range(cfg.generator.num_inference_engines, cfg.generator.own_engines)
             self.colocation = Colocation(self.dispatch, self.client, verified, hybrid)
             await self.colocation.start(updates)
-            source, destination = self.colocation.source, self.colocation.destination
+            source = self.colocation.source
+            destination = self.colocation.destination
         else:
             await run_together(self.client.start(), self.dispatch.start(updates))
         self.weight_sync = experiment.get_weight_sync(source, destination, probe)
         if self.colocation is not None and self.colocation.hybrid:
-            self.colocation.weights, self.weight_sync.expects_late_engines = self.weight_sync, True
-        async with within(settings.step_timeout_s, "the first comparison of the engines with the policy"):
+            self.colocation.weights = self.weight_sync
+            self.weight_sync.expects_late_engines = True
+        async with within(
+            settings.step_timeout_s, "the first comparison of the engines with the policy"
+        ):
             if not cfg.generator.engines:  # else they have weights of a run before, perhaps
                 await self.weight_sync.measure_floor()
         assert experiment.run_dir is not None
@@ -135,7 +152,9 @@ class Components:
         """Give a trainer the models, which are up, and the extensions that watch them."""
         if self._monitor is not None:
             trainer.extensions.insert(0, self._monitor)  # later callbacks see its metrics
-        trainer.extensions.extend(part for part in (self.supervisor, self._elastic) if part is not None)
+        trainer.extensions.extend(
+            part for part in (self.supervisor, self._elastic) if part is not None
+        )
         trainer.attach(
             self.dispatch,
             self.weight_sync,
@@ -153,11 +172,15 @@ class Components:
             self._tracker.close()
         if self._monitor is not None:
             self._monitor.close()
-        if isinstance(self.generator, ClosableGenerator):  # first: it still has requests with the engines
+        if isinstance(
+            self.generator, ClosableGenerator
+        ):  # first: it still has requests with the engines
             await self.generator.close()
         if self._elastic is not None:
             await self._elastic.close()
-        if self.supervisor is not None:  # before the engines: those that end now are not to be replaced
+        if (
+            self.supervisor is not None
+        ):  # before the engines: those that end now are not to be replaced
             await self.supervisor.close()
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
@@ -171,10 +194,13 @@ class Components:
         """The engines of the client; none if it is a user's own."""
         from skyasync.inference.client import InferenceClient
 
-        return self.client.engines if isinstance(self.client, InferenceClient) else []
+        if isinstance(self.client, InferenceClient):
+            return self.client.engines
+        return []
 
     def share_threads(self, overlap: bool) -> None:
-        """Divide this machine's cores between policy and engines, which compute at the same time or in turns."""
+        """Divide this machine's cores between policy and engines, which compute at the same time or
+        in turns."""
         from skyasync.run.placement import share_threads
 
         policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)

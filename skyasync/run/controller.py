@@ -1,7 +1,7 @@
 """The process that trains, and the terminal that watches it.
 
-Invariant: a run ends by its last step, an error in any part, or Ctrl-C. In each case the trackers are flushed, every
-part is shut down, and the first error is what the user sees.
+Invariant: a run ends by its last step, an error in any part, or Ctrl-C. In each case the trackers
+are flushed, every part is shut down, and the first error is what the user sees.
 
 | who waits  | for what                          | woken by                                            |
 |------------|-----------------------------------|-----------------------------------------------------|
@@ -11,9 +11,9 @@ part is shut down, and the first error is what the user sees.
 | shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
 | SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
 
-A worker whose process fails ends the plan; the controller then has all workers started again, and another trainer
-resumes from the newest checkpoint with the same engines. If the controller fails its parts end too, and the program
-starts another. Both draw on ``trainer.max_restarts``.
+A worker whose process fails ends the plan; the controller then has all workers started again, and
+another trainer resumes from the newest checkpoint with the same engines. If the controller fails
+its parts end too, and the program starts another. Both draw on ``trainer.max_restarts``.
 """
 
 from __future__ import annotations
@@ -141,24 +141,30 @@ class Controller:
         return self._recorder.report(seen)
 
     async def stop(self, saving: bool = False) -> int:
-        """Cancel training and wait until every part is shut down; the step that has been saved, 0 if none has.
+        """Cancel training and wait until every part is shut down; the step that has been saved, 0
+        if none has.
 
         Args:
             saving: finish the update under way and save it, whatever ``ckpt_on_exit`` says.
         """
         self._stopped = True
         if saving and self._trainer is not None:
-            self._trainer.checkpointer.saves_on_exit |= keeps_checkpoints(self._experiment.cfg.trainer)
+            self._trainer.checkpointer.saves_on_exit |= keeps_checkpoints(
+                self._experiment.cfg.trainer
+            )
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        return self._trainer.checkpointer.saved_step if self._trainer is not None else 0
+        if self._trainer is not None:
+            return self._trainer.checkpointer.saved_step
+        return 0
 
 
 class Heartbeat:
     """Asks the controller's process for its progress, and kills a process that stays silent.
 
-    Only the time spent waiting for answers counts: a program that was itself stopped does not blame it.
+    Only the time spent waiting for answers counts: a program that was itself stopped does not blame
+    it.
 
     Args:
         report: ``Controller.report`` of the actor's handle.
@@ -166,8 +172,13 @@ class Heartbeat:
     """
 
     def __init__(self, report: Any, process: ProcessIdentity, limit_s: float) -> None:  # noqa: ANN401
-        self._report, self._process, self._limit_s = report, process, limit_s
-        self._answer_s = min(ANSWER_S, limit_s / 2) if limit_s else ANSWER_S
+        self._report = report
+        self._process = process
+        self._limit_s = limit_s
+        if limit_s:
+            self._answer_s = min(ANSWER_S, limit_s / 2)
+        else:
+            self._answer_s = ANSWER_S
         self._silent_s = 0.0
 
     def ask(self, seen: int) -> ProgressReport | None:
@@ -203,12 +214,17 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    actor_class: Any = ray.remote(Controller).options(num_cpus=0, max_concurrency=16, scheduling_strategy=here)
-    trainer, run_dir = experiment.cfg.trainer, experiment.run_dir
+    actor_class: Any = ray.remote(Controller).options(
+        num_cpus=0, max_concurrency=16, scheduling_strategy=here
+    )
+    trainer = experiment.cfg.trainer
+    run_dir = experiment.run_dir
     watch = AlarmWatch(run_dir.path) if run_dir is not None else None
     with (
         _hearing_sigterm() as heard,
-        ProgressView(mode=trainer.terminal, folder=logs.folder, steps="console" not in trainer.logger) as view,
+        ProgressView(
+            mode=trainer.terminal, folder=logs.folder, steps="console" not in trainer.logger
+        ) as view,
         logs.shown_by(view.say),
     ):
         while True:
@@ -216,16 +232,32 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
             try:
                 return _run(controller, experiment, view, heard, watch)
             except ray.exceptions.RayError as error:
-                if part := ended():
-                    lost = RayEndedError(f"{part}: no run can continue without it; the same command resumes this one")
+                part = ended()
+                if part:
+                    lost = RayEndedError(
+                        f"{part}: no run can continue without it; the same command resumes this one"
+                    )
                     if run_dir is not None:
                         run_dir.save_error("".join(format_exception(lost)))
                     raise lost from None
-                recovery = experiment.restarting if _controller_failed(error) else None
-                if not heard.is_set() and recovery and recovery.lost_controller(max(view.seen, 0), error):
+                if _controller_failed(error):
+                    recovery = experiment.restarting
+                else:
+                    recovery = None
+                if (
+                    not heard.is_set()
+                    and recovery
+                    and recovery.lost_controller(max(view.seen, 0), error)
+                ):
                     continue
-                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
-                expected = cause if isinstance(cause, UserError | SyntaxError) else None
+                if isinstance(error, ray.exceptions.RayTaskError):
+                    cause = error.cause
+                else:
+                    cause = None
+                if isinstance(cause, UserError | SyntaxError):
+                    expected = cause
+                else:
+                    expected = None
                 if run_dir is not None:
                     run_dir.save_error(str(error) + ("" if expected else last_words(logs, error)))
                 if expected is not None:  # Python shows nothing of Ray's kind of SyntaxError
@@ -234,7 +266,8 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
 
 
 def _controller_failed(error: ray.exceptions.RayError) -> bool:
-    """Whether the controller's process has failed. If a part's process fails, the controller raises a task error."""
+    """Whether the controller's process has failed. If a part's process fails, the controller raises
+    a task error."""
     import ray
 
     of_a_part = isinstance(error, ray.exceptions.RayTaskError)
@@ -248,28 +281,37 @@ def _run(
     heard: threading.Event,
     watch: AlarmWatch | None,
 ) -> dict[str, float] | None:
-    """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it had reserved."""
+    """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it
+    had reserved."""
     import ray
 
     from skyasync.run.placement import release
 
-    trainer, get = experiment.cfg.trainer, ray.get
+    trainer = experiment.cfg.trainer
+    get = ray.get
     try:
         try:
             process = get(controller.who.remote(), timeout=START_S)
-        except ray.exceptions.GetTimeoutError:  # Ray tries for ever; its reasons are in the terminal by then
+        except (
+            ray.exceptions.GetTimeoutError
+        ):  # Ray tries for ever; its reasons are in the terminal by then
             ray.kill(controller)
             problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
             raise RuntimeError(problem) from None
         running = controller.run.remote()
         restarted = experiment.restarting is not None and experiment.restarting.possible
-        heartbeat = Heartbeat(controller.report, process, trainer.heartbeat_timeout_s if restarted else 0.0)
-        seen, done = view.seen, False
+        heartbeat = Heartbeat(
+            controller.report, process, trainer.heartbeat_timeout_s if restarted else 0.0
+        )
+        seen = view.seen
+        done = False
         while not done:
-            if part := ended():
+            part = ended()
+            if part:
                 raise ray.exceptions.RaySystemError(part)
             done = bool(ray.wait([running], timeout=POLL_S)[0])
-            if (report := heartbeat.ask(seen)) is not None:
+            report = heartbeat.ask(seen)
+            if report is not None:
                 view.update(report)
                 seen = max([seen, *(step for step, _ in report.rows)])
             if watch is not None and not done:  # the summary at the end has all alarms
@@ -279,26 +321,42 @@ def _run(
         return get(running)
     except ray.exceptions.RayActorError as error:
         if _controller_failed(error):
-            await_end()  # nothing is asked of a Ray that ends: it would answer late, or end this process
+            # nothing is asked of a Ray that ends: it would answer late, or end this process
+            await_end()
         raise
     except KeyboardInterrupt:
         if not heard.is_set():
             if trainer.ckpt_on_exit:
-                print("stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)")
+                print(
+                    "stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)"
+                )
             raise
-        limit_s = trainer.sigterm_grace_s  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
+        limit_s = (
+            trainer.sigterm_grace_s
+        )  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
         try:
             step = get(controller.stop.remote(saving=True), timeout=limit_s)
         except Exception as error:  # whatever it is, the process is to end
             late = isinstance(error, ray.exceptions.GetTimeoutError)
-            problem = f"it took more than {limit_s:g} s (trainer.sigterm_grace_s)" if late else repr(error)
+            if late:
+                problem = f"it took more than {limit_s:g} s (trainer.sigterm_grace_s)"
+            else:
+                problem = repr(error)
             raise Terminated(f": the run was not saved, {problem}") from None
-        saved = f": the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest" if step else ""
+        if step:
+            saved = (
+                f": the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest"
+            )
+        else:
+            saved = ""
         raise Terminated(saved) from None
     finally:
         try:
             if not heard.is_set() and not ended():
-                saving_s = 2 * trainer.step_timeout_s if trainer.ckpt_on_exit or trainer.ckpt_async else 0
+                if trainer.ckpt_on_exit or trainer.ckpt_async:
+                    saving_s = 2 * trainer.step_timeout_s
+                else:
+                    saving_s = 0
                 with contextlib.suppress(Exception):
                     get(controller.stop.remote(), timeout=GRACE_S + 5 + saving_s)
         finally:
@@ -309,7 +367,8 @@ def _run(
 
 @contextlib.contextmanager
 def _hearing_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM interrupts the block once and sets the event; it replaces Ray's handler, which would end at once."""
+    """SIGTERM interrupts the block once and sets the event; it replaces Ray's handler, which would
+    end at once."""
     heard = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # which alone hears signals
         yield heard

@@ -1,8 +1,8 @@
 """The experiment: one factory method per part, and ``run()``.
 
-Invariant: every part of a run is made by exactly one method here, so overriding that method replaces the part and
-nothing else. Factories run in the process that trains, in the order of ``components``; none of them waits for a model
-to load.
+Invariant: every part of a run is made by exactly one method here, so overriding that method
+replaces the part and nothing else. Factories run in the process that trains, in the order of
+``components``; none of them waits for a model to load.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ log = logging.getLogger(__name__)
 
 
 class BasePPOExp:
-    """Everything a run is made of. ``run()`` is called by the program; the rest is there to be overridden.
+    """Everything a run is made of. ``run()`` is called by the program; the rest is there to be
+    overridden.
 
     Args:
         cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
@@ -80,8 +81,12 @@ class BasePPOExp:
         self.callbacks: list[RunExtension] = []  # given to ``main``
         self.restarting: Recovery | None = None
         self.began_s: float | None = None  # since 1970, when ``run`` was called
-        self.data_rows: dict[str, Any] = {}  # of data sources that are functions, which are called once
-        self.judge_keys: dict[str, str] = {}  # of judges' servers, from the program's environment; written nowhere
+        self.data_rows: dict[
+            str, Any
+        ] = {}  # of data sources that are functions, which are called once
+        self.judge_keys: dict[
+            str, str
+        ] = {}  # of judges' servers, from the program's environment; written nowhere
         self._engines_key = os.environ.get(KEY_VARIABLE, "")
 
     # ---------------------------------------------------------------- parts
@@ -102,7 +107,8 @@ class BasePPOExp:
         return load_prompts(data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
 
     def get_eval_dataset(self) -> Sequence[Prompt] | None:
-        """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None without any."""
+        """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None
+        without any."""
         from skyasync.data.datasets import load_eval_prompts
 
         return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
@@ -113,10 +119,16 @@ class BasePPOExp:
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
-        return MultiTracker(trainer.logger, self.run_dir, hidden(asdict(self.cfg)), project_name=trainer.project_name)
+        return MultiTracker(
+            trainer.logger,
+            self.run_dir,
+            hidden(asdict(self.cfg)),
+            project_name=trainer.project_name,
+        )
 
     def get_callbacks(self) -> list[RunExtension]:
-        """Callbacks of the trainer besides those that ``main`` was given; see ``skyasync.callbacks``."""
+        """Callbacks of the trainer besides those that ``main`` was given; see
+        ``skyasync.callbacks``."""
         return []
 
     def get_colocate_pg(self, timeout: float = 180) -> Placement:
@@ -127,11 +139,13 @@ class BasePPOExp:
         return reserve(slots, timeout, self.placement_name)
 
     def get_inference_client(self) -> InferenceClient:
-        """The client in front of the engines, whose processes start; their models load in ``start``."""
+        """The client in front of the engines, whose processes start; their models load in
+        ``start``."""
         from skyasync.inference.ray_engine import RayEngine
         from skyasync.run.placement import engine_start_limit
 
-        generator, config = self.cfg.generator, self.engine_config()
+        generator = self.cfg.generator
+        config = self.engine_config()
         if generator.engines:
             servers = [self._server(config, url) for url in generator.engines]
             return self._client(servers)
@@ -147,38 +161,56 @@ class BasePPOExp:
             for index in range(generator.own_engines)
         ]
         devices = len(self.parts.placement.slots.of.get(POLICY, ()))
-        at_once = devices if engines_per_device(self.cfg) > 1 else 0  # the first of each device, and so on
+        # the first of each device, and so on
+        if engines_per_device(self.cfg) > 1:
+            at_once = devices
+        else:
+            at_once = 0
         return self._client(engines, at_once)
 
     def _client(self, engines: Sequence[InferenceEngine], at_once: int = 0) -> InferenceClient:
         from skyasync.inference.client import InferenceClient
 
         generator = self.cfg.generator
-        limit_s, adaptive = generator.request_timeout_s, generator.adaptive_concurrency
+        limit_s = generator.request_timeout_s
+        adaptive = generator.adaptive_concurrency
         return InferenceClient(engines, limit_s, lambda: self.tokenizer, at_once, adaptive=adaptive)
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
-        own = {"url": url, "start_s": self.cfg.generator.engine_start_timeout_s, "key": self._engines_key}
+        own = {
+            "url": url,
+            "start_s": self.cfg.generator.engine_start_timeout_s,
+            "key": self._engines_key,
+        }
         return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | own))
 
     async def get_joining_engine(self, name: str) -> InferenceEngine:
-        """An engine that joins during the run: the server with this address, or one more of the run's own.
+        """An engine that joins during the run: the server with this address, or one more of the
+        run's own.
 
         Raises:
             UserError: if it is not fit, or there are no devices for it.
         """
-        generator, config = self.cfg.generator, self.engine_config()
+        generator = self.cfg.generator
+        config = self.engine_config()
         if generator.engines:
-            await asyncio.to_thread(check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg))
+            await asyncio.to_thread(
+                check_servers, [name], config, generator.weight_sync_dir, backend(self.cfg)
+            )
             return self._server(config, name)
         from skyasync.inference.ray_engine import RayEngine
 
-        devices, joined = generator.devices_per_engine if self.gpus else 0, bool(self.cfg.ray.address)
-        engines, left = self.parts.client.engines, self.parts.client.pool.router.left
+        devices = generator.devices_per_engine if self.gpus else 0
+        joined = bool(self.cfg.ray.address)
+        engines = self.parts.client.engines
+        left = self.parts.client.pool.router.left
         return await asyncio.to_thread(RayEngine.one_more, engines, left, devices, may_grow=joined)
 
-    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
-        """The generator of trajectories: with environments, or with the program of ``generator.agent_program``."""
+    def get_generator(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Generator:
+        """The generator of trajectories: with environments, or with the program of
+        ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         from skyasync.envs.episodes import EnvSettings
@@ -187,7 +219,9 @@ class BasePPOExp:
         from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
         from skyasync.rollout.group_sampling import early_stop_rule
 
-        pool = ray_pool(EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers)
+        pool = ray_pool(
+            EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers
+        )
         return EpisodeGenerator(
             inference_engine_client,
             pool,
@@ -200,7 +234,9 @@ class BasePPOExp:
             self.get_judges(cfg, tokenizer, inference_engine_client),
         )
 
-    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Judges | None:
+    def get_judges(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Judges | None:
         """The models of ``environment.judges``, which grade finished episodes; None without any."""
         from skyasync.rollout.generator import Judges
 
@@ -216,13 +252,18 @@ class BasePPOExp:
         from skyasync.agents.generator import agent_generator
 
         folder = self.run_dir.path if self.run_dir else None
-        return agent_generator(cfg, tokenizer, inference_engine_client, self.engine_config().max_model_len, folder)
+        return agent_generator(
+            cfg, tokenizer, inference_engine_client, self.engine_config().max_model_len, folder
+        )
 
     def get_dispatch(self) -> RayWorkerDispatch:
         """The processes of all roles; their models load in ``start``."""
         from skyasync.workers.rank_actors import with_actors
 
-        placements = {role.name: with_actors(role, self.parts.placement.ranks(role.name)) for role in self.roles()}
+        placements = {
+            role.name: with_actors(role, self.parts.placement.ranks(role.name))
+            for role in self.roles()
+        }
         # After the processes have started: this imports torch, as they do at the same time.
         from skyasync.workers.dispatch import RayWorkerDispatch
 
@@ -242,7 +283,9 @@ class BasePPOExp:
     def _engine_nodes(self) -> dict[int, str]:
         """Ray's names of the healthy engines' nodes, by engine, as far as they are on any."""
         engines = self.parts.engines
-        nodes = {index: engines[index].node for index in self._healthy_engines() if index < len(engines)}
+        nodes = {
+            index: engines[index].node for index in self._healthy_engines() if index < len(engines)
+        }
         return {index: node for index, node in nodes.items() if node}
 
     def get_weight_sync(
@@ -262,14 +305,19 @@ class BasePPOExp:
             adapted=bool(self.cfg.trainer.policy.lora.rank),
         )
 
-    def get_engine_supervisor(self, weight_sync: WeightSync, timeline: Timeline) -> EngineSupervisor | None:
-        """The supervisor that replaces engines that fail; None if the first failure ends the run."""
+    def get_engine_supervisor(
+        self, weight_sync: WeightSync, timeline: Timeline
+    ) -> EngineSupervisor | None:
+        """The supervisor that replaces engines that fail; None if the first failure ends the
+        run."""
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.supervisor import EngineSupervisor
         from skyasync.weight_sync.sync import WeightSync
 
         generator = self.cfg.generator
-        ours = isinstance(self.parts.client, InferenceClient) and isinstance(weight_sync, WeightSync)
+        ours = isinstance(self.parts.client, InferenceClient) and isinstance(
+            weight_sync, WeightSync
+        )
         if not generator.max_engine_restarts:
             return None
         if not ours:
@@ -292,13 +340,17 @@ class BasePPOExp:
             colocation=self.parts.colocation,
         )
 
-    def get_elastic_engines(self, weight_sync: WeightSync, supervisor: EngineSupervisor) -> ElasticEngines:
+    def get_elastic_engines(
+        self, weight_sync: WeightSync, supervisor: EngineSupervisor
+    ) -> ElasticEngines:
         """The part that lets engines join and leave during the run."""
         from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None
         generator = self.cfg.generator
-        names = generator.engines or [str(index) for index in range(generator.num_inference_engines)]
+        names = generator.engines or [
+            str(index) for index in range(generator.num_inference_engines)
+        ]
         return ElasticEngines(
             self.parts.client,
             weight_sync,
@@ -372,12 +424,18 @@ class BasePPOExp:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        return with_template(self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs)
+        return with_template(
+            self.get_tokenizer(), self.cfg.data.chat_template, self.cfg.data.chat_template_kwargs
+        )
 
     def roles(self) -> list[Role]:
-        """The run's roles, the policy first: by the table, or by a method ``needs_<role>`` of the experiment."""
+        """The run's roles, the policy first: by the table, or by a method ``needs_<role>`` of the
+        experiment."""
         own = {role.name: getattr(self, f"needs_{role.name}", None) for role in ROLES.values()}
-        needed = {name: method() if method else ROLES[name].has_ranks(self.cfg) for name, method in own.items()}
+        needed = {
+            name: method() if method else ROLES[name].has_ranks(self.cfg)
+            for name, method in own.items()
+        }
         return [role for role in ROLES.values() if needed[role.name]]
 
     def engine_config(self) -> EngineConfig:
@@ -385,7 +443,8 @@ class BasePPOExp:
 
 
 class ReplacingExperiment(BasePPOExp):
-    """An experiment that replaces settings which have no effect in it. The run's ``config.yaml`` has the user's."""
+    """An experiment that replaces settings which have no effect in it. The run's ``config.yaml``
+    has the user's."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
@@ -412,7 +471,8 @@ class EnginelessExperiment(ReplacingExperiment):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         generator = cfg.generator
-        generator.num_inference_engines, generator.weight_sync_backend = 0, "shared_memory"
+        generator.num_inference_engines = 0
+        generator.weight_sync_backend = "shared_memory"
         generator.max_engine_restarts = 0
         generator.backend = "transformers"  # which needs nothing installed
         cfg.trainer.placement.colocate_all = False
@@ -420,10 +480,14 @@ class EnginelessExperiment(ReplacingExperiment):
     def get_inference_client(self) -> InferenceClient:
         return cast("InferenceClient", NoEngines())
 
-    def get_generator(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> Generator:
+    def get_generator(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> Generator:
         return NoGenerator()
 
-    def get_judges(self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient) -> None:
+    def get_judges(
+        self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
+    ) -> None:
         """None: nothing is played."""
 
     def get_weight_sync(

@@ -1,7 +1,8 @@
-"""A run in the program that starts it: its folder, Ray, the controller process, and the report at its end.
+"""A run in the program that starts it: its folder, Ray, the controller process, and the report at
+its end.
 
-Invariant: however a run ends, its status says how, its timeline is whole, its page is made. A run in which no process
-was started leaves no folder.
+Invariant: however a run ends, its status says how, its timeline is whole, its page is made. A run
+in which no process was started leaves no folder.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def _print_times(folder: RunDirectory, began_s: float) -> None:
     from skyasync.observability.summary import run_times
 
     rows = [row for row in jsonl.read_rows(folder.metrics) if row.get("time", 0.0) >= began_s]
-    if line := run_times(rows, time.time()):
+    line = run_times(rows, time.time())
+    if line:
         print(line)
 
 
@@ -87,7 +89,9 @@ def _live_page(experiment: BasePPOExp, folder: RunDirectory) -> Iterator[None]:
         yield
 
 
-def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool]) -> dict[str, float] | None:
+def _run_on_ray(
+    experiment: BasePPOExp, folder: RunDirectory, started: list[bool]
+) -> dict[str, float] | None:
     from skyasync.observability import jsonl
     from skyasync.observability.plots import plot_reward
     from skyasync.observability.summary import print_summary
@@ -97,13 +101,18 @@ def _run_on_ray(experiment: BasePPOExp, folder: RunDirectory, started: list[bool
     experiment.restarting = Recovery(experiment, folder.path)
     (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
-    with _terminated() as hear, cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
+    with (
+        _terminated() as hear,
+        cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus,
+    ):
         hear()
         started.append(True)
         experiment.gpus = gpus
-        if engine := chosen_engine(experiment.cfg):
+        engine = chosen_engine(experiment.cfg)
+        if engine:
             print(f"engine: {engine}", flush=True)
-        if line := chosen_backend(experiment.cfg, gpus=gpus):
+        line = chosen_backend(experiment.cfg, gpus=gpus)
+        if line:
             print(line)
         since = experiment.began_s or 0.0
         try:
@@ -124,7 +133,8 @@ def run_without_controller(
 ) -> T:
     """Run ``work`` in this process on the run's cluster, and return its result.
 
-    ``folder`` gets the logs of the cluster's processes, and the traceback of an error with their last words.
+    ``folder`` gets the logs of the cluster's processes, and the traceback of an error with their
+    last words.
     """
     from skyasync.run.logs import ProcessLogs, last_words
     from skyasync.run.placement import release
@@ -135,7 +145,8 @@ def run_without_controller(
     try:
         with cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus:
             experiment.gpus = gpus
-            if engine := chosen_engine(experiment.cfg):
+            engine = chosen_engine(experiment.cfg)
+            if engine:
                 print(f"engine: {engine}", file=sys.stderr)  # standard output may be JSON
             try:
                 return run_in_own_loop(work())
@@ -148,15 +159,18 @@ def run_without_controller(
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[Callable[[], object]]:
-    """After the yielded function is called, SIGTERM ends the block as Ctrl-C does; before, Ray handles it.
+    """After the yielded function is called, SIGTERM ends the block as Ctrl-C does; before, Ray
+    handles it.
 
-    Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3 s later.
+    Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3
+    s later.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before, here = signal.getsignal(signal.SIGTERM), threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGTERM)
+    here = threading.current_thread() is threading.main_thread()
     try:
         yield partial(signal.signal, signal.SIGTERM, terminate) if here else bool
     except SystemExit as end:

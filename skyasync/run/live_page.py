@@ -1,9 +1,10 @@
-"""The report's page while runs go on, and their newest metrics for Prometheus, from a server on this machine.
+"""The report's page while runs go on, and their newest metrics for Prometheus, from a server on
+this machine.
 
-Invariant: the server only reads the runs' folders, so it may start, fail and end without any effect on a run. A page is
-drawn when somebody asks and a run has written something since the last one. Pages of other sites are rejected; a server
-that other machines can reach answers only requests with its token. Prometheus gets no series twice, and only names and
-labels that it accepts.
+Invariant: the server only reads the runs' folders, so it may start, fail and end without any effect
+on a run. A page is drawn when somebody asks and a run has written something since the last one.
+Pages of other sites are rejected; a server that other machines can reach answers only requests with
+its token. Prometheus gets no series twice, and only names and labels that it accepts.
 
 | who waits   | for what                           | woken by                                           |
 |-------------|------------------------------------|----------------------------------------------------|
@@ -42,7 +43,13 @@ from skyasync.observability.report.page import LIVE_SCRIPT, page
 from skyasync.observability.run_dir import RUNNING, read_status
 
 LOOPBACK = "127.0.0.1"
-READ = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "status.json", "restarts.jsonl")  # what changes a page
+READ = (
+    "metrics.jsonl",
+    "samples.jsonl",
+    "eval_samples.jsonl",
+    "status.json",
+    "restarts.jsonl",
+)  # what changes a page
 WAITING_CONNECTIONS = 64
 END_S = 10.0  # for a page that is being drawn
 LOG = "live_page.log"  # in the run's folder
@@ -84,7 +91,8 @@ class LivePage:
     """
 
     def __init__(self, folders: Sequence[Path], listening: socket.socket) -> None:
-        self._folders, self._listening = list(folders), listening
+        self._folders = list(folders)
+        self._listening = listening
         self._host, self._port = listening.getsockname()[:2]
         self._loopback = is_loopback(self._host)
         self.token = "" if self._loopback else secrets.token_urlsafe(24)
@@ -94,7 +102,10 @@ class LivePage:
 
     @property
     def url(self) -> str:
-        host = socket.gethostname() if self._host in ("0.0.0.0", "::") else self._host
+        if self._host in ("0.0.0.0", "::"):
+            host = socket.gethostname()
+        else:
+            host = self._host
         token = f"?token={self.token}" if self.token else ""
         return f"http://{f'[{host}]' if ':' in host else host}:{self._port}/{token}"
 
@@ -110,10 +121,14 @@ class LivePage:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
-        if problem := foreign_origin(host, origin, loopback=self._loopback):
+        host = request.headers.get("Host", "")
+        origin = request.headers.get("Origin")
+        problem = foreign_origin(host, origin, loopback=self._loopback)
+        if problem:
             return web.Response(status=403, text=problem, headers=HEADERS)
-        given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix(
+            "Bearer "
+        )
         sent = given.encode(errors="surrogateescape")  # a header may be any bytes
         if self.token and not hmac.compare_digest(sent, self.token.encode()):
             return web.Response(
@@ -136,11 +151,16 @@ class LivePage:
         return web.Response(text=self._drawn[1], content_type="text/html", headers={"ETag": state})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = await asyncio.to_thread(exposition, dict(zip(labels(self._folders), self._folders, strict=True)))
-        return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+        text = await asyncio.to_thread(
+            exposition, dict(zip(labels(self._folders), self._folders, strict=True))
+        )
+        return web.Response(
+            text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        )
 
     def _state(self) -> str:
-        """Differs as soon as a page would: of files' times and sizes, and of whether the runs' processes live."""
+        """Differs as soon as a page would: of files' times and sizes, and of whether the runs'
+        processes live."""
         digest = hashlib.sha256()
         for folder in self._folders:
             digest.update(read_status(folder).state.encode())
@@ -167,13 +187,18 @@ def exposition(folders: Mapping[str, Path]) -> str:
         newest = {name: value for row in rows for name, value in row.items() if value is not None}
         for name, value in sorted(newest.items()):
             entry = entry_of(name)
-            meanings.setdefault(series_name(name), entry.meaning if entry else f"{name}, of this run's own parts.")
+            meanings.setdefault(
+                series_name(name), entry.meaning if entry else f"{name}, of this run's own parts."
+            )
             families.setdefault(series_name(name), {}).setdefault(label, float(value))
         running = families.setdefault("skyasync_running", {})
         running[label] = float(read_status(folder).state == RUNNING)
         for alarm in alarms(rows, jsonl.read_rows(folder / RESTARTS)):
             families.setdefault("skyasync_alarm", {})[f'{label},alarm="{alarm.name}"'] = 1.0
-    meanings |= {"skyasync_running": "1 during the run.", "skyasync_alarm": "1 for each alarm that is raised."}
+    meanings |= {
+        "skyasync_running": "1 during the run.",
+        "skyasync_alarm": "1 for each alarm that is raised.",
+    }
     lines = []
     for name, values in families.items():
         help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")
@@ -205,7 +230,13 @@ def live_page(folder: Path) -> Iterator[str]:
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "skyasync.run.live_page", str(folder), str(listening.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "skyasync.run.live_page",
+                    str(folder),
+                    str(listening.fileno()),
+                ],
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[listening.fileno()],
                 stdin=subprocess.PIPE,

@@ -1,9 +1,11 @@
-"""The output of the run's processes: each has a file in the run's folder, and the lines for the user are shown.
+"""The output of the run's processes: each has a file in the run's folder, and the lines for the
+user are shown.
 
-Invariant: every line that Ray brings to the driver is in a file. On the terminal are those of the user's code (the
-controller, environments, agents, models), as they were printed. Loading bars, warnings of libraries on standard error,
-and the lines of engines and of Ray itself are in the files alone. An error that ends the run has its traceback, and the
-last lines of a process that failed without one.
+Invariant: every line that Ray brings to the driver is in a file. On the terminal are those of the
+user's code (the controller, environments, agents, models), as they were printed. Loading bars,
+warnings of libraries on standard error, and the lines of engines and of Ray itself are in the files
+alone. An error that ends the run has its traceback, and the last lines of a process that failed
+without one.
 """
 
 from __future__ import annotations
@@ -25,38 +27,57 @@ HANDLER = "ray_print_logs"  # Ray's own, which prints; by this name Ray removes 
 #: Classes of actors -> what users call them.
 NAMES = {"_EngineActor": "engine", "RpcActor": "environment", "Controller": "controller"}
 SILENT = {"engine", "ray"}
-AUTOSCALER, _EVENT = "autoscaler", ":event_summary:"
+AUTOSCALER = "autoscaler"
+_EVENT = ":event_summary:"
 LAST_LINES = 40
-BURST, PER_S = 200, 100  # lines of one process that are shown at once, and from then on
+# lines of one process that are shown at once, and from then on
+BURST = 200
+PER_S = 100
 STRAGGLERS_S = 0.6  # Ray looks at its files twice as often
 
 _BAR = re.compile(r"\d+%\|.*\||\[\d+:\d\d<.*(it/s|s/it)|\bLoading .*: +\d+%")
-_LIBRARY = re.compile(r"^\S*/(site|dist)-packages/\S+:\d+: \w*Warning: |^/usr/lib/\S+:\d+: \w*Warning: ")
-_MODELS = re.compile(r"^Loading weights$|^Failed to load CPU gemm_4bit_forward ")  # of transformers, of bitsandbytes
+_LIBRARY = re.compile(
+    r"^\S*/(site|dist)-packages/\S+:\d+: \w*Warning: |^/usr/lib/\S+:\d+: \w*Warning: "
+)
+_MODELS = re.compile(
+    r"^Loading weights$|^Failed to load CPU gemm_4bit_forward "
+)  # of transformers, of bitsandbytes
 _RAY = re.compile(r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ [A-Z] \d+ \d+\] |^\[W\d+ .*\.cpp:\d+\] ")
-_FAILED = re.compile(r"Traceback|\b\w*(Error|Exception)\b|\bFatal\b|SIG[A-Z]{3,}|Segmentation|Aborted")
+_FAILED = re.compile(
+    r"Traceback|\b\w*(Error|Exception)\b|\bFatal\b|SIG[A-Z]{3,}|Segmentation|Aborted"
+)
 
 
 class ProcessLogs:
-    """Takes batches of lines as Ray's log monitor makes them (its keys ``pid``, ``actor_name``, ``is_err``, ``lines``).
+    """Takes batches of lines as Ray's log monitor makes them (its keys ``pid``, ``actor_name``,
+    ``is_err``, ``lines``).
 
     Args:
         folder: has a file ``<name>-<pid>.log`` for each process.
-        show: called with what the user is to see, and whether it came from standard error; by default it is written
-            there.
+        show: called with what the user is to see, and whether it came from standard error; by
+            default it is written there.
         hide: removes secrets from a line.
     """
 
     def __init__(
-        self, folder: Path, show: Show | None = None, *, hide: Callable[[str], str] = lambda line: line
+        self,
+        folder: Path,
+        show: Show | None = None,
+        *,
+        hide: Callable[[str], str] = lambda line: line,
     ) -> None:
-        self.folder, self.show, self._hide = folder, write_plainly if show is None else show, hide
+        self.folder = folder
+        self.show = write_plainly if show is None else show
+        self._hide = hide
         self._budgets: defaultdict[str, _LineBudget] = defaultdict(_LineBudget)
-        self._warned: set[str] = set()  # processes whose last line was a library's warning: its source follows
+        self._warned: set[str] = (
+            set()
+        )  # processes whose last line was a library's warning: its source follows
 
     def __call__(self, data: Mapping[str, Any]) -> None:
         """Write and show a batch. Never raises: it is called in Ray's thread."""
-        lines, error = [self._hide(str(line)) for line in data.get("lines", ())], bool(data.get("is_err"))
+        lines = [self._hide(str(line)) for line in data.get("lines", ())]
+        error = bool(data.get("is_err"))
         name, key = _names(data)
         if name == AUTOSCALER:  # whose log has pages of its state, every few seconds
             lines = [line.partition(_EVENT)[2].strip() for line in lines if _EVENT in line]
@@ -79,13 +100,16 @@ class ProcessLogs:
         too_many = len(shown) > allowed
         shown = shown[:allowed]
         if too_many and not budget.reported:
-            shown.append(f"(more than {PER_S} lines per second: the rest is in {self.folder / key}.log)")
+            shown.append(
+                f"(more than {PER_S} lines per second: the rest is in {self.folder / key}.log)"
+            )
         budget.reported = too_many
         if shown:
             self.show(shown, error)
 
     def _without_noise(self, key: str, lines: list[str]) -> list[str]:
-        """Lines of standard error without bars, and without libraries' warnings and their sources."""
+        """Lines of standard error without bars, and without libraries' warnings and their
+        sources."""
         shown = []
         for line in lines:
             source = key in self._warned and line.startswith("  ")
@@ -99,7 +123,8 @@ class ProcessLogs:
     @contextmanager
     def shown_by(self, show: Show) -> Iterator[None]:
         """Inside the block lines are shown by this function."""
-        former, self.show = self.show, show
+        former = self.show
+        self.show = show
         try:
             yield
         finally:
@@ -116,7 +141,8 @@ class _LineBudget:
 
     def take(self, lines: int) -> int:
         now = time.monotonic()
-        self._left, self._at = min(BURST, self._left + PER_S * (now - self._at)), now
+        self._left = min(BURST, self._left + PER_S * (now - self._at))
+        self._at = now
         taken = min(lines, int(self._left))
         self._left -= taken
         return taken
@@ -125,7 +151,8 @@ class _LineBudget:
 def bring_to(logs: ProcessLogs) -> Callable[[], None]:
     """Send what Ray would print to ``logs``; nothing comes if Ray's ``log_to_driver`` is off.
 
-    Ray's own reports of failures (pages of a raylet's state, for one) go to the file ``ray.log`` alone.
+    Ray's own reports of failures (pages of a raylet's state, for one) go to the file ``ray.log``
+    alone.
 
     Returns:
         a function that undoes it, also after Ray has ended.
@@ -157,7 +184,8 @@ def last_words(logs: ProcessLogs, error: BaseException) -> str:
     Some fail without a traceback that Python knows of.
     """
     time.sleep(STRAGGLERS_S)
-    named, text = re.search(r"\bpid: (\d+)", str(error)), ""
+    named = re.search(r"\bpid: (\d+)", str(error))
+    text = ""
     for file in sorted(logs.folder.glob("*.log")):
         own = named is not None and file.stem.endswith(f"-{named[1]}")
         if not own and file.stem.partition("-")[0] in ("controller", "driver", "ray"):
@@ -169,12 +197,20 @@ def last_words(logs: ProcessLogs, error: BaseException) -> str:
 
 
 def _names(data: Mapping[str, Any]) -> tuple[str, str]:
-    """The name of a process for users, and the name of its file, with the address if it is on another machine."""
+    """The name of a process for users, and the name of its file, with the address if it is on
+    another machine."""
     process = str(data.get("pid"))
-    place = "" if data.get("ip") in (None, "", data.get("localhost")) else f"-{data['ip']}"
+    if data.get("ip") in (None, "", data.get("localhost")):
+        place = ""
+    else:
+        place = f"-{data['ip']}"
     if not process.isdigit():  # raylet, autoscaler, gcs_server
         name = AUTOSCALER if process == AUTOSCALER else "ray"
         return name, f"{name}{place}"
     actor = str(data.get("actor_name") or data.get("task_name") or "process")
-    name = NAMES.get(actor) or re.sub(r"\W+", "_", actor).strip("_").removesuffix("Worker").lower() or "process"
+    name = (
+        NAMES.get(actor)
+        or re.sub(r"\W+", "_", actor).strip("_").removesuffix("Worker").lower()
+        or "process"
+    )
     return name, f"{name}{place}-{process}"

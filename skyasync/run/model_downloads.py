@@ -1,8 +1,9 @@
 """Download of the hub's models to every node, before engines and ranks load them.
 
-Invariant: the start limit of an engine (``generator.engine_start_timeout_s``) counts loading alone. Engines and ranks
-of a node load the same files, so each node downloads them once, however long that takes. The hub's client ends a
-connection that does not answer for ten seconds and tries it again; its last error ends the run.
+Invariant: the start limit of an engine (``generator.engine_start_timeout_s``) counts loading alone.
+Engines and ranks of a node load the same files, so each node downloads them once, however long that
+takes. The hub's client ends a connection that does not answer for ten seconds and tries it again;
+its last error ends the run.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ggu
 
 
 def hub_models(cfg: Config, roles: Sequence[Role]) -> list[str]:
-    """Name the models of a run that are on the hub, each once; folders of this machine are left out."""
+    """Name the models of a run that are on the hub, each once; folders of this machine are left
+    out."""
     paths = [cfg.trainer.policy.model.path]
     for role in roles:
         model = role.own_model(cfg)
@@ -37,7 +39,8 @@ def hub_models(cfg: Config, roles: Sequence[Role]) -> list[str]:
 
 
 def download(name: str) -> str:
-    """Bring a model's files into this node's cache of the hub. Returns an error's text, or "" if they are there."""
+    """Bring a model's files into this node's cache of the hub. Returns an error's text, or "" if
+    they are there."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
@@ -48,7 +51,8 @@ def download(name: str) -> str:
         from skyasync.config.model_files import config_file
 
         config = config_file(name)
-        # Without a connection a model loads from the cache, if that has its weights and not its configuration alone.
+        # Without a connection a model loads from the cache, if that has its weights and not its
+        # configuration alone.
         if config is not None and any(config.parent.glob("*.safetensors")):
             return ""
         return f"{type(error).__name__}: {error}"
@@ -56,7 +60,8 @@ def download(name: str) -> str:
 
 
 def download_models(names: Sequence[str]) -> None:
-    """Download these models on every node of the Ray cluster, at the same time. Blocks until all nodes have them.
+    """Download these models on every node of the Ray cluster, at the same time. Blocks until all
+    nodes have them.
 
     Raises:
         UserError: for the first node that cannot download a model.
@@ -67,7 +72,8 @@ def download_models(names: Sequence[str]) -> None:
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     task = ray.remote(num_cpus=0, max_retries=0)(download)
-    # Futures, because Ray warns of a blocking ``ray.get`` in the controller, which is an asynchronous actor.
+    # Futures, because Ray warns of a blocking ``ray.get`` in the controller, which is an
+    # asynchronous actor.
     downloads: dict[Future[str], tuple[str, str]] = {}
     for node in ray.nodes():
         if not node["Alive"]:

@@ -1,9 +1,10 @@
 """Which process gets which devices.
 
-Invariant: the bundles are computed before anything starts, so that a cluster too small is an error that
-says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one CPU slot on a
-machine without GPUs) for each rank and engine; parts that are colocated share bundles. What is reserved under a
-name is returned by ``release``, from any process, also if the owner has failed.
+Invariant: the bundles are computed before anything starts, so that a cluster too small is an error
+that says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one
+CPU slot on a machine without GPUs) for each rank and engine; parts that are colocated share
+bundles. What is reserved under a name is returned by ``release``, from any process, also if the
+owner has failed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from skyasync.workers.roles import POLICY, ROLES, Role
 if TYPE_CHECKING:
     from skyasync.workers.rank_actors import WorkerPlacement
 
-ENGINES, HYBRID_ENGINES = "engines", "hybrid engines"
+ENGINES = "engines"
+HYBRID_ENGINES = "hybrid engines"
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Bundle numbers by role, and of the "engines"; ``share`` is the part of a bundle's devices that an actor takes."""
+    """Bundle numbers by role, and of the "engines"; ``share`` is the part of a bundle's devices
+    that an actor takes."""
 
     bundles: tuple[dict[str, float], ...]
     of: Mapping[str, tuple[int, ...]]
@@ -40,7 +43,8 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     Args:
         roles: those of the run, the policy first.
     """
-    generator, colocated = cfg.generator, cfg.trainer.placement.colocate_all
+    generator = cfg.generator
+    colocated = cfg.trainer.placement.colocate_all
     hybrid = generator.hybrid_engines if generator.own_engines else 0
     engines = generator.own_engines - hybrid
     bundles: list[dict[str, float]] = []
@@ -63,9 +67,12 @@ def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
     if hybrid:
         of[HYBRID_ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(hybrid))
     sharing = [role.name for role in roles if role.name == POLICY or role.colocated_if(cfg)]
-    per_slot = len(sharing) + (-(-(engines if colocated else hybrid) // policy) if colocated or hybrid else 0)
+    per_slot = len(sharing) + (
+        -(-(engines if colocated else hybrid) // policy) if colocated or hybrid else 0
+    )
     shared = {*sharing, HYBRID_ENGINES, *([ENGINES] if colocated else [])}
-    # Ray counts in units of 0.0001 and rounds to the nearest: rounded up, there is no space for the last actor.
+    # Ray counts in units of 0.0001 and rounds to the nearest: rounded up, there is no space for the
+    # last actor.
     share = {name: 10_000 // per_slot / 10_000 if name in shared else 1.0 for name in of}
     return Slots(tuple(bundles), of, share)
 
@@ -83,14 +90,17 @@ class Placement:
     bundles: Sequence[int] = ()
 
     def bundle(self, slot: int) -> int:
-        return self.bundles[slot] if self.bundles else slot
+        if self.bundles:
+            return self.bundles[slot]
+        return slot
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """Ray's actor options for the ``index``-th actor of a role, or of the "engines"."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         slot = self.slots.of[role][index]
-        share, bundle = self.slots.share[role], self.slots.bundles[slot]
+        share = self.slots.share[role]
+        bundle = self.slots.bundles[slot]
         return {
             "num_cpus": bundle["CPU"] * share,
             "num_gpus": bundle.get("GPU", 0.0) * share,
@@ -102,7 +112,9 @@ class Placement:
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray's actor options for an engine by its number; hybrid engines come last."""
         before = len(self.slots.of[ENGINES])
-        return self.options(ENGINES, index) if index < before else self.options(HYBRID_ENGINES, index - before)
+        if index < before:
+            return self.options(ENGINES, index)
+        return self.options(HYBRID_ENGINES, index - before)
 
     def ranks(self, role: str) -> WorkerPlacement | None:
         """Where the ranks of a model go; None for a role that nothing needs."""
@@ -110,7 +122,8 @@ class Placement:
 
         if role not in self.slots.of:
             return None
-        slots, share = self.slots.of[role], self.slots.share[role]
+        slots = self.slots.of[role]
+        share = self.slots.share[role]
         bundle = self.slots.bundles[slots[0]]
         return WorkerPlacement(
             group=self.group,
@@ -124,28 +137,38 @@ def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
     """Ask Ray for the bundles; blocks, so call it off the event loop.
 
     Args:
-        name: for ``release``. Ray itself frees the bundles at the end of the program, not of the run.
+        name: for ``release``. Ray itself frees the bundles at the end of the program, not of the
+            run.
 
     Raises:
         UserError: saying what was asked for and what the cluster has, if it is not granted in time.
     """
-    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+    from ray.util.placement_group import (
+        placement_group,
+        placement_group_table,
+        remove_placement_group,
+    )
 
     group = placement_group([dict(b) for b in slots.bundles], strategy="PACK", name=name)
     if not group.wait(timeout_s):
         remove_placement_group(group)
         raise too_small(slots, f"within {timeout_s:g} s (trainer.placement.timeout_s)")
-    return Placement(slots, group, by_node(slots.bundles, placement_group_table(group)["bundles_to_node_id"]))
+    return Placement(
+        slots, group, by_node(slots.bundles, placement_group_table(group)["bundles_to_node_id"])
+    )
 
 
 def by_node(bundles: Sequence[Mapping[str, float]], nodes: Mapping[int, str]) -> list[int]:
-    """Ray's bundle for each slot, an equal one: neighbours are on one node, and nodes with most of them come first.
+    """Ray's bundle for each slot, an equal one: neighbours are on one node, and nodes with most of
+    them come first.
 
     Ray packs bundles on few nodes, and numbers them in any order.
     """
     result = list(range(len(bundles)))
     for kind in {tuple(sorted(bundle.items())) for bundle in bundles}:
-        slots = [slot for slot, bundle in enumerate(bundles) if tuple(sorted(bundle.items())) == kind]
+        slots = [
+            slot for slot, bundle in enumerate(bundles) if tuple(sorted(bundle.items())) == kind
+        ]
         count = Counter(nodes[slot] for slot in slots)
         ordered = sorted(slots, key=lambda slot: (-count[nodes[slot]], nodes[slot], slot))
         for slot, bundle in zip(slots, ordered, strict=True):
@@ -167,13 +190,15 @@ def resources(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
     """The resources of all bundles, and those of the cluster if it were idle."""
     import ray
 
-    names, there = ("CPU", "GPU"), ray.cluster_resources()
+    names = ("CPU", "GPU")
+    there = ray.cluster_resources()
     needed = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
     return needed, {name: there.get(name, 0.0) for name in names}
 
 
 def release(name: str) -> None:
-    """Give back what was reserved under ``name``, if anything was; actors still in it are killed."""
+    """Give back what was reserved under ``name``, if anything was; actors still in it are
+    killed."""
     from ray.util.placement_group import get_placement_group, remove_placement_group
 
     with contextlib.suppress(ValueError):  # there is none
@@ -183,8 +208,9 @@ def release(name: str) -> None:
 def engine_start_limit(cfg: Config, processes: int, cores: int, *, gpus: bool) -> float:
     """Seconds in which an engine must have started.
 
-    On a machine without GPUs the ranks and engines start at the same time on its cores, so that the limit of one
-    process per core grows with their number. (``ray.address``: the cores of a cluster are not known.)
+    On a machine without GPUs the ranks and engines start at the same time on its cores, so that the
+    limit of one process per core grows with their number. (``ray.address``: the cores of a cluster
+    are not known.)
     """
     limit_s = cfg.generator.engine_start_timeout_s
     if gpus or cfg.ray.address:
@@ -195,11 +221,12 @@ def engine_start_limit(cfg: Config, processes: int, cores: int, *, gpus: bool) -
 def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     """CPU threads per policy rank and per engine.
 
-    Phases that take turns may each use all cores. If they overlap, engines have their part of the cores, and the policy
-    as many threads as there are cores: the system runs them where an engine is idle. The number never changes in a run,
-    for sums of floating-point numbers depend on it.
+    Phases that take turns may each use all cores. If they overlap, engines have their part of the
+    cores, and the policy as many threads as there are cores: the system runs them where an engine
+    is idle. The number never changes in a run, for sums of floating-point numbers depend on it.
     """
-    ranks, engines = ROLES[POLICY].size(cfg), cfg.generator.own_engines
+    ranks = ROLES[POLICY].size(cfg)
+    engines = cfg.generator.own_engines
     policy = max(1, cores // ranks)
     engine = max(1, cores // max(1, engines + (ranks if overlap else 0)))
     return cfg.trainer.policy.threads or policy, cfg.generator.threads or engine

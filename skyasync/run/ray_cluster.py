@@ -1,8 +1,8 @@
 """Joining a Ray cluster, or starting one on this machine's loopback and ending it again.
 
-Invariant: a cluster that is started here is ended here, and with the process that started it (``watchdog``). It listens
-on no other interface, accepts only this user's token, and keeps its files in a folder that this user alone can enter.
-A cluster that was there before is left as it was.
+Invariant: a cluster that is started here is ended here, and with the process that started it
+(``watchdog``). It listens on no other interface, accepts only this user's token, and keeps its
+files in a folder that this user alone can enter. A cluster that was there before is left as it was.
 """
 
 from __future__ import annotations
@@ -34,23 +34,37 @@ log = logging.getLogger(__name__)
 
 _AGENT = re.compile(r"one Ray agent failed, agent_name = (\w+)")  # in a raylet's log
 ANSWER_S = 10.0  # for a connection to a cluster that may be on another continent
-ENDING_S = 1.0  # from the end of a raylet's children to its own end, which took 0.1 s when it was measured
+ENDING_S = (
+    1.0  # from the end of a raylet's children to its own end, which took 0.1 s when it was measured
+)
 SMALL_OBJECT_STORE = 1 << 30  # bytes; without GPUs only batches of small models pass through it
 #: Environment variables that ranks and engines of a joined cluster receive from the driver. Ray starts its workers with
 #: the environment of ``ray start``, so without these an interface for NCCL or a token of the hub would reach none.
-FORWARDED_PREFIXES = ("NCCL_", "GLOO_", "HF_", "HUGGING_FACE_", "VLLM_", "TORCH_", "PYTORCH_", "TRITON_", "UCX_")
+FORWARDED_PREFIXES = (
+    "NCCL_",
+    "GLOO_",
+    "HF_",
+    "HUGGING_FACE_",
+    "VLLM_",
+    "TORCH_",
+    "PYTORCH_",
+    "TRITON_",
+    "UCX_",
+)
 
 
 @contextmanager
-def cluster(cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = None) -> Iterator[bool]:
+def cluster(
+    cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = None
+) -> Iterator[bool]:
     """Ray is initialised inside the block; yields whether there are GPUs.
 
     Args:
         logs: takes what the processes print, to the last line; else Ray prints it.
 
     Raises:
-        UserError: if ``ray.address`` names no cluster that answers, or this machine has too few devices. (A cluster
-            that is joined may grow, so it is asked.)
+        UserError: if ``ray.address`` names no cluster that answers, or this machine has too few
+            devices. (A cluster that is joined may grow, so it is asked.)
     """
     _prepare_environment()
     import ray
@@ -61,7 +75,9 @@ def cluster(cfg: Config, *, roles: Sequence[Role], logs: ProcessLogs | None = No
     elif mine:
         cores = max(os.cpu_count() or 1, len(plan_slots(cfg, gpus=False, roles=roles).bundles))
         has_gpus = os.path.exists("/dev/nvidia0")
-        start_on_loopback(num_cpus=cores, object_store_memory=None if has_gpus else SMALL_OBJECT_STORE)
+        start_on_loopback(
+            num_cpus=cores, object_store_memory=None if has_gpus else SMALL_OBJECT_STORE
+        )
     undo = bring_to(logs) if logs is not None else lambda: None
     try:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
@@ -89,7 +105,8 @@ def start_on_loopback(
     log_to_driver: bool = True,
     runtime_env: dict[str, object] | None = None,
 ) -> None:
-    """``ray.init`` of a cluster that no other machine can reach. The arguments are that function's."""
+    """``ray.init`` of a cluster that no other machine can reach. The arguments are that
+    function's."""
     _prepare_environment()
     import ray
     from ray._private import parameter, services
@@ -100,14 +117,19 @@ def start_on_loopback(
     prestart = "RAY_prestart_worker_first_driver"
     with (
         _loopback_only(),
-        # Signals for the program's process group, as schedulers and terminals send them, do not end Ray under the run.
-        # The kernel still ends Ray's processes with the program's.
+        # Signals for the program's process group, as schedulers and terminals send them, do not end
+        # Ray under the run. The kernel still ends Ray's processes with the program's.
         _patched(services, "ConsolePopen", partial(services.ConsolePopen, process_group=0)),
-        # What a run on one machine does not need is not started: the autoscaler, the server of a dashboard that is
-        # switched off, and workers that wait for tasks when there are only actors. They are two fifths of Ray's start.
+        # What a run on one machine does not need is not started: the autoscaler, the server of a
+        # dashboard that is switched off, and workers that wait for tasks when there are only
+        # actors. They are two fifths of Ray's start.
         _patched(parameter, "RayParams", partial(parameter.RayParams, no_monitor=True)),
-        _patched(services, "start_api_server", lambda *args, **options: (None, None)),  # no address, no process
-        _variables({prestart: os.environ.get(prestart, "0"), PLACE: watchdog.folder, **watchdog.variables}),
+        _patched(
+            services, "start_api_server", lambda *args, **options: (None, None)
+        ),  # no address, no process
+        _variables(
+            {prestart: os.environ.get(prestart, "0"), PLACE: watchdog.folder, **watchdog.variables}
+        ),
     ):
         try:
             ray.init(
@@ -127,7 +149,8 @@ def start_on_loopback(
 
 
 def await_end() -> None:
-    """Wait for the raylet, after a process that it had started has failed: if it ends, its children end before it."""
+    """Wait for the raylet, after a process that it had started has failed: if it ends, its children
+    end before it."""
     deadline = time.monotonic() + ENDING_S
     while not ended() and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -136,16 +159,23 @@ def await_end() -> None:
 def ended() -> str:
     """A message about an essential process of Ray that has ended; "" if none has.
 
-    Only those that this process has started are looked at. The log monitor is not among them: a run goes on without.
+    Only those that this process has started are looked at. The log monitor is not among them: a run
+    goes on without.
     """
     from ray._private import worker
 
     node: Any = worker._global_node
     for name, what in (("gcs_server", "GCS server"), ("raylet", "raylet")):
         for each in node.all_processes.get(name, ()) if node is not None else ():
-            if (status := each.process.poll()) is not None:
-                how = f"signal {-status}" if status < 0 else f"status {status}"
-                agents: list[str] = []  # the raylet ends when one of its agents does: its log alone names it
+            status = each.process.poll()
+            if status is not None:
+                if status < 0:
+                    how = f"signal {-status}"
+                else:
+                    how = f"status {status}"
+                agents: list[
+                    str
+                ] = []  # the raylet ends when one of its agents does: its log alone names it
                 for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
                     with contextlib.suppress(OSError):
                         agents += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
@@ -159,13 +189,15 @@ _watchdog: Watchdog | None = None  # of the Ray that this process has started la
 
 def _watched_by(watchdog: Watchdog | None) -> None:
     global _watchdog
-    former, _watchdog = _watchdog, watchdog
+    former = _watchdog
+    _watchdog = watchdog
     if former is not None:
         former.close()
 
 
 def keep_token_private() -> None:
-    """Make the file of Ray's token readable by this user alone: the token lets anyone run code here."""
+    """Make the file of Ray's token readable by this user alone: the token lets anyone run code
+    here."""
     if os.environ.keys() & {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"}:
         return
     path = Path.home() / ".ray" / "auth_token"
@@ -199,7 +231,9 @@ def _join(address: str) -> None:
     local = address.startswith(("127.", "localhost:"))  # one that `start_on_loopback` has started
     variables = forwarded_variables(os.environ)
     if variables:
-        log.info("the cluster's processes receive from this shell: %s", ", ".join(sorted(variables)))
+        log.info(
+            "the cluster's processes receive from this shell: %s", ", ".join(sorted(variables))
+        )
     try:
         with _loopback_only() if local else nullcontext():
             ray.init(
@@ -208,14 +242,17 @@ def _join(address: str) -> None:
                 runtime_env={"env_vars": variables} if variables else None,
             )
     except ConnectionError as error:
-        raise UserError(f"ray.address={address!r}: no Ray cluster answers there ({error})") from error
+        raise UserError(
+            f"ray.address={address!r}: no Ray cluster answers there ({error})"
+        ) from error
 
 
 def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that the processes of a joined cluster are given (``FORWARDED_PREFIXES``).
+    """Select the variables that the processes of a joined cluster are given
+    (``FORWARDED_PREFIXES``).
 
-    Those that ``ray job submit`` has set are left out: the job's processes have them, and Ray rejects a variable that
-    is named twice.
+    Those that ``ray job submit`` has set are left out: the job's processes have them, and Ray
+    rejects a variable that is named twice.
     """
     job = json.loads(environment.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}")
     job_environment = job.get("runtime_env") or {}
@@ -229,13 +266,18 @@ def forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def _loopback_only() -> Iterator[None]:
-    """Ray turns an address of 127.0.0.1 into the machine's own, except where it may not form clusters.
+    """Ray turns an address of 127.0.0.1 into the machine's own, except where it may not form
+    clusters.
 
-    That is its default outside of Linux; the switch is read by this process at import, by its children at start.
+    That is its default outside of Linux; the switch is read by this process at import, by its
+    children at start.
     """
     from ray._private import ray_constants
 
-    with _patched(ray_constants, "ENABLE_RAY_CLUSTER", False), _variables({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}):
+    with (
+        _patched(ray_constants, "ENABLE_RAY_CLUSTER", False),
+        _variables({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}),
+    ):
         yield
 
 

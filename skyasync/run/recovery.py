@@ -1,9 +1,11 @@
-"""Restarts after failures: of workers' processes by the controller, of the controller by the program.
+"""Restarts after failures: of workers' processes by the controller, of the controller by the
+program.
 
-Invariant: both resume from the newest checkpoint of the run's own folder, in the same command; engines, Ray and all
-other processes stay. Workers and the controller draw on one budget, ``trainer.max_restarts`` in an hour of one command,
-whichever process counts; ``restarts.jsonl`` in the run's folder has a line for each. Without a checkpoint that this
-command has written, they resume from where it began.
+Invariant: both resume from the newest checkpoint of the run's own folder, in the same command;
+engines, Ray and all other processes stay. Workers and the controller draw on one budget,
+``trainer.max_restarts`` in an hour of one command, whichever process counts; ``restarts.jsonl`` in
+the run's folder has a line for each. Without a checkpoint that this command has written, they
+resume from where it began.
 """
 
 from __future__ import annotations
@@ -47,14 +49,19 @@ class Restarts:
     folder: Path
     per_hour: int
     began: float = field(default_factory=time.time)
-    _taken: list[float] = field(default_factory=list)  # by this process, should the file not be written
+    _taken: list[float] = field(
+        default_factory=list
+    )  # by this process, should the file not be written
 
     def take(self, what: str, step: int, error: BaseException) -> bool:
-        """Count one, after ``step``; false if the budget of the hour is used, which is added to the error as a note."""
+        """Count one, after ``step``; false if the budget of the hour is used, which is added to the
+        error as a note."""
         used = self.used()
         if used >= self.per_hour:
             if self.per_hour:
-                budget = f"{used} of {self.per_hour} restarts this hour are used (trainer.max_restarts)"
+                budget = (
+                    f"{used} of {self.per_hour} restarts this hour are used (trainer.max_restarts)"
+                )
                 error.add_note(f"{what} is not started again: {budget}")
             return False
         now = time.time()
@@ -65,7 +72,13 @@ class Restarts:
         except OSError as problem:
             log.warning("%s was not written: %s", self.folder / NAME, problem)
         this_hour = f"{used + 1} of {self.per_hour} this hour"
-        log.warning("%s has failed after step %d and is started again (%s): %s", what, step, this_hour, headline(error))
+        log.warning(
+            "%s has failed after step %d and is started again (%s): %s",
+            what,
+            step,
+            this_hour,
+            headline(error),
+        )
         return True
 
     def used(self) -> int:
@@ -77,7 +90,9 @@ class Restarts:
     def resume_mode(self, checkpoints: Path, first: str) -> str:
         """``trainer.resume_mode`` from here on, if it was ``first`` when the command began."""
         folders = (path for path in checkpoints.glob("step_*") if not path.suffix)
-        return "latest" if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders) else first
+        if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders):
+            return "latest"
+        return first
 
 
 class Recovery:
@@ -94,7 +109,8 @@ class Recovery:
         return self._budget.per_hour > 0 and keeps_checkpoints(self._experiment.cfg.trainer)
 
     def lost_workers(self, step: int) -> bool:
-        """Whether the run failed because a worker's process did, and the workers may be started again."""
+        """Whether the run failed because a worker's process did, and the workers may be started
+        again."""
         from skyasync.weight_sync.sync import WeightSync
 
         run, (program, began) = self._experiment, self._program
@@ -104,15 +120,20 @@ class Recovery:
         if born(program) != began:  # with the program all its processes end, in any order
             return False
         if not isinstance(run.parts.weight_sync, WeightSync):
-            lost[1].add_note("workers are not started again: the weight sync of this run is not a WeightSync")
+            lost[1].add_note(
+                "workers are not started again: the weight sync of this run is not a WeightSync"
+            )
             return False
         return self._budget.take(f"a process of the {lost[0]}", step, lost[1])
 
     async def restart_workers(self) -> RayPPOTrainer:
-        """New processes for all roles, and a trainer that resumes from the newest checkpoint; engines stay."""
+        """New processes for all roles, and a trainer that resumes from the newest checkpoint;
+        engines stay."""
         from skyasync.observability.timeline import Timeline, wall_clock
 
-        run, colocation, began = self._experiment, self._experiment.parts.colocation, wall_clock()
+        run = self._experiment
+        colocation = self._experiment.parts.colocation
+        began = wall_clock()
         await run.parts.dispatch.shutdown()
         if colocation is not None:
             await colocation.policy_is_lost()
@@ -133,7 +154,8 @@ class Recovery:
         return trainer
 
     def lost_controller(self, step: int, error: BaseException) -> bool:
-        """In the program: whether the controller may be started again, now that its process has failed."""
+        """In the program: whether the controller may be started again, now that its process has
+        failed."""
         if not self.possible or not self._budget.take("the controller", step, error):
             return False
         self._experiment.placement_name = f"skyasync-{uuid4().hex}"
@@ -143,7 +165,8 @@ class Recovery:
     def _resume_from_newest(self) -> None:
         run = self._experiment
         assert run.run_dir is not None
-        trainer, folder = run.cfg.trainer, run.run_dir.path
+        trainer = run.cfg.trainer
+        folder = run.run_dir.path
         checkpoints = Path(trainer.ckpt_path or run.run_dir.checkpoints)
         mode = self._budget.resume_mode(checkpoints, trainer.resume_mode)
         run.cfg = replace(run.cfg, trainer=replace(trainer, resume_mode=mode))

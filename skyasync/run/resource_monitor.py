@@ -1,7 +1,8 @@
 """Memory and disk of a run while it goes on: metrics, and a warning before the space runs out.
 
-Invariant: readings are taken in a thread of their own, every ``INTERVAL_S`` seconds; a step takes the newest one and
-waits for none. A reading that fails is left out, and never ends the run. Processes of other machines are not seen.
+Invariant: readings are taken in a thread of their own, every ``INTERVAL_S`` seconds; a step takes
+the newest one and waits for none. A reading that fails is left out, and never ends the run.
+Processes of other machines are not seen.
 
 | who waits  | for what               | woken by                        |
 |------------|------------------------|---------------------------------|
@@ -26,7 +27,9 @@ from skyasync.run.logs import NAMES
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-PROC, CGROUP, SHARED = Path("/proc"), Path("/sys/fs/cgroup"), Path("/dev/shm")
+PROC = Path("/proc")
+CGROUP = Path("/sys/fs/cgroup")
+SHARED = Path("/dev/shm")
 INTERVAL_S = 5.0
 FOLDER_EVERY = 6  # readings: a run's folder may have many files
 MARGIN = 1.05  # of a checkpoint's size: the next one may be a little larger
@@ -36,11 +39,13 @@ Processes = Mapping[str, Sequence[int]]
 
 
 def of_this_job() -> dict[str, list[int]]:
-    """Processes of this job's actors on this machine, by what they are counted as. Asks Ray, and waits for it."""
+    """Processes of this job's actors on this machine, by what they are counted as. Asks Ray, and
+    waits for it."""
     import ray
     from ray._private import state
 
-    context, processes = ray.get_runtime_context(), dict[str, list[int]]()
+    context = ray.get_runtime_context()
+    processes = dict[str, list[int]]()
     for actor in state.state.actor_table(None, context.worker.current_job_id, "ALIVE").values():
         if actor["Address"]["NodeID"] == context.get_node_id():
             name = HOLDERS.get(NAMES.get(actor["ActorClassName"].rpartition(".")[2], ""), "workers")
@@ -66,11 +71,17 @@ class ResourceMonitor(RunExtension):
         processes: Callable[[], Processes] = of_this_job,
         interval_s: float = INTERVAL_S,
     ) -> None:
-        self._run, self._checkpoints, self._copies = run, checkpoints, copies
-        self._processes, self._interval_s = processes, interval_s
+        self._run = run
+        self._checkpoints = checkpoints
+        self._copies = copies
+        self._processes = processes
+        self._interval_s = interval_s
         self._newest: dict[str, float] = {}
         self._folder = 0.0
-        self._size, self._before, self._grown = 0, 0, 0  # of the newest checkpoint; run folder without; between two
+        # of the newest checkpoint; run folder without; between two
+        self._size = 0
+        self._before = 0
+        self._grown = 0
         self._warned: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory and disk", daemon=True)
@@ -83,7 +94,9 @@ class ResourceMonitor(RunExtension):
         metrics |= self._newest
 
     def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
-        threading.Thread(target=self._measure, args=[folder], name="a checkpoint's size", daemon=True).start()
+        threading.Thread(
+            target=self._measure, args=[folder], name="a checkpoint's size", daemon=True
+        ).start()
 
     def close(self) -> None:
         """No more readings. Safe to call at any time."""
@@ -108,29 +121,41 @@ class ResourceMonitor(RunExtension):
         for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
             every = with_descendants(processes) if name != "controller" else processes
             sizes[f"memory/{name}_gib"] = sum(map(own_bytes, every))
-        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())  # it need not have started us
-        if store := own_bytes(raylet, "RssShmem"):
+        raylet = int(
+            os.environ.get("RAY_RAYLET_PID") or os.getppid()
+        )  # it need not have started us
+        store = own_bytes(raylet, "RssShmem")
+        if store:
             sizes["memory/object_store_gib"] = store
         with suppress(OSError):
             sizes["memory/shared_gib"] = shutil.disk_usage(SHARED).used
-        if (free := free_memory()) is not None:
+        free = free_memory()
+        if free is not None:
             sizes["memory/free_gib"] = free
-        existing = next((f for f in (self._checkpoints, *self._checkpoints.parents) if f.is_dir()), self._checkpoints)
+        existing = next(
+            (f for f in (self._checkpoints, *self._checkpoints.parents) if f.is_dir()),
+            self._checkpoints,
+        )
         with suppress(OSError):
             sizes["disk/free_gib"] = shutil.disk_usage(existing).free
         return {name: size / GIB for name, size in sizes.items()} | {"disk/run_gib": self._folder}
 
     def _measure(self, folder: Path) -> None:
-        size, rest = folder_bytes(folder), folder_bytes(self._run)
+        size = folder_bytes(folder)
+        rest = folder_bytes(self._run)
         if folder.is_relative_to(self._run):
             rest -= folder_bytes(self._checkpoints)
         self._grown = max(0, rest - self._before) if self._before else 0
-        self._size, self._before = size, rest
+        self._size = size
+        self._before = rest
 
     def _warn(self, newest: Mapping[str, float]) -> None:
         """Warn once, until there is space again."""
         size = MARGIN * self._size / GIB
-        grown = self._grown / GIB if self._checkpoints.is_relative_to(self._run) else 0.0
+        if self._checkpoints.is_relative_to(self._run):
+            grown = self._grown / GIB
+        else:
+            grown = 0.0
         checks = {
             "disk/free_gib": (size + grown, f"disk at {self._checkpoints}"),
             "memory/free_gib": (size if self._copies else 0.0, "memory"),
@@ -169,7 +194,8 @@ def with_descendants(processes: Iterable[int]) -> list[int]:
         with suppress(OSError, ValueError, IndexError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children[parent].append(int(folder.name))
-    every, left = dict[int, None](), list(processes)
+    every = dict[int, None]()
+    left = list(processes)
     while left:
         process = left.pop()
         if process not in every:
@@ -179,10 +205,15 @@ def with_descendants(processes: Iterable[int]) -> list[int]:
 
 
 def free_memory() -> int | None:
-    """Bytes that processes here may still take: of the machine, or of their container's limit if that is lower."""
+    """Bytes that processes here may still take: of the machine, or of their container's limit if
+    that is lower."""
     limits = []
     with suppress(OSError, ValueError):
-        lines = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines() if ":" in line)
+        lines = dict(
+            line.split(":", 1)
+            for line in (PROC / "meminfo").read_text().splitlines()
+            if ":" in line
+        )
         limits.append(int(lines["MemAvailable"].split()[0]) << 10)
     with suppress(OSError, ValueError, KeyError):
         limit = int((CGROUP / "memory.max").read_text())  # "max" is none

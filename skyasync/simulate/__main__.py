@@ -14,9 +14,7 @@ from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
 
-_COLUMNS = (
-    "plan            samples/s  speed-up  of the bound  theory  idle trainer  idle engines  staleness: mean, by age"
-)
+_COLUMNS = "plan            samples/s  speed-up  of the bound  theory  idle trainer  idle engines  staleness: mean, by age"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -27,7 +25,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         if cfg.simulate.from_run:
             cfg = configuration_of(Path(cfg.simulate.from_run), argv)
         if not cfg.trainer.max_training_steps:
-            raise UserError("trainer.max_training_steps=0 would never end here: set the steps to be simulated")
+            raise UserError(
+                "trainer.max_training_steps=0 would never end here: set the steps to be simulated"
+            )
         print("\n".join(report(cfg)))
     except UserError as error:
         exit_with(error)
@@ -35,11 +35,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def report(cfg: SimulationConfig) -> list[str]:
     """The lines that are printed."""
-    demand, rows = work(cfg), [simulate(cfg, plan) for plan in cfg.simulate.plans]
+    demand = work(cfg)
+    rows = [simulate(cfg, plan) for plan in cfg.simulate.plans]
     sync = next((row for row in rows if row.plan == "sync"), None)
-    lines = [f"work of a step: generation {demand.generation_s:.4g} s, training {demand.training_s:.4g} s"]
+    lines = [
+        f"work of a step: generation {demand.generation_s:.4g} s, training {demand.training_s:.4g} s"
+    ]
     if sync is not None:
-        long, short = max(sync.generate_s, demand.training_s), min(sync.generate_s, demand.training_s)
+        long = max(sync.generate_s, demand.training_s)
+        short = min(sync.generate_s, demand.training_s)
         lines += [
             f"taking turns: generation with its tail G = {sync.generate_s:.4g} s, training T = "
             f"{demand.training_s:.4g} s",
@@ -47,11 +51,19 @@ def report(cfg: SimulationConfig) -> list[str]:
         ]
     lines += ["", _COLUMNS]
     for row in rows:
-        speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
+        if sync:
+            speedup = f"{sync.step_s / row.step_s:8.2f}"
+        else:
+            speedup = " " * 8
         expected = expected_step_s(cfg, row.plan)
         theory = f"{demand.step_s / expected:.3f}" if expected else "-"
-        shares = {versions: n / max(row.staleness.total(), 1) for versions, n in sorted(row.staleness.items())}
-        histogram = " ".join(f"{versions}:{share:.0%}" for versions, share in shares.items() if share >= 0.005)
+        shares = {
+            versions: n / max(row.staleness.total(), 1)
+            for versions, n in sorted(row.staleness.items())
+        }
+        histogram = " ".join(
+            f"{versions}:{share:.0%}" for versions, share in shares.items() if share >= 0.005
+        )
         lines.append(
             f"{row.plan.rpartition(':')[2]:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}"
             f"  {theory:>6}  {row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.staleness_mean:.2f}, {histogram}"

@@ -24,11 +24,13 @@ class Advice:
 def advise(cfg: SimulationConfig) -> Advice:
     """The split of all devices that balances the work, and the least staleness that fills it.
 
-    Advice comes from simulating, with the costs given, the plan that would run; nothing is extrapolated.
+    Advice comes from simulating, with the costs given, the plan that would run; nothing is
+    extrapolated.
     """
     cfg = best_split(cfg)  # a copy
     cfg.trainer.max_training_steps = min(cfg.trainer.max_training_steps, STEPS_TRIED)
-    cfg.generator.generate_batch_size, cfg.trainer.async_generation_ratio = 0, 0.0
+    cfg.generator.generate_batch_size = 0
+    cfg.trainer.async_generation_ratio = 0.0
     tried: list[tuple[int, Outcome]] = []
     least = cfg.trainer.sync_interval - 1  # as much as samples age between two weight syncs
     for staleness in [each for each in STALENESS_TRIED if each >= least] or [least]:
@@ -38,13 +40,18 @@ def advise(cfg: SimulationConfig) -> Advice:
             break
     best = max(outcome.samples_per_s for _, outcome in tried)
     staleness, outcome = next(row for row in tried if row[1].samples_per_s >= ENOUGH * best)
-    return Advice(cfg.generator.num_inference_engines, cfg.trainer.placement.policy_ranks, staleness, outcome)
+    return Advice(
+        cfg.generator.num_inference_engines, cfg.trainer.placement.policy_ranks, staleness, outcome
+    )
 
 
 def best_split(cfg: SimulationConfig) -> SimulationConfig:
-    """The same devices and costs, divided so that the longer of generation and training is shortest."""
+    """The same devices and costs, divided so that the longer of generation and training is
+    shortest."""
     cfg = deepcopy(cfg)
-    placement, devices, splits = cfg.trainer.placement, _devices(cfg), _splits(cfg)
+    placement = cfg.trainer.placement
+    devices = _devices(cfg)
+    splits = _splits(cfg)
     cfg.simulate.train_s_per_token = train_s_per_token(cfg) * cfg.trainer.placement.policy_ranks
     placement.policy_num_nodes = 1
 
@@ -58,7 +65,10 @@ def best_split(cfg: SimulationConfig) -> SimulationConfig:
 
 
 def _devices(cfg: SimulationConfig) -> int:
-    return cfg.generator.num_inference_engines * cfg.generator.devices_per_engine + cfg.trainer.placement.policy_ranks
+    return (
+        cfg.generator.num_inference_engines * cfg.generator.devices_per_engine
+        + cfg.trainer.placement.policy_ranks
+    )
 
 
 def _splits(cfg: SimulationConfig) -> range:

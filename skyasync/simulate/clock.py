@@ -1,7 +1,8 @@
-"""An event loop whose clock jumps to the next timer: hours pass in milliseconds, the same way every time.
+"""An event loop whose clock jumps to the next timer: hours pass in milliseconds, the same way every
+time.
 
-Invariant: nothing outside the loop can wake it (no threads, no sockets). So a moment with neither a ready callback nor
-a timer is a deadlock; the error says which task waits where.
+Invariant: nothing outside the loop can wake it (no threads, no sockets). So a moment with neither a
+ready callback nor a timer is a deadlock; the error says which task waits where.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits and no timer is set; the message has a line for each task, from its start to where it waits."""
+    """Every task waits and no timer is set; the message has a line for each task, from its start to
+    where it waits."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
@@ -52,15 +54,20 @@ class _JumpingSelector(selectors.SelectSelector):
         loop = self._loop
         if timeout is None:
             waiting = sorted(_awaits(task) for task in asyncio.all_tasks(loop))
-            raise Deadlock(f"at {loop.now:g} s nothing can happen any more; waiting:\n  " + "\n  ".join(waiting))
+            raise Deadlock(
+                f"at {loop.now:g} s nothing can happen any more; waiting:\n  "
+                + "\n  ".join(waiting)
+            )
         loop.now += max(timeout, 0.0)
-        # asyncio runs what is due within this of now; below the spacing of floats it would wait for ever.
+        # asyncio runs what is due within this of now; below the spacing of floats it would wait for
+        # ever.
         loop._clock_resolution = max(1e-9, 2 * math.ulp(loop.now))  # type: ignore[attr-defined]
         return []
 
 
 def _awaits(task: asyncio.Task[Any]) -> str:
-    """The coroutines of a task, from its own to the innermost, each with the line at which it waits."""
+    """The coroutines of a task, from its own to the innermost, each with the line at which it
+    waits."""
     names: list[str] = []
     coroutine: Any = task.get_coro()
     while inspect.iscoroutine(coroutine):

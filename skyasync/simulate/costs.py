@@ -33,7 +33,9 @@ class Compared:
     """What the compared plans are, taken together."""
 
     asynchronous = True
-    reads = tuple(sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]}))
+    reads = tuple(
+        sorted({path for about in PLANS.builtins().values() for path in about.can["reads"]})
+    )
 
 
 def configuration_of(run: Path, given: Sequence[str]) -> SimulationConfig:
@@ -56,26 +58,39 @@ def configuration_of(run: Path, given: Sequence[str]) -> SimulationConfig:
 
 
 def read_run_costs(cfg: SimulationConfig, run: Path) -> None:
-    """Costs as ``read_costs`` has them, for lengths that vary and for engines that a batch fills more than once.
+    """Costs as ``read_costs`` has them, for lengths that vary and for engines that a batch fills
+    more than once.
 
-    Lengths are log-normal, with the least sigma at which the longest of a batch is the one measured. A decode step
-    takes what makes the generation of such batches as long as it was.
+    Lengths are log-normal, with the least sigma at which the longest of a batch is the one
+    measured. A decode step takes what makes the generation of such batches as long as it was.
 
     Raises:
         UserError: if the run is not one of the sync plan.
     """
     read_costs(cfg, run)
     settings = cfg.simulate
-    rows = [row for row in read_rows(run / "metrics.jsonl") if row.get("response/length_mean") is not None]
-    mean, longest = median(row["response/length_mean"] for row in rows), settings.length_mean
+    rows = [
+        row
+        for row in read_rows(run / "metrics.jsonl")
+        if row.get("response/length_mean") is not None
+    ]
+    mean = median(row["response/length_mean"] for row in rows)
+    longest = settings.length_mean
     generate_s = settings.token_s * longest
     settings.slots = min(settings.slots, cfg.generator.max_num_seqs)
-    settings.lengths, settings.length_mean, settings.token_s = "lognormal", mean, 1.0
+    settings.lengths = "lognormal"
+    settings.length_mean = mean
+    settings.token_s = 1.0
     settings.length_max = int(max(row["response/length_max"] for row in rows))
-    low, high = 0.0, 3.0
+    low = 0.0
+    high = 3.0
     while high - low > 0.01:
         settings.length_sigma = (low + high) / 2
-        low, high = (low, settings.length_sigma) if _longest(cfg) >= longest - 0.5 else (settings.length_sigma, high)
+        low, high = (
+            (low, settings.length_sigma)
+            if _longest(cfg) >= longest - 0.5
+            else (settings.length_sigma, high)
+        )
     settings.token_s = generate_s / float(draw_batches(cfg, BATCHES).complete_s[:, -1].mean())
     settings.train_s_per_token *= longest / float(draw_lengths(settings, cfg.trainer.seed).mean())
 
@@ -88,10 +103,11 @@ def _longest(cfg: SimulationConfig) -> float:
 
 
 def read_costs(cfg: SimulationConfig, run: Path) -> None:
-    """Put what a finished synchronous run measured into ``cfg``: lengths, decoding, training, weight sync.
+    """Put what a finished synchronous run measured into ``cfg``: lengths, decoding, training,
+    weight sync.
 
-    ``cfg`` has the run's batch and devices. The batch is taken to fit its engines' slots, so a decode step is a batch's
-    generation time by its longest response.
+    ``cfg`` has the run's batch and devices. The batch is taken to fit its engines' slots, so a
+    decode step is a batch's generation time by its longest response.
 
     Raises:
         UserError: if there is no such file or its steps lack what is needed.
@@ -100,19 +116,32 @@ def read_costs(cfg: SimulationConfig, run: Path) -> None:
     if not metrics.is_file():
         raise UserError(f"costs are read from the metrics of a run: there is no {metrics}")
     rows = read_rows(metrics)
-    needed = ("time/generate_s", "time/train_s", "time/sync_s", "response/length_mean", "response/length_max")
+    needed = (
+        "time/generate_s",
+        "time/train_s",
+        "time/sync_s",
+        "response/length_mean",
+        "response/length_max",
+    )
     rows = [row for row in rows if all(name in row for name in needed)][1:]
     if not rows:
         raise UserError(
             f"costs are read from the metrics of a run: {metrics} has no two steps with {', '.join(needed)}"
         )
     if any(row.get("staleness/max", 0) for row in rows):
-        raise UserError(f"costs are read from a run of the sync plan, whose phases do not overlap: {run} is of another")
-    settings, samples = cfg.simulate, cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
-    settings.lengths, settings.length_max, settings.prefill = "constant", 0, 0.0
+        raise UserError(
+            f"costs are read from a run of the sync plan, whose phases do not overlap: {run} is of another"
+        )
+    settings = cfg.simulate
+    samples = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    settings.lengths = "constant"
+    settings.length_max = 0
+    settings.prefill = 0.0
     settings.length_mean = median(row["response/length_max"] for row in rows)
     settings.slots = -(-samples // cfg.generator.num_inference_engines)
     settings.token_s = median(row["time/generate_s"] / row["response/length_max"] for row in rows)
     train_s = median(row["time/train_s"] for row in rows)
-    settings.train_s_per_token = train_s * cfg.trainer.placement.policy_ranks / (samples * settings.length_mean)
+    settings.train_s_per_token = (
+        train_s * cfg.trainer.placement.policy_ranks / (samples * settings.length_mean)
+    )
     settings.sync_s = median(row["time/sync_s"] for row in rows)

@@ -1,11 +1,13 @@
 """Engines that decode in simulated time.
 
-Invariant: a sequence gets exactly its tokens, each under the version that the engine had at that time; busy time
-is counted per slot, so that ``1 - busy`` is the share of the engine's capacity that is idle.
+Invariant: a sequence gets exactly its tokens, each under the version that the engine had at that
+time; busy time is counted per slot, so that ``1 - busy`` is the share of the engine's capacity that
+is idle.
 
-All running sequences of an engine advance together, one token per decode step, so an engine keeps one clock that
-counts decode steps. A sequence that starts at step p and has n tokens to go ends at step p + n: one heap entry, and
-nothing to be done in between, however many sequences run and however often weights are updated.
+All running sequences of an engine advance together, one token per decode step, so an engine keeps
+one clock that counts decode steps. A sequence that starts at step p and has n tokens to go ends at
+step p + n: one heap entry, and nothing to be done in between, however many sequences run and
+however often weights are updated.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class DecodeCosts:
 
     Args:
         slots: sequences that run at once.
-        prefill: decode steps that a prompt's token costs (0.01: a hundred tokens take as long as one step).
+        prefill: decode steps that a prompt's token costs (0.01: a hundred tokens take as long as
+            one step).
     """
 
     slots: int
@@ -59,11 +62,15 @@ class VirtualEngine:
     def __init__(self, costs: DecodeCosts) -> None:
         self.costs = costs
         self._waiting: deque[Sequence] = deque()
-        self._running: list[tuple[float, int, Sequence]] = []  # by the decode step at which they end
+        self._running: list[
+            tuple[float, int, Sequence]
+        ] = []  # by the decode step at which they end
         self._updates: list[tuple[float, int]] = [(0.0, 0)]  # (decode step, version from there on)
         self._numbers = count()
         self._paused = False
-        self._steps, self._updated = 0.0, 0.0  # decode steps done, and when that was
+        # decode steps done, and when that was
+        self._steps = 0.0
+        self._updated = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._stats = EngineStats()
 
@@ -88,7 +95,8 @@ class VirtualEngine:
         self._fill()
 
     def cut(self) -> None:
-        """Put what runs back in front of the queue; it starts again with the prefill of all it has."""
+        """Put what runs back in front of the queue; it starts again with the prefill of all it
+        has."""
         self._advance()
         for _, _, sequence in sorted(self._running, reverse=True):
             self._settle(sequence)
@@ -110,7 +118,8 @@ class VirtualEngine:
     def _advance(self) -> None:
         """Account for the time since the last call."""
         now = asyncio.get_running_loop().time()
-        passed, self._updated = now - self._updated, now
+        passed = now - self._updated
+        self._updated = now
         if self._paused:
             self._stats.paused_s += passed
         elif self._running:
@@ -120,8 +129,12 @@ class VirtualEngine:
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.costs.slots and not self._paused:
             sequence = self._waiting.popleft()
-            sequence.started = self._steps + self.costs.prefill * (sequence.prompt + sequence.tokens.total())
-            heapq.heappush(self._running, (sequence.started + sequence.left, next(self._numbers), sequence))
+            sequence.started = self._steps + self.costs.prefill * (
+                sequence.prompt + sequence.tokens.total()
+            )
+            heapq.heappush(
+                self._running, (sequence.started + sequence.left, next(self._numbers), sequence)
+            )
         self._arm()
 
     def _arm(self) -> None:
@@ -130,7 +143,9 @@ class VirtualEngine:
             self._timer.cancel()
             self._timer = None
         if self._running and not self._paused:
-            seconds = max(self._running[0][0] - self._steps, 0.0) * self.costs.step_s(len(self._running))
+            seconds = max(self._running[0][0] - self._steps, 0.0) * self.costs.step_s(
+                len(self._running)
+            )
             self._timer = asyncio.get_running_loop().call_later(seconds, self._end_sequences)
 
     def _end_sequences(self) -> None:
@@ -143,13 +158,20 @@ class VirtualEngine:
         self._fill()
 
     def _settle(self, sequence: Sequence, end: float | None = None) -> None:
-        """Count the whole tokens of a sequence since it started; each belongs to the version that completed it."""
-        got = sequence.left if end is not None else max(0, min(int(self._steps - sequence.started), sequence.left))
+        """Count the whole tokens of a sequence since it started; each belongs to the version that
+        completed it."""
+        if end is not None:
+            got = sequence.left
+        else:
+            got = max(0, min(int(self._steps - sequence.started), sequence.left))
         first = bisect_left(self._updates, (sequence.started + 1, -1)) - 1
         counted = 0
         for following in range(first + 1, len(self._updates) + 1):
             last = following == len(self._updates)
-            until = got if last else int(self._updates[following][0] - sequence.started + _EPSILON)
+            if last:
+                until = got
+            else:
+                until = int(self._updates[following][0] - sequence.started + _EPSILON)
             if min(got, until) > counted:
                 sequence.tokens[self._updates[following - 1][1]] += min(got, until) - counted
                 counted = min(got, until)
@@ -160,13 +182,16 @@ class VirtualEngine:
 
 
 class VirtualClient:
-    """What the trainer asks of an inference client, for many engines: the least loaded one gets the next sequence."""
+    """What the trainer asks of an inference client, for many engines: the least loaded one gets the
+    next sequence."""
 
     def __init__(self, engines: list[VirtualEngine], asleep: Collection[int] = ()) -> None:
         self.engines = engines
         self._in_flight = [0] * len(engines)
         self._asleep = frozenset(asleep)
-        self._by_load = [(0, i) for i in range(len(engines)) if i not in self._asleep]  # outdated entries are skipped
+        self._by_load = [
+            (0, i) for i in range(len(engines)) if i not in self._asleep
+        ]  # outdated entries are skipped
 
     def submit(self, prompt: int, tokens: int) -> Sequence:
         sequence = Sequence(prompt, tokens, asyncio.get_running_loop().create_future())
@@ -239,5 +264,7 @@ class VirtualClient:
             self._sort_by_load()
 
     def _sort_by_load(self) -> None:
-        self._by_load = [(load, i) for i, load in enumerate(self._in_flight) if i not in self._asleep]
+        self._by_load = [
+            (load, i) for i, load in enumerate(self._in_flight) if i not in self._asleep
+        ]
         heapq.heapify(self._by_load)

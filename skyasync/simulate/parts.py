@@ -1,8 +1,8 @@
 """The parts that a simulated run hands to a plan in place of models and environments.
 
-Invariant: the plan's classes run as they are; what is replaced is what they are handed, and ``prepare``,
-``forward_backward`` and ``optimizer_step``, the tensor part of a training step. A trajectory's length depends on its
-identity alone, so all plans see the same.
+Invariant: the plan's classes run as they are; what is replaced is what they are handed, and
+``prepare``, ``forward_backward`` and ``optimizer_step``, the tensor part of a training step. A
+trajectory's length depends on its identity alone, so all plans see the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class VirtualGenerator(TrajectoryGenerator):
     """Plays trajectories whose lengths are drawn; ``generated`` counts their tokens."""
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
-        self._client, self._lengths, self._prompt_length = client, lengths, prompt_length
+        self._client = client
+        self._lengths = lengths
+        self._prompt_length = prompt_length
         self.generated = 0
 
     def length(self, identity: TrajectoryId) -> int:
@@ -44,7 +46,9 @@ class VirtualGenerator(TrajectoryGenerator):
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         ids = input_batch["trajectory_ids"]
-        sequences = [self._client.submit(self._prompt_length, self.length(identity)) for identity in ids]
+        sequences = [
+            self._client.submit(self._prompt_length, self.length(identity)) for identity in ids
+        ]
         await asyncio.gather(*(sequence.done for sequence in sequences))
         self.generated += sum(sequence.tokens.total() for sequence in sequences)
         trajectories = []
@@ -58,7 +62,8 @@ class VirtualGenerator(TrajectoryGenerator):
 
 
 class VirtualWorkers:
-    """Training that takes ``seconds_per_token`` of each response token. Is the trainer's dispatch."""
+    """Training that takes ``seconds_per_token`` of each response token. Is the trainer's
+    dispatch."""
 
     def __init__(self, seconds_per_token: float) -> None:
         self._seconds_per_token = seconds_per_token
@@ -79,19 +84,27 @@ class VirtualBatch:
 
     tokens: list[int]
 
-    def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[VirtualBatch, int]]:
+    def mini_batches(
+        self, size: int, first: int | None = None
+    ) -> Iterator[tuple[VirtualBatch, int]]:
         left = self.tokens
-        count = (size if first is None else first) if size else len(left)
+        if size:
+            count = size if first is None else first
+        else:
+            count = len(left)
         while left:
             yield VirtualBatch(left[:count]), len(left[:count])
-            left, count = left[count:], size
+            left = left[count:]
+            count = size
 
 
 class VirtualSync:
-    """A weight sync that takes its time and then is true of all engines; ``colocation``: it wakes them."""
+    """A weight sync that takes its time and then is true of all engines; ``colocation``: it wakes
+    them."""
 
     def __init__(self, client: VirtualClient, seconds: float) -> None:
-        self._client, self._seconds = client, seconds
+        self._client = client
+        self._seconds = seconds
         self.colocation: VirtualColocation | None = None
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> dict[str, float]:
@@ -109,11 +122,17 @@ class VirtualSync:
 
 
 class VirtualColocation:
-    """The changes of the devices on which these engines and the policy compute; each takes ``simulate.switch_s``."""
+    """The changes of the devices on which these engines and the policy compute; each takes
+    ``simulate.switch_s``."""
 
-    def __init__(self, client: VirtualClient, engines: Collection[int], settings: SimulateConfig) -> None:
-        self._client, self._engines, self._settings = client, engines, settings
-        self._hybrid, self._awake = len(engines) < len(client.engines), False
+    def __init__(
+        self, client: VirtualClient, engines: Collection[int], settings: SimulateConfig
+    ) -> None:
+        self._client = client
+        self._engines = engines
+        self._settings = settings
+        self._hybrid = len(engines) < len(client.engines)
+        self._awake = False
 
     async def give_devices_to_policy(self) -> None:
         if self._awake:
@@ -128,7 +147,8 @@ class VirtualColocation:
 
 
 class Simulated(RayPPOTrainer):
-    """Mixed in before a plan: training takes virtual time, and the staleness of every token is counted."""
+    """Mixed in before a plan: training takes virtual time, and the staleness of every token is
+    counted."""
 
     staleness: Counter[int]
 
@@ -137,7 +157,9 @@ class Simulated(RayPPOTrainer):
         for index, group in enumerate(groups):
             for trajectory in group.trajectories:
                 (action,) = trajectory.actions
-                for version, count in zip(action.versions.tolist(), action.tokens.tolist(), strict=True):
+                for version, count in zip(
+                    action.versions.tolist(), action.tokens.tolist(), strict=True
+                ):
                     self.staleness[self.global_step - version] += count
                     totals[index] += count
         return cast("TrainingBatch", VirtualBatch(totals))

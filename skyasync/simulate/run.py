@@ -31,7 +31,8 @@ FOREVER_S = 1e12  # virtual time has no wall clock to protect
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds per step that a batch keeps all engines, and the trainer, busy if nothing ever waits."""
+    """Seconds per step that a batch keeps all engines, and the trainer, busy if nothing ever
+    waits."""
 
     generation_s: float
     training_s: float
@@ -46,7 +47,8 @@ class Work:
 class Outcome:
     """What one plan did, over the steps between its start and its end.
 
-    ``generate_s`` is the time from a batch's (or a group's, where they stream) first request to its last token.
+    ``generate_s`` is the time from a batch's (or a group's, where they stream) first request to its
+    last token.
     """
 
     plan: str
@@ -59,7 +61,9 @@ class Outcome:
 
     @property
     def staleness_mean(self) -> float:
-        return sum(versions * count for versions, count in self.staleness.items()) / max(self.staleness.total(), 1)
+        return sum(versions * count for versions, count in self.staleness.items()) / max(
+            self.staleness.total(), 1
+        )
 
 
 class _Steps(RunExtension):
@@ -82,14 +86,16 @@ def work(cfg: SimulationConfig) -> Work:
 def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     """Run ``trainer.max_training_steps`` steps of a plan in simulation.
 
-    Averages are over the middle: neither the first steps, which fill the pipeline, nor those that empty it.
+    Averages are over the middle: neither the first steps, which fill the pipeline, nor those that
+    empty it.
 
     Raises:
         Deadlock: if nothing can happen any more; its message says which task waits where.
     """
     from skyasync.trainer.plans import PLANS
 
-    cfg, steps = deepcopy(cfg), _Steps()
+    cfg = deepcopy(cfg)
+    steps = _Steps()
 
     async def train() -> None:
         trainer = make_trainer(cfg, PLANS.find(plan))
@@ -116,38 +122,63 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
 
 
 def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
-    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then belongs to it.
+    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then
+    belongs to it.
 
     Raises:
-        UserError: for a setting that decides by rewards or times of samples that are not simulated, or that the plan
-            cannot have.
+        UserError: for a setting that decides by rewards or times of samples that are not simulated,
+            or that the plan cannot have.
     """
-    settings, generator = cfg.simulate, cfg.generator
+    settings = cfg.simulate
+    generator = cfg.generator
     for key, given in (
-        ("trainer.algorithm.dynamic_sampling.type", cfg.trainer.algorithm.dynamic_sampling.type != "none"),
+        (
+            "trainer.algorithm.dynamic_sampling.type",
+            cfg.trainer.algorithm.dynamic_sampling.type != "none",
+        ),
         ("generator.oversample_per_prompt", generator.oversample_per_prompt),
         ("data.replay_groups", cfg.data.replay_groups),
     ):
         if given:
-            raise UserError(f"{key} changes what a step trains, which is not simulated: leave it at its default")
-    if plan.shares_devices == "all" and cfg.trainer.sync_interval > 1:  # a real run has this error from check_plan
+            raise UserError(
+                f"{key} changes what a step trains, which is not simulated: leave it at its default"
+            )
+    if (
+        plan.shares_devices == "all" and cfg.trainer.sync_interval > 1
+    ):  # a real run has this error from check_plan
         raise UserError(
             f"trainer.sync_interval={cfg.trainer.sync_interval} leaves the engines asleep after most steps of a plan "
             f"that shares all devices: leave it at its default, or that plan out of simulate.plans"
         )
-    cfg.trainer.step_timeout_s, cfg.trainer.allow_uncorrected = FOREVER_S, True
-    cfg.trainer.save_samples, cfg.trainer.resume_mode = 0, "none"
-    cfg.trainer.ckpt_interval, cfg.trainer.ckpt_on_exit = 0, False
-    cfg.trainer.ckpt_minutes, cfg.trainer.ckpt_best_metric = 0.0, ""
-    cfg.trainer.export_interval, cfg.trainer.dump_trajectories, cfg.trainer.profile_steps = 0, False, []
+    cfg.trainer.step_timeout_s = FOREVER_S
+    cfg.trainer.allow_uncorrected = True
+    cfg.trainer.save_samples = 0
+    cfg.trainer.resume_mode = "none"
+    cfg.trainer.ckpt_interval = 0
+    cfg.trainer.ckpt_on_exit = False
+    cfg.trainer.ckpt_minutes = 0.0
+    cfg.trainer.ckpt_best_metric = ""
+    cfg.trainer.export_interval = 0
+    cfg.trainer.dump_trajectories = False
+    cfg.trainer.profile_steps = []
     cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
-    cfg.trainer.placement.colocate_all = False  # it does not say which virtual devices are shared: the plan does
-    trainers, own, shares = cfg.trainer.placement.policy_ranks, generator.num_inference_engines, plan.shares_devices
+    cfg.trainer.placement.colocate_all = (
+        False  # it does not say which virtual devices are shared: the plan does
+    )
+    trainers = cfg.trainer.placement.policy_ranks
+    own = generator.num_inference_engines
+    shares = plan.shares_devices
     # with one engine on each device that is shared, or as many as generator.hybrid_engines
-    on_shared = {"all": trainers, "hybrid": min(generator.hybrid_engines or trainers, trainers), "": 0}[shares]
+    on_shared = {
+        "all": trainers,
+        "hybrid": min(generator.hybrid_engines or trainers, trainers),
+        "": 0,
+    }[shares]
     engines = range(own + on_shared)
     shared = {"all": engines, "hybrid": engines[own:], "": range(0)}[shares]
-    client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in engines], engines[own:] if shares == "hybrid" else ())
+    client = VirtualClient(
+        [VirtualEngine(_costs(cfg)) for _ in engines], engines[own:] if shares == "hybrid" else ()
+    )
     lengths = draw_lengths(settings, cfg.trainer.seed)
     simulated: type[Any] = type(f"Simulated{plan.__name__}", (Simulated, plan), {})
     trainer: Simulated = simulated.get_trainer(
@@ -161,8 +192,11 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
     trainer.staleness = Counter()
     trainer.context.phases.stall_s = math.inf  # a Deadlock names who waits
     timeline = Timeline(None, clock=asyncio.get_running_loop().time, memory=64)
-    workers = VirtualWorkers(train_s_per_token(cfg) * (trainers / len(engines) if shares == "all" else 1.0))
-    sync, colocation = VirtualSync(client, settings.sync_s), VirtualColocation(client, shared, settings)
+    workers = VirtualWorkers(
+        train_s_per_token(cfg) * (trainers / len(engines) if shares == "all" else 1.0)
+    )
+    sync = VirtualSync(client, settings.sync_s)
+    colocation = VirtualColocation(client, shared, settings)
     if shares == "all":
         sync.colocation = colocation
     trainer.attach(workers, sync, timeline=timeline, colocation=colocation if shared else None)  # type: ignore[arg-type]
@@ -171,7 +205,9 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
 
 def _costs(cfg: SimulationConfig) -> DecodeCosts:
     settings = cfg.simulate
-    return DecodeCosts(settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill)
+    return DecodeCosts(
+        settings.slots, settings.token_s, settings.token_s_per_sequence, settings.prefill
+    )
 
 
 def train_s_per_token(cfg: SimulationConfig) -> float:
@@ -182,10 +218,15 @@ def train_s_per_token(cfg: SimulationConfig) -> float:
 
 
 def _generation_s(cfg: SimulationConfig) -> float:
-    settings, generator = cfg.simulate, cfg.generator
+    settings = cfg.simulate
+    generator = cfg.generator
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     decode_steps = _tokens(cfg) + samples * settings.prefill * settings.prompt_length
-    return decode_steps * _costs(cfg).step_s(settings.slots) / (settings.slots * generator.num_inference_engines)
+    return (
+        decode_steps
+        * _costs(cfg).step_s(settings.slots)
+        / (settings.slots * generator.num_inference_engines)
+    )
 
 
 def _tokens(cfg: SimulationConfig) -> float:

@@ -1,6 +1,7 @@
 """Settings of a simulation, in addition to those of a real run."""
 
-# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is mutable)
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is
+# mutable)
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ import numpy as np
 from skyasync.config.keys import key
 from skyasync.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
 
-LENGTHS_DRAWN = 1 << 16  # samples of the length distribution; trajectories take them in an order of their own
+LENGTHS_DRAWN = (
+    1 << 16
+)  # samples of the length distribution; trajectories take them in an order of their own
 
 
 @dataclass
 class SimulateConfig:
     plans: list[str] = key(
-        ["sync", "streamed", "one_step_off", "fully_async"], registry="skyasync.trainer.plans:PLANS", open_ended=True
+        ["sync", "streamed", "one_step_off", "fully_async"],
+        registry="skyasync.trainer.plans:PLANS",
+        open_ended=True,
     )
     """Plans to compare; also of your own."""
     slots: int = key(32, low=1)
@@ -43,7 +48,8 @@ class SimulateConfig:
     sync_s: float = key(0.0, low=0.0)
     """Seconds of a weight sync."""
     switch_s: float = key(0.0, low=0.0)
-    """Seconds in which devices change from training to generation, or back, in plans that share them."""
+    """Seconds in which devices change from training to generation, or back, in plans that share
+    them."""
     from_run: str = key("", open_ended=True)
     """Folder of a finished run of the sync plan to take batch, devices, lengths and costs from."""
     advise: bool = key(True)
@@ -55,7 +61,10 @@ class SimulationConfig(Config):
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
-            placement=PlacementConfig(), max_training_steps=100, train_batch_size=128, max_staleness=4
+            placement=PlacementConfig(),
+            max_training_steps=100,
+            train_batch_size=128,
+            max_staleness=4,
         )
     )
     generator: GeneratorConfig = field(
@@ -69,7 +78,9 @@ def draw_lengths(cfg: SimulateConfig, seed: int) -> np.ndarray:
     if cfg.lengths == "constant":
         lengths = np.full(LENGTHS_DRAWN, cfg.length_mean)
     elif cfg.lengths == "lognormal":
-        lengths = rng.lognormal(np.log(cfg.length_mean) - cfg.length_sigma**2 / 2, cfg.length_sigma, LENGTHS_DRAWN)
+        lengths = rng.lognormal(
+            np.log(cfg.length_mean) - cfg.length_sigma**2 / 2, cfg.length_sigma, LENGTHS_DRAWN
+        )
     else:  # nine of ten are short, the tenth takes as many tokens as all of them
         lengths = np.where(rng.random(LENGTHS_DRAWN) < 0.1, 5.0, 5.0 / 9.0) * cfg.length_mean
     return np.clip(np.rint(lengths), 1, cfg.length_max or None).astype(np.int64)

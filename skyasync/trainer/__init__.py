@@ -1,4 +1,5 @@
-"""The trainer: the loop, the parts that it is composed of, its plans, extensions and checkpoints."""
+"""The trainer: the loop, the parts that it is composed of, its plans, extensions and
+checkpoints."""
 
 from __future__ import annotations
 

@@ -1,13 +1,22 @@
-"""The state that all parts of a trainer share: settings, prompts, progress, the metrics and the time of a step.
+"""The state that all parts of a trainer share: settings, prompts, progress, the metrics and the
+time of a step.
 
-Invariant: ``Progress`` decides what comes next. It changes in its three methods only, which the trainer's steps call.
-Time is the event loop's, so everything here holds in simulation too.
+Invariant: ``Progress`` decides what comes next. It changes in its three methods only, which the
+trainer's steps call. Time is the event loop's, so everything here holds in simulation too.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -30,7 +39,9 @@ from skyasync.trainer.generation_limit import GenerationLimit
 from skyasync.trainer.rollouts import Refill, RewardModelScorer
 from skyasync.utils.task_group import within
 
-if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+if (
+    TYPE_CHECKING
+):  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
@@ -41,7 +52,8 @@ PLAN_CODE: ContextVar[bool] = ContextVar("PLAN_CODE", default=False)
 
 
 class Client(EngineStatsSource, Protocol):
-    """The engines as the trainer uses them; generator and weight sync have interfaces of their own."""
+    """The engines as the trainer uses them; generator and weight sync have interfaces of their
+    own."""
 
     async def cut(self) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...
@@ -73,7 +85,8 @@ class Progress:
         step: training steps done.
         version: the step whose weights every engine has; the policy version of new tokens.
         position: all prompts of the stream before this one have been trained (or rejected).
-        trained_early: positions after ``position`` that have been trained (or rejected) too: they overtook others.
+        trained_early: positions after ``position`` that have been trained (or rejected) too: they
+            overtook others.
     """
 
     step: int = 0
@@ -97,17 +110,22 @@ class Progress:
 
     def resumed(self, step: int, position: int, trained_early: Collection[int]) -> None:
         """A checkpoint has been loaded."""
-        self.step, self.position, self.trained_early = step, position, frozenset(trained_early)
+        self.step = step
+        self.position = position
+        self.trained_early = frozenset(trained_early)
 
 
 class RunLength:
-    """How long a run is, in training steps and in optimizer steps: arithmetic on settings, prompts and progress.
+    """How long a run is, in training steps and in optimizer steps: arithmetic on settings, prompts
+    and progress.
 
     The learning rate goes by it, so that a schedule ends with the run even if prompts are left out.
     """
 
     def __init__(self, cfg: TrainerConfig, prompts: PromptStream, progress: Progress) -> None:
-        self._cfg, self._prompts, self._progress = cfg, prompts, progress
+        self._cfg = cfg
+        self._prompts = prompts
+        self._progress = progress
         self._refilling = cfg.algorithm.dynamic_sampling.mode == "refill"
 
     @property
@@ -118,7 +136,9 @@ class RunLength:
     @property
     def steps(self) -> int:
         """Steps of the whole run; while rejected prompts are replaced, the most that it can be."""
-        done, most, left = self._progress.step, self._cfg.max_training_steps, self.batches_left
+        done = self._progress.step
+        most = self._cfg.max_training_steps
+        left = self.batches_left
         return done + (min(left, max(most - done, 0)) if most and self._refilling else left)
 
     @property
@@ -128,26 +148,31 @@ class RunLength:
 
     def updates_per_batch(self, groups: int) -> int:
         """Optimizer steps on a batch of so many groups."""
-        return self._cfg.update_epochs_per_batch * ceil(groups / (self._cfg.policy_mini_batch_size or groups))
+        return self._cfg.update_epochs_per_batch * ceil(
+            groups / (self._cfg.policy_mini_batch_size or groups)
+        )
 
     @property
     def planned_updates(self) -> int:
         """Optimizer steps before this training step as the learning rate counts them.
 
-        Those that rejected groups would have made are counted too, so that the schedule ends with the run.
+        Those that rejected groups would have made are counted too, so that the schedule ends with
+        the run.
         """
         updates = self.updates_per_batch(self._cfg.train_batch_size)
         by_steps = self._progress.step * updates
         if not self._refilling:
             return by_steps
-        steps, most = self._prompts.steps(), self._cfg.max_training_steps
+        steps = self._prompts.steps()
+        most = self._cfg.max_training_steps
         total = min(steps, most or steps) * updates
         trained = self._progress.position + len(self._progress.trained_early)
         return max(by_steps, trained * total // self._prompts.total)
 
 
 class Schedule:
-    """When a run evaluates, saves and exports: every so many steps, or minutes since the last time; 0 is never."""
+    """When a run evaluates, saves and exports: every so many steps, or minutes since the last time;
+    0 is never."""
 
     def __init__(self, cfg: TrainerConfig, now: Callable[[], float]) -> None:
         self._now = now
@@ -177,7 +202,8 @@ BETWEEN_STEPS = ("eval", "checkpoint", "export")
 
 
 class Phases:
-    """The phases of a step, measured and limited: each is a span on the timeline and a metric, under the same name.
+    """The phases of a step, measured and limited: each is a span on the timeline and a metric,
+    under the same name.
 
     Attributes:
         name: what the run is doing, for the terminal.
@@ -208,16 +234,22 @@ class Phases:
 
     def begin_step(self, step: int) -> None:
         """From here on phases and metrics are those of this step."""
-        self.metrics, self.step, self.name = {}, step, "training"
+        self.metrics = {}
+        self.step = step
+        self.name = "training"
         self._weights = {}
 
     def evaluation_s(self) -> float:
         """Seconds of evaluation so far, those of one that runs included."""
-        current = self.now() - self._evaluation_began if "eval" in self._open else 0.0
+        if "eval" in self._open:
+            current = self.now() - self._evaluation_began
+        else:
+            current = 0.0
         return self._evaluated_s + current
 
     def mean(self, name: str, value: float, weight: float) -> None:
-        """A metric of a part of the step's batch: the metric of the step is the mean of its parts."""
+        """A metric of a part of the step's batch: the metric of the step is the mean of its
+        parts."""
         total = self._weights[name] = self._weights.get(name, 0.0) + weight
         before = self.metrics.get(name, value)
         self.metrics[name] = before + (value - before) * (weight / total if total else 0.0)
@@ -238,24 +270,36 @@ class Phases:
 
     def idle_s(self) -> float:
         """Seconds since a step did something else than wait for another."""
-        return 0.0 if self._under_way else self.now() - self._last_s
+        if self._under_way:
+            return 0.0
+        return self.now() - self._last_s
 
     async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
+        """Await something another part does, and account for the time as idle
+        (``time/wait_<what>_s``)."""
         with self._span(f"wait_{what}"):
             return await awaitable
 
     @contextmanager
     def timed(
-        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+        self,
+        name: str,
+        into: Metrics | None = None,
+        track: str = "trainer",
+        step: int | None = None,
     ) -> Iterator[None]:
-        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
+        """Measure a phase of a step, by default the current one: a span on the timeline and
+        ``time/<name>_s``."""
         with self.under_way(), self._span(name, into, track, step):
             yield
 
     @contextmanager
     def _span(
-        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+        self,
+        name: str,
+        into: Metrics | None = None,
+        track: str = "trainer",
+        step: int | None = None,
     ) -> Iterator[None]:
         metrics = self.metrics if into is None else into
         start = self.now()
@@ -276,12 +320,15 @@ class Phases:
                 if name == "eval":
                     self._evaluated_s += seconds
             elif track == "trainer":
-                seconds -= self.between_steps_s - between_steps_s  # an export while the policy has its devices
+                seconds -= (
+                    self.between_steps_s - between_steps_s
+                )  # an export while the policy has its devices
             metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + seconds
 
     @asynccontextmanager
     async def limited(self, what: str) -> AsyncIterator[None]:
-        """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names phase, step and key."""
+        """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names
+        phase, step and key."""
         with self.under_way():
             async with within(self.limit_s, f"the {what} of step {self.step}"):
                 yield
@@ -302,9 +349,15 @@ class RunContext:
 
     dispatch: Dispatch
 
-    def __init__(self, cfg: Config, prompts: PromptStream, tracker: Tracker, client: Client) -> None:
-        self.cfg, self.prompts, self.tracker, self.client = cfg, prompts, tracker, client
-        self.progress, self.phases = Progress(), Phases(cfg.trainer.step_timeout_s)
+    def __init__(
+        self, cfg: Config, prompts: PromptStream, tracker: Tracker, client: Client
+    ) -> None:
+        self.cfg = cfg
+        self.prompts = prompts
+        self.tracker = tracker
+        self.client = client
+        self.progress = Progress()
+        self.phases = Phases(cfg.trainer.step_timeout_s)
         self.generation_limit = GenerationLimit(cfg.trainer.step_timeout_s, client)
         self.length = RunLength(cfg.trainer, prompts, self.progress)
         self.schedule = Schedule(cfg.trainer, self.phases.now)

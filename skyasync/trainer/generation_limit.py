@@ -1,6 +1,8 @@
-"""The time limit of generation and evaluation: it counts only the time in which the engines generate nothing.
+"""The time limit of generation and evaluation: it counts only the time in which the engines
+generate nothing.
 
-The engines' counters of generated tokens are requested in intervals, while there is a limit; all limits share them.
+The engines' counters of generated tokens are requested in intervals, while there is a limit; all
+limits share them.
 
 Invariant: a limit ends within ``limit_s`` after the engines' latest token (``TokenReports``).
 """
@@ -71,7 +73,9 @@ class GenerationLimit:
                 self._call.cancel()
 
     def _schedule_report(self) -> None:
-        self._next_report = asyncio.get_running_loop().call_later(self._interval_s, self._request_report)
+        self._next_report = asyncio.get_running_loop().call_later(
+            self._interval_s, self._request_report
+        )
 
     def _request_report(self) -> None:
         loop = asyncio.get_running_loop()

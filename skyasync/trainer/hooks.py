@@ -1,8 +1,8 @@
 """The hooks that an algorithm may override, for every plan alike.
 
-Invariant: the trainer's steps call the hooks in the order in which they stand here. By default each does what the
-configuration says. A hook gets all that it decides on, so it depends on no other hook; hooks that compare whole batches
-get whole batches. Metrics are written into ``self.metrics``.
+Invariant: the trainer's steps call the hooks in the order in which they stand here. By default each
+does what the configuration says. A hook gets all that it decides on, so it depends on no other
+hook; hooks that compare whole batches get whole batches. Metrics are written into ``self.metrics``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from skyasync.rollout.types import Group
 from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.learner import Learner
 
-if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+if (
+    TYPE_CHECKING
+):  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
@@ -36,7 +38,8 @@ class AlgorithmHooks:
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
         """Change trajectories or their rewards before anything is computed from them.
 
-        Called with a whole batch, or, if groups are trained or replaced as they come, with those that arrive together.
+        Called with a whole batch, or, if groups are trained or replaced as they come, with those
+        that arrive together.
         """
         return groups
 
@@ -48,15 +51,24 @@ class AlgorithmHooks:
         from skyasync.algorithms.shaping import group_filter
 
         algorithm = self.cfg.trainer.algorithm
-        keep, metric = group_filter(algorithm), algorithm.dynamic_sampling.metric
-        return [g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.metric_values(metric))]
+        keep = group_filter(algorithm)
+        metric = algorithm.dynamic_sampling.metric
+        return [
+            g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.metric_values(metric))
+        ]
 
     def drop_truncated(self, groups: list[Group]) -> list[Group]:
-        """Leave out trajectories that did not end by themselves, if ``truncated_responses=drop``."""
+        """Leave out trajectories that did not end by themselves, if
+        ``truncated_responses=drop``."""
         if self.cfg.trainer.algorithm.truncated_responses != "drop":
             return groups
-        whole = [replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"]) for g in groups]
-        dropped = sum(len(group.trajectories) for group in groups) - sum(len(group.trajectories) for group in whole)
+        whole = [
+            replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"])
+            for g in groups
+        ]
+        dropped = sum(len(group.trajectories) for group in groups) - sum(
+            len(group.trajectories) for group in whole
+        )
         self.metrics["response/dropped"] = self.metrics.get("response/dropped", 0.0) + dropped
         return [group for group in whole if group.trajectories]
 
@@ -72,7 +84,8 @@ class AlgorithmHooks:
         ``truncated_responses=mask`` truncated responses leave the loss."""
         from skyasync.algorithms.shaping import overlong_filter, shape_rewards
 
-        algorithm, before = self.cfg.trainer.algorithm, batch.rewards
+        algorithm = self.cfg.trainer.algorithm
+        before = batch.rewards
         batch.rewards = shape_rewards(
             algorithm,
             before,
@@ -83,7 +96,9 @@ class AlgorithmHooks:
         )
         if batch.rewards is not before:
             samples = _trajectories(batch)
-            self.context.phases.mean("reward/shaped_mean", float(batch.rewards.sum()) / samples, samples)
+            self.context.phases.mean(
+                "reward/shaped_mean", float(batch.rewards.sum()) / samples, samples
+            )
         if algorithm.truncated_responses == "mask":
             batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
         return batch
@@ -94,14 +109,18 @@ class AlgorithmHooks:
         Raises:
             ValueError: if the batch lacks the log-probabilities that it takes.
         """
-        algorithm, controller = self.cfg.trainer.algorithm, self.learner.kl_controller
+        algorithm = self.cfg.trainer.algorithm
+        controller = self.learner.kl_controller
         if not algorithm.use_kl_in_reward:
             return batch
         from skyasync.algorithms.kl import penalize_rewards
 
-        proximal, reference = batch.proximal_logprobs, batch.reference_logprobs
+        proximal = batch.proximal_logprobs
+        reference = batch.reference_logprobs
         if proximal is None or reference is None:
-            raise ValueError("a KL penalty in the reward takes proximal_logprobs and reference_logprobs")
+            raise ValueError(
+                "a KL penalty in the reward takes proximal_logprobs and reference_logprobs"
+            )
         batch.rewards, kl = penalize_rewards(
             batch.rewards,
             proximal,
@@ -141,7 +160,8 @@ class AlgorithmHooks:
         """Add the teacher's part to ``batch.advantages``, if there is one (``trainer.teacher``).
 
         Raises:
-            ValueError: if the batch lacks the policy's log-probabilities, which the teacher's are compared with.
+            ValueError: if the batch lacks the policy's log-probabilities, which the teacher's are
+                compared with.
         """
         from skyasync.algorithms.kl import teacher_advantages
 
@@ -151,26 +171,35 @@ class AlgorithmHooks:
             raise ValueError(
                 "a teacher's log-probabilities are compared with proximal_logprobs, and the batch has none"
             )
-        taught, kl = teacher_advantages(batch.proximal_logprobs, batch.teacher_logprobs, batch.loss_mask)
+        taught, kl = teacher_advantages(
+            batch.proximal_logprobs, batch.teacher_logprobs, batch.loss_mask
+        )
         batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * taught
         self.context.phases.mean("teacher/kl", float(kl), int(batch.loss_mask.sum()))
         return batch
 
 
 def _trajectories(batch: RolloutBatch) -> int:
-    return len(batch) if batch.trajectory_ids is None else len(batch.trajectory_ids.unique())
+    if batch.trajectory_ids is None:
+        return len(batch)
+    return len(batch.trajectory_ids.unique())
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
-    """The training batch, if the hook returned one; else of its own batch, which has ``batch.advantages``."""
+    """The training batch, if the hook returned one; else of its own batch, which has
+    ``batch.advantages``."""
     from skyasync.models.batch import TrainingBatch
 
     advantages = getattr(batch, "advantages", None)  # a user's object, or None
     if advantages is None:
-        raise UserError("compute_advantages_and_returns must set batch.advantages, and returned a batch without them")
+        raise UserError(
+            "compute_advantages_and_returns must set batch.advantages, and returned a batch without them"
+        )
     if advantages.shape != batch.loss_mask.shape:
         raise UserError(
             f"compute_advantages_and_returns must give each token its advantage, {tuple(batch.loss_mask.shape)}; "
             f"batch.advantages has shape {tuple(advantages.shape)}"
         )
-    return batch if isinstance(batch, TrainingBatch) else batch.to_stage(TrainingBatch)
+    if isinstance(batch, TrainingBatch):
+        return batch
+    return batch.to_stage(TrainingBatch)

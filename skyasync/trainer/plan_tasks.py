@@ -1,9 +1,10 @@
-"""Watch over a plan while its ``train`` is awaited: no task fails unseen, and no wait is without a limit.
+"""Watch over a plan while its ``train`` is awaited: no task fails unseen, and no wait is without a
+limit.
 
-Invariant: an error in a task that the plan has made ends the run as it was raised, unless some code asks for the task's
-result. That may be later: the error ends the run when the plan has ended, or when no step of the trainer was under way
-for ``GRACE_S``. The plan then waits for what the task has not done. Tasks that a step of the trainer makes belong to
-that step (``Phases.under_way``).
+Invariant: an error in a task that the plan has made ends the run as it was raised, unless some code
+asks for the task's result. That may be later: the error ends the run when the plan has ended, or
+when no step of the trainer was under way for ``GRACE_S``. The plan then waits for what the task has
+not done. Tasks that a step of the trainer makes belong to that step (``Phases.under_way``).
 
 | who waits     | for what                   | woken by                                                           |
 |---------------|----------------------------|--------------------------------------------------------------------|
@@ -28,7 +29,8 @@ GRACE_S = 5.0
 
 
 class RunStopped(Exception):
-    """The plan is over and its last step has ended: ``trainer.stop()`` was called, or no prompt is left."""
+    """The plan is over and its last step has ended: ``trainer.stop()`` was called, or no prompt is
+    left."""
 
 
 class PlanTask(asyncio.Task[T]):
@@ -57,7 +59,8 @@ class PlanTasks:
     """
 
     def __init__(self, plan: str, phases: Phases) -> None:
-        self._plan, self._phases = plan, phases
+        self._plan = plan
+        self._phases = phases
         self._unfinished: set[PlanTask[Any]] = set()
         self._failed: dict[PlanTask[Any], BaseException] = {}
         self._stall: TimeoutError | None = None
@@ -70,10 +73,12 @@ class PlanTasks:
             TimeoutError: if the plan waits and no step is under way.
             BaseException: the first error, of ``train`` or of a task; others are notes on it.
         """
-        self._loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        main = asyncio.current_task()
         assert main is not None
         self._main, self._since = main, self._loop.time()
-        cancellations, factory = main.cancelling(), self._loop.get_task_factory()
+        cancellations = main.cancelling()
+        factory = self._loop.get_task_factory()
         self._timer: asyncio.Handle = self._loop.call_soon(self._check)
         self._loop.set_task_factory(self._make)  # type: ignore[arg-type]
         PLAN_CODE.set(True)
@@ -81,7 +86,8 @@ class PlanTasks:
         try:
             await train()
         except (Exception, asyncio.CancelledError) as error:
-            ended = error  # raised below: inside of this handler it would be the context of another error
+            # raised below: inside of this handler it would be the context of another error
+            ended = error
         finally:
             PLAN_CODE.set(False)
             self._loop.set_task_factory(factory)
@@ -100,19 +106,29 @@ class PlanTasks:
         if errors:
             raise_first(errors)
 
-    def _make(self, loop: asyncio.AbstractEventLoop, coroutine: CoroutineType[Any, Any, Any], **options: Any) -> Any:  # noqa: ANN401
+    def _make(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        coroutine: CoroutineType[Any, Any, Any],
+        **options: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         """The task factory of the event loop while the plan runs."""
         if not PLAN_CODE.get():
             return asyncio.Task(coroutine, loop=loop, **options)
         task = PlanTask(_without_exit(coroutine), loop=loop, **options)
-        task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
+        task.add_done_callback(
+            lambda _: coroutine.close()
+        )  # of a task that was cancelled before it began
         task.add_done_callback(self._note_end)
         self._unfinished.add(task)
         return task
 
     def _note_end(self, task: PlanTask[Any]) -> None:
         self._unfinished.discard(task)
-        error = None if task.cancelled() else asyncio.Task.exception(task)
+        if task.cancelled():
+            error = None
+        else:
+            error = asyncio.Task.exception(task)
         if error is not None:
             self._failed[task], self._since = error, self._loop.time()
             self._check()
@@ -122,9 +138,11 @@ class PlanTasks:
         return [error for task, error in self._failed.items() if not task.awaited]
 
     def _check(self) -> None:
-        """Cancel the plan if an error was left to itself, or if nothing happens; else look again when that may be."""
+        """Cancel the plan if an error was left to itself, or if nothing happens; else look again
+        when that may be."""
         self._timer.cancel()
-        now, errors = self._loop.time(), self._untaken()
+        now = self._loop.time()
+        errors = self._untaken()
         limit_s = GRACE_S if errors else self._phases.stall_s
         deadline = max(self._since, now - self._phases.idle_s()) + limit_s
         if now < deadline < math.inf:
@@ -132,7 +150,9 @@ class PlanTasks:
         elif now >= deadline and not self._cancelled:
             if not errors:
                 limit = f"{limit_s:g} s (trainer.step_timeout_s)"
-                self._stall = TimeoutError(f"{self._plan}.train waits, and no step was under way for {limit}")
+                self._stall = TimeoutError(
+                    f"{self._plan}.train waits, and no step was under way for {limit}"
+                )
             self._cancelled = self._main.cancel()
 
 

@@ -1,15 +1,17 @@
-"""Between generator and batch: reward models give finished episodes their rewards, rejected groups are replaced.
+"""Between generator and batch: reward models give finished episodes their rewards, rejected groups
+are replaced.
 
-Invariant: an episode is scored once, when its group has been generated: before anything is filtered, kept for a
-checkpoint or trained. An episode without a response, or a failed one, has no score. The model scores one batch at a
-time; what ends meanwhile is the next batch:
+Invariant: an episode is scored once, when its group has been generated: before anything is
+filtered, kept for a checkpoint or trained. An episode without a response, or a failed one, has no
+score. The model scores one batch at a time; what ends meanwhile is the next batch:
 
     generated  a  b c    d           a model's batches are as large as it is slow
     scored     a┈┈┈ bc┈┈┈┈ d┈┈┈
 
-Every prompt that is taken from the stream is either trained, or rejected and counted, in the order of the stream. A
-rejected one is replaced by the next, so a step trains the first ``train_batch_size`` prompts that are not rejected.
-No prompt is generated twice, and a resumed run goes on after them.
+Every prompt that is taken from the stream is either trained, or rejected and counted, in the order
+of the stream. A rejected one is replaced by the next, so a step trains the first
+``train_batch_size`` prompts that are not rejected. No prompt is generated twice, and a resumed run
+goes on after them.
 """
 
 from __future__ import annotations
@@ -44,17 +46,25 @@ class RewardModelScorer:
     """
 
     def __init__(self, context: RunContext) -> None:
-        role, cfg = ROLES[REWARD_ROLE], context.cfg
+        role = ROLES[REWARD_ROLE]
+        cfg = context.cfg
         self._active = role.has_ranks(cfg)
-        self.overlaps = self._active and not (cfg.trainer.placement.colocate_all and role.colocated_if(cfg))
-        self._models = reward_models(cfg.trainer.reward) if self._active else {}
+        self.overlaps = self._active and not (
+            cfg.trainer.placement.colocate_all and role.colocated_if(cfg)
+        )
+        if self._active:
+            self._models = reward_models(cfg.trainer.reward)
+        else:
+            self._models = {}
         self._context = context
         self._waiting: dict[int, list[Group]] = {}  # by the number of the call
         self._numbers = count()
         self._scoring = asyncio.Lock()
 
     async def score_while_generating(
-        self, generate: Callable[[Prompt], Awaitable[tuple[list[Group], Metrics]]], prompts: Sequence[Prompt]
+        self,
+        generate: Callable[[Prompt], Awaitable[tuple[list[Group], Metrics]]],
+        prompts: Sequence[Prompt],
     ) -> list[Group]:
         """The groups of these prompts, each scored as soon as ``generate`` has returned it."""
 
@@ -86,7 +96,8 @@ class RewardModelScorer:
     async def _score(self, groups: list[Group]) -> None:
         from skyasync.rollout.collate import collate_in_turns
 
-        batch, phases = await collate_in_turns(groups), self._context.phases
+        batch = await collate_in_turns(groups)
+        phases = self._context.phases
         with phases.timed("reward", track="reward model"):
             async with phases.limited("reward model"):
                 answer = await self._context.dispatch.ask(REWARD_ROLE, "scores", batch)
@@ -95,8 +106,12 @@ class RewardModelScorer:
         for trajectory in (trajectory for group in groups for trajectory in group.trajectories):
             row += len(trajectory.sequences)
             if trajectory.actions and not trajectory.metrics.get("given_up"):
-                by_name = dict(zip(self._models, scores[row - 1], strict=True))  # of its last sequence
-                trajectory.actions[-1].reward += sum(self._models[name].part(score) for name, score in by_name.items())
+                by_name = dict(
+                    zip(self._models, scores[row - 1], strict=True)
+                )  # of its last sequence
+                trajectory.actions[-1].reward += sum(
+                    self._models[name].part(score) for name, score in by_name.items()
+                )
                 trajectory.metrics = {**trajectory.metrics, **by_name}
 
 
@@ -104,7 +119,8 @@ RollOut = Callable[[Sequence[Prompt], int | None], Awaitable[tuple[list[Group], 
 
 
 class Refill:
-    """More prompts of the run for rejected groups. With ``dynamic_sampling.mode=filter`` batches stay as they are.
+    """More prompts of the run for rejected groups. With ``dynamic_sampling.mode=filter`` batches
+    stay as they are.
 
     Attributes:
         active: rejected groups are replaced while a batch is generated.
@@ -113,7 +129,8 @@ class Refill:
     """
 
     def __init__(self, cfg: TrainerConfig) -> None:
-        self._size, self._max_batches = cfg.train_batch_size, cfg.algorithm.dynamic_sampling.max_sample_batches
+        self._size = cfg.train_batch_size
+        self._max_batches = cfg.algorithm.dynamic_sampling.max_sample_batches
         self.active = cfg.algorithm.dynamic_sampling.mode == "refill"
         self.most_rejected = (self._max_batches - 1) * self._size if self._max_batches else math.inf
         self.cursor: PromptCursor | None = None
@@ -121,11 +138,17 @@ class Refill:
     def next_prompts(self, count: int) -> PromptBatch:
         """The next prompts of the stream, for as many that were rejected; fewer at its end."""
         if self.cursor is None:
-            raise UserError("dynamic_sampling.mode=refill needs a plan that takes its batches from remaining_prompts()")
+            raise UserError(
+                "dynamic_sampling.mode=refill needs a plan that takes its batches from remaining_prompts()"
+            )
         return self.cursor.take(count)
 
     async def fill(
-        self, batch: PromptBatch, step: int, roll_out: RollOut, filter_groups: Callable[[list[Group]], list[Group]]
+        self,
+        batch: PromptBatch,
+        step: int,
+        roll_out: RollOut,
+        filter_groups: Callable[[list[Group]], list[Group]],
     ) -> tuple[list[Group], list[Group], Metrics, list[int]]:
         """Roll out, reject, replace: in rounds, so that the same seed gives the same batch.
 
@@ -154,7 +177,10 @@ class Refill:
 
     def count(self, accepted: int, rejected: int) -> Metrics:
         """Metrics of a step's groups; a warning if there were too many to reject."""
-        metrics = {"dynamic_sampling/sampled": float(accepted + rejected), "dynamic_sampling/rejected": float(rejected)}
+        metrics = {
+            "dynamic_sampling/sampled": float(accepted + rejected),
+            "dynamic_sampling/rejected": float(rejected),
+        }
         if accepted < self._size and rejected >= self.most_rejected:
             log.warning(
                 "%d of %d sampled groups were kept, and trainer.algorithm.dynamic_sampling.max_sample_batches=%d is "
@@ -169,14 +195,20 @@ class Refill:
         return metrics
 
 
-def merged(rollouts: Sequence[Metrics], *, times: Callable[[Sequence[float]], float] = max) -> Metrics:
+def merged(
+    rollouts: Sequence[Metrics], *, times: Callable[[Sequence[float]], float] = max
+) -> Metrics:
     """The metrics of several rollouts: the mean of each.
 
     Args:
-        times: of ``time/...`` metrics: ``max`` of rollouts at the same time, ``sum`` of one after the other.
+        times: of ``time/...`` metrics: ``max`` of rollouts at the same time, ``sum`` of one after
+            the other.
     """
     values: dict[str, list[float]] = {}
     for metrics in rollouts:
         for name, value in metrics.items():
             values.setdefault(name, []).append(value)
-    return {name: times(each) if name.startswith("time/") else fmean(each) for name, each in values.items()}
+    return {
+        name: times(each) if name.startswith("time/") else fmean(each)
+        for name, each in values.items()
+    }

@@ -1,7 +1,8 @@
-"""Supervised fine-tuning: cross-entropy of given responses, by the workers that reinforcement learning has.
+"""Supervised fine-tuning: cross-entropy of given responses, by the workers that reinforcement
+learning has.
 
-Invariant: with ``trainer.algorithm.loss_reduction=token_mean`` the loss of an update is the mean of -log p over all
-response tokens of its mini-batch, however it is packed or divided among ranks.
+Invariant: with ``trainer.algorithm.loss_reduction=token_mean`` the loss of an update is the mean of
+-log p over all response tokens of its mini-batch, however it is packed or divided among ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from skyasync.trainer.extensions import notify
 from skyasync.trainer.trainer import RayPPOTrainer
 from skyasync.workers.roles import POLICY
 
-if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+if (
+    TYPE_CHECKING
+):  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import ScoredBatch
 
 OBJECTIVE = {"policy_loss_type": "vanilla", "off_policy_correction": "none"}
@@ -37,7 +40,9 @@ class SupervisedTrainer(RayPPOTrainer):
 
     async def train(self) -> None:
         for prompts in self.remaining_prompts():
-            groups = groups_of(prompts.prompts, self.global_step)  # as if the current policy had written them
+            groups = groups_of(
+                prompts.prompts, self.global_step
+            )  # as if the current policy had written them
             status = await self.train_on(Rollout(groups, prompts.positions))
             if "policy/loss" in status:
                 status["sft/loss"] = status["policy/loss"]
@@ -56,7 +61,9 @@ class SupervisedTrainer(RayPPOTrainer):
         metrics: Metrics = {}
         if not self.eval_dataset:
             return metrics
-        size, total, tokens = self.cfg.trainer.eval_batch_size, 0.0, 0
+        size = self.cfg.trainer.eval_batch_size
+        total = 0.0
+        tokens = 0
         self.context.phases.name = "evaluating"
         with self.timed("eval", metrics, "evaluation"):
             for start in range(0, len(self.eval_dataset), size):
@@ -72,14 +79,19 @@ class SupervisedTrainer(RayPPOTrainer):
 
 
 def groups_of(demonstrations: Sequence[Prompt], version: int) -> list[Group]:
-    """A group of one trajectory each. No behaviour policy is known: its log-probabilities are NaN."""
+    """A group of one trajectory each. No behaviour policy is known: its log-probabilities are
+    NaN."""
 
     def with_version(segment: Segment) -> Segment:
         return replace(segment, versions=np.full_like(segment.versions, version))
 
     groups = []
     for demonstration in cast(Sequence[Demonstration], demonstrations):
-        *branches, segments = [[with_version(segment) for segment in s] for s in demonstration.sequences]
+        *branches, segments = [
+            [with_version(segment) for segment in s] for s in demonstration.sequences
+        ]
         trajectory = Trajectory(TrajectoryId(demonstration.id, 0), segments, branches=branches)
-        groups.append(Group(replace(demonstration, messages=demonstration.messages[:-1]), [trajectory]))
+        groups.append(
+            Group(replace(demonstration, messages=demonstration.messages[:-1]), [trajectory])
+        )
     return groups

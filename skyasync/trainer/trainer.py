@@ -1,8 +1,8 @@
 """The synchronous plan, and every step that plans are made of.
 
-Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in which steps run and
-who waits for whom. This file uses neither Ray nor an engine: it is given its parts, and the event loop is its clock.
-So it runs on a cluster, in one process and in simulation.
+Invariant: a step is complete in itself (metrics, timeline, errors), so a plan is only the order in
+which steps run and who waits for whom. This file uses neither Ray nor an engine: it is given its
+parts, and the event loop is its clock. So it runs on a cluster, in one process and in simulation.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, ROLES
 
-if TYPE_CHECKING:  # torch is imported when training starts, so that a wrong setting is refused at once
+if (
+    TYPE_CHECKING
+):  # torch is imported when training starts, so that a wrong setting is refused at once
     from skyasync.models.batch import TrainingBatch
     from skyasync.workers.dispatch import Dispatch
 
@@ -90,16 +92,17 @@ class RayPPOTrainer(AlgorithmHooks):
     | ``train``      | the weights in every engine   | the weight sync                   |
 
     Subclass it and override a hook (``postprocess_generator_output``, ``filter_groups``,
-    ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or ``train`` to
-    change the plan. Hooks combine with every plan by inheritance.
+    ``apply_reward_kl_penalty``, ``compute_advantages_and_returns``) to change the algorithm, or
+    ``train`` to change the plan. Hooks combine with every plan by inheritance.
 
     Args:
         cfg: a ``skyasync.config.Config``.
         tracker: receives ``log(metrics, step)``.
         train_dataset: prompts; see ``skyasync.data.prompts``.
-        colocate_pg: what ``BasePPOExp.get_colocate_pg`` gave. Accepted for experiments that pass it on; not used.
-        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a ``TrajectoryGenerator``
-            gives trajectories, without lists in between.
+        colocate_pg: what ``BasePPOExp.get_colocate_pg`` gave. Accepted for experiments that pass it
+            on; not used.
+        generator: anything with ``async generate(GeneratorInput) -> GeneratorOutput``; a
+            ``TrajectoryGenerator`` gives trajectories, without lists in between.
         callbacks: further extensions of the run (``skyasync.callbacks``).
 
     Raises:
@@ -133,26 +136,34 @@ class RayPPOTrainer(AlgorithmHooks):
         eval_dataset: Sequence[Prompt] | None = None,
         callbacks: Sequence[RunExtension] | None = None,
     ) -> None:
-        self.cfg, self.tokenizer, self.generator = cfg, tokenizer, generator
+        self.cfg = cfg
+        self.tokenizer = tokenizer
+        self.generator = generator
         self.eval_dataset = eval_prompts(eval_dataset or [])
         self.generation_ack = asyncio.Event()
         self.sync_finished = asyncio.Event()
         self._all_generated = False
         self._open_step: Metrics | None = None  # trained, not ended yet
-        self.context = RunContext(cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client)
+        self.context = RunContext(
+            cfg, PromptStream.of_run(cfg, train_dataset), tracker, inference_engine_client
+        )
         self.guard = DivergenceGuard(self.context)
         self.ledger = PromptLedger(self.context, generator)
         self.reporter = Reporter(self.context, tokenizer.decode if tokenizer else None)
         profiler = Profiler(self.context)
         self.extensions: list[RunExtension] = [self.ledger, profiler, self.guard, self.reporter]
         self.extensions += callbacks or ()
-        # The program has checked these settings for the plan of trainer.plan: an experiment may make another.
+        # The program has checked these settings for the plan of trainer.plan: an experiment may
+        # make another.
         plan = Plan.of(cfg, type(self))
         assert plan is not None
         control = None
         if cfg.trainer.staleness_control == "auto":
             bounded = plan.reads("trainer.max_staleness")
-            least = max(1, cfg.trainer.sync_interval - 1) if bounded else None
+            if bounded:
+                least = max(1, cfg.trainer.sync_interval - 1)
+            else:
+                least = None
             control = StalenessControl(self.context, plan.most_stale(cfg), least)
             self.extensions.append(control)
         self.learner = Learner(self.context, self.guard, control)
@@ -185,11 +196,16 @@ class RayPPOTrainer(AlgorithmHooks):
         Args:
             colocation: schedules devices that models and engines share.
         """
-        self.context.dispatch, self.context.run_dir = dispatch, run_dir
-        self.weight_updates.weight_sync, self.weight_updates.colocation = weight_sync, colocation
+        self.context.dispatch = dispatch
+        self.context.run_dir = run_dir
+        self.weight_updates.weight_sync = weight_sync
+        self.weight_updates.colocation = colocation
         self.context.phases.timeline = timeline or Timeline(None)
         folder = self.cfg.trainer.ckpt_path or (run_dir and run_dir.checkpoints)
-        self.checkpointer.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep) if folder else None
+        if folder:
+            self.checkpointer.checkpoints = Checkpoints(Path(folder), self.cfg.trainer.ckpt_keep)
+        else:
+            self.checkpointer.checkpoints = None
 
     # ---------------------------------------------------------------- the plan
 
@@ -202,16 +218,20 @@ class RayPPOTrainer(AlgorithmHooks):
             await self.end_step(status)
 
     def stop(self, reason: str) -> None:
-        """End the run well after the current step, with its checkpoint and report; the run's status has the reason."""
+        """End the run well after the current step, with its checkpoint and report; the run's status
+        has the reason."""
         self.context.stop_reason = self.context.stop_reason or reason
 
-    # ---------------------------------------------------------------- loops of a plan in SkyRL's printed form
+    # ---------------------------------------------------------------- loops of a plan in SkyRL's
+    # printed form
 
-    def _run_generate_loop(self, generation_buffer: asyncio.Queue[Rollout]) -> Coroutine[Any, Any, None]:
+    def _run_generate_loop(
+        self, generation_buffer: asyncio.Queue[Rollout]
+    ) -> Coroutine[Any, Any, None]:
         """Generate all batches that are left, ahead of training by the size of the buffer.
 
-        It waits for space in the buffer, and for ``sync_finished``. ``train_dataloader`` has its batches from the call
-        on.
+        It waits for space in the buffer, and for ``sync_finished``. ``train_dataloader`` has its
+        batches from the call on.
         """
         batches = self.train_dataloader = RemainingBatches(self)
         self._all_generated = False
@@ -230,9 +250,12 @@ class RayPPOTrainer(AlgorithmHooks):
         return generate_batches()
 
     async def _run_training(self, generation_buffer: asyncio.Queue[Rollout]) -> Metrics:
-        """Train the next batch of the buffer. Its step ends with ``end_step``, here or in the next call."""
+        """Train the next batch of the buffer. Its step ends with ``end_step``, here or in the next
+        call."""
         await self._end_open_step()
-        if self.global_step >= self.total_steps:  # rejected prompts leave fewer batches than there seemed to be
+        if (
+            self.global_step >= self.total_steps
+        ):  # rejected prompts leave fewer batches than there seemed to be
             raise RunStopped
         rollout = await self.waiting("data", generation_buffer.get())
         self._open_step = await self.train_on(rollout)
@@ -245,7 +268,8 @@ class RayPPOTrainer(AlgorithmHooks):
     # ---------------------------------------------------------------- generation
 
     def remaining_prompts(self) -> Iterator[PromptBatch]:
-        """The batches that have not been trained; ``generate`` may take prompts between two of them."""
+        """The batches that have not been trained; ``generate`` may take prompts between two of
+        them."""
         progress = self.context.progress
         cursor = self.context.prompts.cursor(progress.position, progress.trained_early)
         self.context.refill.cursor = cursor
@@ -260,18 +284,26 @@ class RayPPOTrainer(AlgorithmHooks):
         self._check_running("generate")
         refill = self.context.refill
         untrained = 1 + max(prompts.positions, default=-1) - self.context.progress.position
-        step = self.global_step + ceil(untrained / self.cfg.trainer.train_batch_size)  # that will train them
+        step = self.global_step + ceil(
+            untrained / self.cfg.trainer.train_batch_size
+        )  # that will train them
         if not refill.active:
             groups, metrics = await self.roll_out(prompts.prompts, step)
             return self.assemble(groups, metrics, prompts.positions)
-        groups, rejected, metrics, positions = await refill.fill(prompts, step, self.roll_out, self.filter_groups)
+        groups, rejected, metrics, positions = await refill.fill(
+            prompts, step, self.roll_out, self.filter_groups
+        )
         return self.assemble(groups, metrics, positions, rejected)
 
-    async def roll_out(self, prompts: Sequence[Prompt], step: int | None = None) -> tuple[list[Group], Metrics]:
-        """The episodes of some prompts as the generator gives them: a part of ``generate``, for plans that stream."""
+    async def roll_out(
+        self, prompts: Sequence[Prompt], step: int | None = None
+    ) -> tuple[list[Group], Metrics]:
+        """The episodes of some prompts as the generator gives them: a part of ``generate``, for
+        plans that stream."""
         metrics: Metrics = {}
         reported: Metrics = {}
-        ledger, scorer = self.ledger, self.context.reward_model
+        ledger = self.ledger
+        scorer = self.context.reward_model
         async with self.weight_updates.gate.entered():
             version = self.policy_version
             evaluated_s = self.context.phases.evaluation_s()
@@ -292,12 +324,16 @@ class RayPPOTrainer(AlgorithmHooks):
                 if finished:
                     by_prompt = finished | {group.prompt.id: group for group in groups}
                     groups = [by_prompt[prompt.id] for prompt in prompts]
-            metrics["rollout/in_evaluation"] = float(self.context.phases.evaluation_s() > evaluated_s)
+            metrics["rollout/in_evaluation"] = float(
+                self.context.phases.evaluation_s() > evaluated_s
+            )
         if self.context.refill.active:  # filters decide by what will be trained
             groups = list(self.postprocess_generator_output(groups))
         return groups, metrics | reported
 
-    async def _run_generator(self, prompts: Sequence[Prompt], version: int) -> tuple[list[Group], Metrics]:
+    async def _run_generator(
+        self, prompts: Sequence[Prompt], version: int
+    ) -> tuple[list[Group], Metrics]:
         requests = rollout_requests(prompts, self.cfg.generator)
         async with self.context.generating("generation"):
             return await run_generator(self.generator, requests, version)
@@ -311,7 +347,8 @@ class RayPPOTrainer(AlgorithmHooks):
         *,
         postprocessed: bool = False,
     ) -> Rollout:
-        """The batch of a step, of finished groups. Metrics are of all groups, those ``rejected`` as well.
+        """The batch of a step, of finished groups. Metrics are of all groups, those ``rejected`` as
+        well.
 
         Args:
             positions: of the prompts of all groups, in the stream.
@@ -332,7 +369,9 @@ class RayPPOTrainer(AlgorithmHooks):
         """Groups to advantages to one or more updates; the policy is then one step newer."""
         self._check_running("train_on")
         if self.global_step == self.context.phases.step:
-            message = "%s.train trains on without end_step: step %d is not logged, evaluated or saved"
+            message = (
+                "%s.train trains on without end_step: step %d is not logged, evaluated or saved"
+            )
             log.warning(message, type(self).__name__, self.global_step)
         with self.timed("train"):
             await self.weight_updates.offload_engines()
@@ -348,7 +387,8 @@ class RayPPOTrainer(AlgorithmHooks):
 
     @asynccontextmanager
     async def keeping_bad(self, rollout: Callable[[], Rollout]) -> AsyncIterator[None]:
-        """Around updates: a batch that ends the run because something in it is not finite is written down."""
+        """Around updates: a batch that ends the run because something in it is not finite is
+        written down."""
         try:
             yield
         except NonFiniteError:
@@ -356,8 +396,10 @@ class RayPPOTrainer(AlgorithmHooks):
             raise
 
     async def learn_from(self, groups: list[Group]) -> None:
-        """The part of ``train_on`` that changes the weights: prepare, then mini-batch by mini-batch."""
-        batch, trainer = await self.prepare(groups), self.cfg.trainer
+        """The part of ``train_on`` that changes the weights: prepare, then mini-batch by
+        mini-batch."""
+        batch = await self.prepare(groups)
+        trainer = self.cfg.trainer
         if batch is not None:
             with self.timed("update"):
                 for _ in range(trainer.update_epochs_per_batch):
@@ -367,33 +409,43 @@ class RayPPOTrainer(AlgorithmHooks):
         self.metrics.update(self.learner.finish(batch))
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch | None:
-        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth training on.
+        """Filter, shape, collate; log-probabilities, KL, advantages. None if no group is worth
+        training on.
 
         Needs whole groups, and all of them at once if the estimator compares prompts.
         """
         from skyasync.rollout.collate import collate_in_turns
 
-        ledger, metrics, own = self.ledger, self.metrics, self.context.solved.own
+        ledger = self.ledger
+        metrics = self.metrics
+        own = self.context.solved.own
         self.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
         self.reporter.prepared(groups)
         self.check_stale(groups)
         if not self.context.refill.active:  # else they were filtered as they came
-            sampled, groups = groups, list(self.filter_groups(groups))
+            sampled = groups
+            groups = list(self.filter_groups(groups))
             rejected = len(sampled) - len(groups)
             if rejected > 0 or self.cfg.trainer.algorithm.dynamic_sampling.type != "none":
-                metrics["dynamic_sampling/rejected"] = metrics.get("dynamic_sampling/rejected", 0.0) + rejected
+                metrics["dynamic_sampling/rejected"] = (
+                    metrics.get("dynamic_sampling/rejected", 0.0) + rejected
+                )
             ledger.reject(own(sampled), own(groups), NO_SIGNAL)
-        whole, groups = groups, self.drop_truncated(groups)
+        whole = groups
+        groups = self.drop_truncated(groups)
         ledger.reject(own(whole), own(groups), TRUNCATED)
         if not groups:
             return None
         batch = self.shape_rewards(await self.ask_roles(await collate_in_turns(groups)))
         scored = self.apply_reward_kl_penalty(await self.learner.scored(batch))
-        return self.add_teacher_advantages(with_advantages(self.compute_advantages_and_returns(scored)))
+        return self.add_teacher_advantages(
+            with_advantages(self.compute_advantages_and_returns(scored))
+        )
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
-        """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next update trains."""
+        """Add the gradient of a part of a prepared batch; ``complete``: it is all that the next
+        update trains."""
         await self.learner.forward_backward(part, complete=complete)
 
     async def optimizer_step(self) -> Metrics:
@@ -403,9 +455,12 @@ class RayPPOTrainer(AlgorithmHooks):
     async def finish_step(self, rollout: Rollout) -> None:
         """The policy is one step newer: count it, and write down what it was trained on.
 
-        Before the engines get the weights, a batch that is not finite is kept, and a step with a spike may be undone.
+        Before the engines get the weights, a batch that is not finite is kept, and a step with a
+        spike may be undone.
         """
-        learner, guard, checkpointer = self.learner, self.guard, self.checkpointer
+        learner = self.learner
+        guard = self.guard
+        checkpointer = self.checkpointer
         own = {group.prompt.id for group in rollout.groups}
         again = [group for group in learner.groups if group.prompt.id not in own]
         learner.groups = []
@@ -422,36 +477,47 @@ class RayPPOTrainer(AlgorithmHooks):
         if guard.must_undo(self.metrics):
             guard.undone(restored := await checkpointer.roll_back())
             rows = read_rows(run_dir.ledger) if run_dir is not None else ()
-            own_rows = [row for row in rows if row["step"] <= self.global_step]  # others are of before a resume
+            own_rows = [
+                row for row in rows if row["step"] <= self.global_step
+            ]  # others are of before a resume
             self.ledger.undo(restored, own_rows)
             self.context.solved.undo(restored)
         if not self.ledger.undone:
             self.context.solved.trained(rollout.groups, self.global_step + 1)
         self.context.progress.trained(rollout.positions)
-        self.metrics.update(self.context.prompts.observe(rollout.results, self.context.progress.position))
+        self.metrics.update(
+            self.context.prompts.observe(rollout.results, self.context.progress.position)
+        )
         if self.cfg.data.replay_groups:
             self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
         checkpointer.between_steps = True
         step = self.global_step
         await self.reporter.ended(step, self.ledger.close(rollout))
-        trained, learner.trained = learner.trained, []
+        trained = learner.trained
+        learner.trained = []
         await self.reporter.trained(step, rollout, trained)
-        if self.context.schedule.reached("export", step) and run_dir is not None:  # while the policy has its devices
+        if (
+            self.context.schedule.reached("export", step) and run_dir is not None
+        ):  # while the policy has its devices
             with self.timed("export"):
                 async with self.context.phases.limited("export"):
-                    await self.context.dispatch.export(run_dir.path / "exports" / f"step_{step:06d}", POLICY)
+                    await self.context.dispatch.export(
+                        run_dir.path / "exports" / f"step_{step:06d}", POLICY
+                    )
 
     # ---------------------------------------------------------------- weight sync
 
     async def sync_policy_weights_to_inference_engines(self) -> None:
-        """Give the newest weights to engines that are idle, in the steps in which that is scheduled."""
+        """Give the newest weights to engines that are idle, in the steps in which that is
+        scheduled."""
         if self.weight_updates.scheduled(last=self.global_step >= self.total_steps):
             async with self.weight_updates.syncing():
                 await self.weight_updates.weight_sync.sync(self.global_step)
             await notify(self, "on_weight_update", self.policy_version)
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """Give the newest weights to busy engines; ``partial_rollout`` decides what becomes of their requests."""
+        """Give the newest weights to busy engines; ``partial_rollout`` decides what becomes of
+        their requests."""
         updates = self.weight_updates
         if not updates.scheduled(last=self.global_step >= self.total_steps):
             return
@@ -466,9 +532,11 @@ class RayPPOTrainer(AlgorithmHooks):
     # ---------------------------------------------------------------- end of a step
 
     async def end_step(self, status: Metrics) -> None:
-        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it is done.
+        """Evaluate, call back, save, log: the same in every plan. A step is logged when all of it
+        is done.
 
-        The step's time ends here. What follows is the next step's, except for evaluation and checkpoint.
+        The step's time ends here. What follows is the next step's, except for evaluation and
+        checkpoint.
         """
         self._check_running("end_step")
         self._open_step = None
@@ -477,10 +545,15 @@ class RayPPOTrainer(AlgorithmHooks):
             await self._end_step()
 
     async def _end_step(self) -> None:
-        metrics, step, phases, schedule = self.metrics, self.global_step, self.context.phases, self.context.schedule
+        metrics = self.metrics
+        step = self.global_step
+        phases = self.context.phases
+        schedule = self.context.schedule
         with phases.timed("counters"):
             async with phases.limited("report of the engines"):
-                metrics |= await self.reporter.end_interval()  # what follows is the next step's time
+                metrics |= (
+                    await self.reporter.end_interval()
+                )  # what follows is the next step's time
         evaluated = schedule.reached("evaluation", step) or step >= self.total_steps
         if evaluated:
             metrics |= await self.evaluate()
@@ -513,7 +586,9 @@ class RayPPOTrainer(AlgorithmHooks):
                     if not self.shares_devices:
                         self.weight_updates.check_awake(type(self).__name__)
                     async with self.context.generating("evaluation"):
-                        sampled, _ = await run_generator(self.generator, requests, self.policy_version)
+                        sampled, _ = await run_generator(
+                            self.generator, requests, self.policy_version
+                        )
                     await self.context.reward_model.add_scores(sampled)
                     groups += sampled
                 self.guard.check_rewards(groups)
@@ -528,7 +603,8 @@ class RayPPOTrainer(AlgorithmHooks):
     async def save_checkpoint(self, *, patient: bool = True) -> Path | None:
         """Model, optimizer, data position and versions; complete or absent.
 
-        The folder, if there is one now: with ``ckpt_async`` it comes later, and extensions are notified then.
+        The folder, if there is one now: with ``ckpt_async`` it comes later, and extensions are
+        notified then.
         """
         folder = await self.checkpointer.save(patient=patient)
         await self._notify_of_checkpoints()
@@ -541,11 +617,13 @@ class RayPPOTrainer(AlgorithmHooks):
     # ---------------------------------------------------------------- around the plan
 
     async def run(self) -> None:
-        """Run the plan: start, resume, sync, evaluate, ``train``, export; flush at the end, whatever happened.
+        """Run the plan: start, resume, sync, evaluate, ``train``, export; flush at the end,
+        whatever happened.
 
         Raises:
-            Exception: the first error, of the plan or of a task that it has made. Trackers and timeline are closed
-                then, and the run has a checkpoint if ``trainer.ckpt_on_exit`` asks for one.
+            Exception: the first error, of the plan or of a task that it has made. Trackers and
+                timeline are closed then, and the run has a checkpoint if ``trainer.ckpt_on_exit``
+                asks for one.
         """
         self.context.phases.plan_runs = True
         try:
@@ -569,22 +647,39 @@ class RayPPOTrainer(AlgorithmHooks):
             await self._end_open_step()
         except RunStopped:
             if self.context.stop_reason:
-                log.info("the run ends after step %d: %s", self.global_step, self.context.stop_reason)
+                log.info(
+                    "the run ends after step %d: %s", self.global_step, self.context.stop_reason
+                )
 
     async def _end_run(self, steps_before: int) -> None:
-        context, phases, trainer = self.context, self.context.phases, self.cfg.trainer
+        context = self.context
+        phases = self.context.phases
+        trainer = self.cfg.trainer
         if context.stop_reason and context.run_dir is not None:
             give_reason(context.run_dir.path, f"step {self.global_step}: {context.stop_reason}")
         phases.name = "finishing"
         steps = trainer.max_training_steps
         if self.global_step < steps and not context.length.batches_left:
-            log.warning("the data has ended with step %d of trainer.max_training_steps=%d", self.global_step, steps)
+            log.warning(
+                "the data has ended with step %d of trainer.max_training_steps=%d",
+                self.global_step,
+                steps,
+            )
         elif self.trains_all and self.global_step < self.total_steps and not context.stop_reason:
-            name, done, total = type(self).__name__, self.global_step, self.total_steps
+            name = type(self).__name__
+            done = self.global_step
+            total = self.total_steps
             if done == steps_before:
-                hint = "" if trainer.epochs else "; a loop over trainer.epochs=0 has no pass"
-                raise UserError(f"{name}.train has ended without a step, and {total - done} steps are left{hint}")
-            log.warning("%s.train has ended with step %d of %d: prompts are left", name, done, total)
+                if trainer.epochs:
+                    hint = ""
+                else:
+                    hint = "; a loop over trainer.epochs=0 has no pass"
+                raise UserError(
+                    f"{name}.train has ended without a step, and {total - done} steps are left{hint}"
+                )
+            log.warning(
+                "%s.train has ended with step %d of %d: prompts are left", name, done, total
+            )
         exports = {POLICY: trainer.export_path}
         if ROLES[CRITIC_ROLE].enabled_if(self.cfg):
             exports[CRITIC_ROLE] = trainer.critic.export_path
@@ -595,7 +690,8 @@ class RayPPOTrainer(AlgorithmHooks):
                 async with phases.limited("export"):
                     await context.dispatch.export(Path(folder), role)
         await notify(self, "on_end")
-        if problem := self.checkpointer.problem:  # a run that seems well would hide it
+        problem = self.checkpointer.problem
+        if problem:  # a run that seems well would hide it
             raise UserError(f"the run has ended, but {problem}")
         phases.name = "finished"
 
@@ -606,7 +702,9 @@ class RayPPOTrainer(AlgorithmHooks):
         evaluated_s = phases.evaluation_s()
         resumed = await self.checkpointer.resume()
         if self.guard.rolls_back and not resumed:
-            await self.save_checkpoint()  # of the initial weights: the first step may be one to undo
+            await (
+                self.save_checkpoint()
+            )  # of the initial weights: the first step may be one to undo
         await self.sync_policy_weights_to_inference_engines()
         await notify(self, "on_start")
         if self.cfg.trainer.eval_before_train and not resumed:
@@ -620,17 +718,26 @@ class RayPPOTrainer(AlgorithmHooks):
 
     async def _begin_step(self, step: int) -> None:
         self.context.phases.begin_step(step)
-        if step <= self.total_steps:  # after the last step there are metrics to take, and no step begins
+        if (
+            step <= self.total_steps
+        ):  # after the last step there are metrics to take, and no step begins
             await notify(self, "on_step_begin", step)
 
     async def _save_on_exit(self) -> None:
-        """Leave a checkpoint of the last whole step, if the settings ask for it and there is none yet."""
-        checkpointer, phases, step = self.checkpointer, self.context.phases, self.global_step
+        """Leave a checkpoint of the last whole step, if the settings ask for it and there is none
+        yet."""
+        checkpointer = self.checkpointer
+        phases = self.context.phases
+        step = self.global_step
         phases.name = "saving"
         async with phases.limited("checkpoint"):
             await checkpointer.arrived(wait=True)
         await self._notify_of_checkpoints()
-        if checkpointer.saves_on_exit and checkpointer.between_steps and step > checkpointer.saved_step:
+        if (
+            checkpointer.saves_on_exit
+            and checkpointer.between_steps
+            and step > checkpointer.saved_step
+        ):
             unlogged = step >= phases.step  # trained, but its end was not reached
             if unlogged:
                 self.reporter.write_now(self.metrics, step)
@@ -655,7 +762,8 @@ class RayPPOTrainer(AlgorithmHooks):
             )
 
     def check_stale(self, groups: Sequence[Group]) -> None:
-        """Whether a plan that calls itself synchronous is, by the tokens' versions, if stale ones are not corrected.
+        """Whether a plan that calls itself synchronous is, by the tokens' versions, if stale ones
+        are not corrected.
 
         Raises:
             UserError: for the first batch that an older policy has sampled.
@@ -664,7 +772,9 @@ class RayPPOTrainer(AlgorithmHooks):
             return
         step = self.context.progress.step
         actions = (action for group in groups for t in group.trajectories for action in t.actions)
-        oldest = min((int(action.versions.min()) for action in actions if len(action.tokens)), default=step)
+        oldest = min(
+            (int(action.versions.min()) for action in actions if len(action.tokens)), default=step
+        )
         if oldest < step:
             raise UserError(
                 f"{type(self).__name__}.train trains samples of policy version {oldest} in step "
@@ -673,7 +783,8 @@ class RayPPOTrainer(AlgorithmHooks):
                 f"`asynchronous = True` in the class and trainer.allow_uncorrected=true"
             )
 
-    # ---------------------------------------------------------------- what plans, hooks and callbacks read
+    # ---------------------------------------------------------------- what plans, hooks and
+    # callbacks read
 
     @property
     def global_step(self) -> int:
@@ -726,11 +837,17 @@ class RayPPOTrainer(AlgorithmHooks):
         return self.weight_updates.weight_sync
 
     def timed(
-        self, name: str, into: Metrics | None = None, track: str = "trainer", step: int | None = None
+        self,
+        name: str,
+        into: Metrics | None = None,
+        track: str = "trainer",
+        step: int | None = None,
     ) -> AbstractContextManager[None]:
-        """Measure a phase of a step, by default the current one: a span on the timeline and ``time/<name>_s``."""
+        """Measure a phase of a step, by default the current one: a span on the timeline and
+        ``time/<name>_s``."""
         return self.context.phases.timed(name, into, track, step)
 
     async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Await something another part does, and account for the time as idle (``time/wait_<what>_s``)."""
+        """Await something another part does, and account for the time as idle
+        (``time/wait_<what>_s``)."""
         return await self.context.phases.waiting(what, awaitable)

@@ -1,9 +1,9 @@
 """How new weights reach the engines, and who has the devices meanwhile.
 
-Invariant: a version is announced (``policy_version``) when every engine computes with it, and then verified. Engines
-that share their devices with the policy (``trainer.placement.colocate_all``) sleep from the beginning of a training
-step to the next sync, which wakes them; requests wait in between. Hybrid engines, next to others, sleep until the
-policy waits for a batch.
+Invariant: a version is announced (``policy_version``) when every engine computes with it, and then
+verified. Engines that share their devices with the policy (``trainer.placement.colocate_all``)
+sleep from the beginning of a training step to the next sync, which wakes them; requests wait in
+between. Hybrid engines, next to others, sleep until the policy waits for a batch.
 
 | who waits                             | for what                        | woken by                           |
 |---------------------------------------|---------------------------------|------------------------------------|
@@ -52,8 +52,10 @@ class WeightUpdates:
     def __init__(self, context: RunContext) -> None:
         self.colocation: Colocation | None = None
         self.gate = RolloutGate()
-        self._cfg, self._client = context.cfg.trainer, context.client
-        self._progress, self._phases = context.progress, context.phases
+        self._cfg = context.cfg.trainer
+        self._client = context.client
+        self._progress = context.progress
+        self._phases = context.phases
         self._comparable = samples_as_scored(context.cfg.generator.sampling_params)
         self._announced = False  # the engines have got weights at all
         self._wake_s = self._sleep_s = 0.0
@@ -61,10 +63,13 @@ class WeightUpdates:
     @property
     def switch_s(self) -> float:
         """Seconds that the devices' last change to hybrid engines took, and the one back."""
-        return self._wake_s + self._sleep_s if self._wake_s else 0.0
+        if self._wake_s:
+            return self._wake_s + self._sleep_s
+        return 0.0
 
     def scheduled(self, last: bool) -> bool:
-        """Whether weights are synced now: at first, every ``trainer.sync_interval`` steps, and in the end."""
+        """Whether weights are synced now: at first, every ``trainer.sync_interval`` steps, and in
+        the end."""
         return last or not self._announced or self._progress.step % self._cfg.sync_interval == 0
 
     @asynccontextmanager
@@ -79,7 +84,8 @@ class WeightUpdates:
 
     @asynccontextmanager
     async def engines_paused(self) -> AsyncIterator[None]:
-        """Around an in-flight weight update: requests go on, or (``partial_rollout=recompute``) as new requests."""
+        """Around an in-flight weight update: requests go on, or (``partial_rollout=recompute``) as
+        new requests."""
         recompute = self._cfg.partial_rollout == "recompute"
         self._comparable = self._comparable and recompute  # else caches are of older weights
         await (self._client.cut() if recompute else self._client.pause("keep"))
@@ -104,7 +110,8 @@ class WeightUpdates:
             self.weight_sync.sampled(self._progress.step, metrics["gap/mean"])
 
     async def offload_engines(self) -> None:
-        """Put engines that share devices with the policy to sleep. Their requests continue at others, or wait."""
+        """Put engines that share devices with the policy to sleep. Their requests continue at
+        others, or wait."""
         if self.colocation is not None:
             began = self._phases.now()
             with self._phases.timed("sleep"):
@@ -113,7 +120,8 @@ class WeightUpdates:
             self._sleep_s = self._phases.now() - began
 
     async def wake_engines(self) -> None:
-        """Give hybrid engines the policy's devices, and the newest weights, until ``offload_engines``."""
+        """Give hybrid engines the policy's devices, and the newest weights, until
+        ``offload_engines``."""
         assert self.colocation is not None, "a plan with hybrid engines has a Colocation"
         began = self._phases.now()
         with self._phases.timed("wake"):
@@ -122,7 +130,8 @@ class WeightUpdates:
         self._wake_s = self._phases.now() - began
 
     def check_awake(self, plan: str) -> None:
-        """Raises UserError if a plan generates between a training step and the sync that follows it."""
+        """Raises UserError if a plan generates between a training step and the sync that follows
+        it."""
         if self.colocation is not None and not self.colocation.engines_are_awake:
             raise UserError(
                 f"{plan} generates after training without a weight sync in between, when "

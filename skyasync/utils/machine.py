@@ -25,7 +25,8 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without; ``card`` is their name."""
+    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without; ``card``
+    is their name."""
 
     gpus: int
     gpu_memory: int
@@ -37,7 +38,10 @@ def this_machine() -> Machine:
     """This machine, as ``nvidia-smi``, the kernel and the container's limit describe it."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [] if visible in HIDDEN else _gpus()
-    count = len(gpus) if visible is None else min(len(gpus), len(visible.split(",")))
+    if visible is None:
+        count = len(gpus)
+    else:
+        count = min(len(gpus), len(visible.split(",")))
     size, card = min(gpus, default=(0, ""))
     return Machine(count, size, _host_memory(), card)
 
@@ -45,7 +49,9 @@ def this_machine() -> Machine:
 def _gpus() -> list[tuple[int, str]]:
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        answer = subprocess.run(
+            query, capture_output=True, text=True, timeout=10, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     lines = (line.partition(", ") for line in answer.splitlines())
@@ -69,8 +75,8 @@ _ANY_PORT = 9  # nothing is sent there
 def interface_towards(host: str) -> str:
     """Name the network interface by which this machine reaches a host; "" if that cannot be told.
 
-    gloo otherwise takes the interface of this machine's own name, which Debian and Ubuntu resolve to 127.0.1.1: ranks
-    of two nodes would not meet.
+    gloo otherwise takes the interface of this machine's own name, which Debian and Ubuntu resolve
+    to 127.0.1.1: ranks of two nodes would not meet.
     """
     interfaces = [name for _, name in socket.if_nameindex()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
@@ -98,7 +104,8 @@ def interface_towards(host: str) -> str:
 
 
 class ProcessIdentity(NamedTuple):
-    """Which process an actor is, so that it can be ended from outside when it answers nothing any more.
+    """Which process an actor is, so that it can be ended from outside when it answers nothing any
+    more.
 
     ``node``: Ray's. ``born``: in the kernel's ticks.
     """

@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: its files, their sizes and checksums. The manifest has a checksum of its own.
+"""The manifest of a checkpoint: its files, their sizes and checksums. The manifest has a checksum
+of its own.
 
-Invariant: a digest is taken of the bytes that are given to the file system, not of what it returns later. A file that
-arrived damaged differs from one that was written. What a manifest lists is on the disk before the manifest is.
+Invariant: a digest is taken of the bytes that are given to the file system, not of what it returns
+later. A file that arrived damaged differs from one that was written. What a manifest lists is on
+the disk before the manifest is.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class SummingFile(io.BufferedWriter):
 
     def __init__(self, path: Path) -> None:
         super().__init__(io.FileIO(path, "w"))
-        self.size, self.digest = 0, xxhash.xxh3_64()
+        self.size = 0
+        self.digest = xxhash.xxh3_64()
 
     def write(self, data: ReadableBuffer, /) -> int:
         written = super().write(data)
@@ -60,7 +63,8 @@ class SummingFile(io.BufferedWriter):
 
 @contextmanager
 def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
-    """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must hold."""
+    """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must
+    hold."""
     with SummingFile(path) as file:
         yield file
     into[name] = FileSum(file.size, file.digest.hexdigest())
@@ -89,7 +93,8 @@ def sync_folder(path: Path) -> None:
 
 
 def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Write the manifest of a folder, last of all its files; then every name in it is on the disk."""
+    """Write the manifest of a folder, last of all its files; then every name in it is on the
+    disk."""
     entries = {name: asdict(sums[name]) for name in sorted(sums)}
     text = json.dumps({**entries, NAME: _own_sum(entries)}, indent=1)
     with summed(folder / NAME, {}, NAME) as file:
@@ -108,7 +113,9 @@ def read(folder: Path) -> Sums:
     try:
         entries = json.loads((folder / NAME).read_text(encoding="utf-8"))
         checksum = entries.pop(NAME)
-        sums = {name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()}
+        sums = {
+            name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()
+        }
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{NAME} cannot be understood") from error
     if checksum != _own_sum(entries):
@@ -117,8 +124,11 @@ def read(folder: Path) -> Sums:
 
 
 def unlisted(folder: Path, sums: Mapping[str, FileSum]) -> list[str]:
-    """Files of a folder that its manifest does not list, but for hidden ones, which file systems and tools leave."""
-    files = (path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file())
+    """Files of a folder that its manifest does not list, but for hidden ones, which file systems
+    and tools leave."""
+    files = (
+        path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file()
+    )
     return sorted(set(files) - sums.keys() - {NAME})
 
 

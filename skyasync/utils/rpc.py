@@ -1,10 +1,11 @@
 """Calls to processes that carry out many at once: environments and agent programs.
 
-Invariant: every call is answered exactly once within about ``limit_s`` of its start, with its result or with an error
-that names its cause. A process that is lost or stuck is replaced; its calls fail with ``ProcessLostError``.
+Invariant: every call is answered exactly once within about ``limit_s`` of its start, with its
+result or with an error that names its cause. A process that is lost or stuck is replaced; its calls
+fail with ``ProcessLostError``.
 
-Calls that are posted in one turn of the event loop travel in one message, and answers return in small batches as calls
-finish. What the process does with them is in ``rpc_server``.
+Calls that are posted in one turn of the event loop travel in one message, and answers return in
+small batches as calls finish. What the process does with them is in ``rpc_server``.
 
 | who waits                      | for what    | woken by                                                    |
 |--------------------------------|-------------|-------------------------------------------------------------|
@@ -37,7 +38,9 @@ log = logging.getLogger(__name__)
 START_S = 120.0  # for a new process, and for what it imports before its first call
 GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
 CLOSE_S = 30.0  # for a call that ends another one, if calls have no limit
-HEARTBEAT_S = 5.0  # an exchange without answers ends after this, which shows that the process is alive
+HEARTBEAT_S = (
+    5.0  # an exchange without answers ends after this, which shows that the process is alive
+)
 TURN_ANSWERS = 64  # passed on in one turn of the event loop
 MOST_HUNG = 4  # calls that may hang in a process before it is replaced
 
@@ -49,7 +52,8 @@ class ProcessLostError(RuntimeError):
 
 
 class WorkerStartError(ProcessLostError, UserError):
-    """The process ended while it was loading: the loaded code may be to blame, or whatever ended the process."""
+    """The process ended while it was loading: the loaded code may be to blame, or whatever ended
+    the process."""
 
 
 class Call(NamedTuple):
@@ -78,12 +82,14 @@ _keys = count()
 
 
 def key_of(name: str) -> str:
-    """A new one: an episode may start again while calls of the previous one, of the same name, are on their way."""
+    """A new one: an episode may start again while calls of the previous one, of the same name, are
+    on their way."""
     return f"{name}#{next(_keys)}"
 
 
 class Service(Protocol):
-    """What a server carries out. Calls of one key never overlap; "close" may, which ends what it names."""
+    """What a server carries out. Calls of one key never overlap; "close" may, which ends what it
+    names."""
 
     @property
     def load(self) -> Callable[..., None]:
@@ -104,7 +110,8 @@ class Service(Protocol):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """A transient error is tried again after growing pauses, at most so often, and then raised like any other.
+    """A transient error is tried again after growing pauses, at most so often, and then raised like
+    any other.
 
     Each try has the time limit of the first. Pauses are spent on the caller's event loop.
 
@@ -126,11 +133,16 @@ class RetryPolicy:
     def is_transient(self, error: BaseException) -> bool:
         """Whether an error, or what it derives from, is transient."""
         bases = type(error).__mro__
-        known = {name for base in bases for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")}
+        known = {
+            name
+            for base in bases
+            for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")
+        }
         return isinstance(error, TransientError) or not known.isdisjoint(self.names)
 
     def as_transient(self, error: Exception) -> Exception:
-        """The error; as a ``TransientError`` if it is one by its name, which may not survive the way back."""
+        """The error; as a ``TransientError`` if it is one by its name, which may not survive the
+        way back."""
         if not self.is_transient(error) or isinstance(error, TransientError):
             return error
         transient = TransientError(f"{type(error).__qualname__}: {error}")
@@ -139,7 +151,8 @@ class RetryPolicy:
         return transient
 
     async def wait(self, number: int, what: str, error: BaseException) -> bool:
-        """Pause before try ``number`` (the second is 1), for a random part of the time; false if there is none."""
+        """Pause before try ``number`` (the second is 1), for a random part of the time; false if
+        there is none."""
         if number > self.tries:
             return False
         kind = headline(error).partition(":")[0]
@@ -169,13 +182,16 @@ async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
 
 
 def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loads) -> Exception:
-    """The error itself if it can be sent to another process, which has ``loads``; else one that says the same."""
+    """The error itself if it can be sent to another process, which has ``loads``; else one that
+    says the same."""
     try:
         if isinstance(loads(pickle.dumps(error)), Exception):
             return error  # type: ignore[return-value]
     except Exception:
         pass
-    kind = next((kind for kind in (TransientError, UserError) if isinstance(error, kind)), RuntimeError)
+    kind = next(
+        (kind for kind in (TransientError, UserError) if isinstance(error, kind)), RuntimeError
+    )
     stand_in = kind(f"{type(error).__qualname__}: {error}")
     for note in vars(error).get("__notes__", ()):
         stand_in.add_note(note)
@@ -187,7 +203,8 @@ def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loa
 
 @dataclass(eq=False)
 class LocalTransport:
-    """A service on its caller's event loop, for runs in one process: no threads, and no clock but the event loop's.
+    """A service on its caller's event loop, for runs in one process: no threads, and no clock but
+    the event loop's.
 
     Quick calls are carried out at once, those that await as tasks.
     """
@@ -197,7 +214,8 @@ class LocalTransport:
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     async def load(self, *args: object) -> Exception | None:
-        """Have the service load something; the error that this raised there. Raises if the process is gone."""
+        """Have the service load something; the error that this raised there. Raises if the process
+        is gone."""
         try:
             self.service.load(*args)
         except Exception as error:
@@ -209,11 +227,15 @@ class LocalTransport:
         answers = []
         for call in calls:
             if self.service.is_async(call):
-                self._tasks.add(asyncio.create_task(within(self.limit_s or None, self.service, call)))
+                self._tasks.add(
+                    asyncio.create_task(within(self.limit_s or None, self.service, call))
+                )
             else:
                 answers.append(await self.service.run(call))
         if not answers and self._tasks:
-            await asyncio.wait(self._tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                self._tasks, timeout=HEARTBEAT_S, return_when=asyncio.FIRST_COMPLETED
+            )
         ended = {task for task in self._tasks if task.done()}
         self._tasks -= ended
         return answers + [task.result() for task in ended], 0
@@ -236,7 +258,11 @@ class RayTransport:
     """
 
     def __init__(
-        self, make: Callable[[], Service], limit_s: float, max_threads: int = 512, options: dict[str, Any] | None = None
+        self,
+        make: Callable[[], Service],
+        limit_s: float,
+        max_threads: int = 512,
+        options: dict[str, Any] | None = None,
     ) -> None:
         import ray
 
@@ -286,13 +312,19 @@ class RpcClient:
     """
 
     def __init__(
-        self, transport: RpcTransport, what: str, silence_s: float, notify: Callable[[RpcClient], None]
+        self,
+        transport: RpcTransport,
+        what: str,
+        silence_s: float,
+        notify: Callable[[RpcClient], None],
     ) -> None:
         self.worker = transport
         self.hung = 0
         self.lost: Exception | None = None
         self.keys: set[str] = set()
-        self._what, self._silence_s, self._notify = what, silence_s, notify
+        self._what = what
+        self._silence_s = silence_s
+        self._notify = notify
         self._numbers = count()
         self._outbox: list[Call] = []
         self._collectors = 0
@@ -343,7 +375,8 @@ class RpcClient:
             return
         self.lost = error or RuntimeError("it was ended")
         self.worker.kill()
-        unanswered, self.unanswered = self.unanswered, {}
+        unanswered = self.unanswered
+        self.unanswered = {}
         for call, future in unanswered.values():
             if not future.done():
                 future.set_exception(self._loss(call))
@@ -363,7 +396,8 @@ class RpcClient:
             raise problem
 
     def _send(self) -> None:
-        calls, self._outbox = self._outbox, []
+        calls = self._outbox
+        self._outbox = []
         if self.lost is None:
             self._start(self._exchange(calls))
 
@@ -374,7 +408,9 @@ class RpcClient:
                 answers, self.hung = await self.worker.exchange(calls)
         except Exception as error:
             silent = isinstance(error, TimeoutError) and timer.expired()
-            return self.kill(TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error)
+            return self.kill(
+                TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error
+            )
         finally:
             self._exchanges -= 1
         if self.lost is not None:
@@ -395,7 +431,9 @@ class RpcClient:
         self._notify(self)
 
     def _loss(self, call: Call) -> ProcessLostError:
-        error = ProcessLostError(f"the process that runs {self._what} of {call.name} is lost: {self.lost}")
+        error = ProcessLostError(
+            f"the process that runs {self._what} of {call.name} is lost: {self.lost}"
+        )
         error.__cause__ = self.lost
         return error
 
@@ -403,21 +441,26 @@ class RpcClient:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # its caller may be cancelled
+        task.add_done_callback(
+            lambda ended: ended.cancelled() or ended.exception()
+        )  # its caller may be cancelled
         return task
 
 
 class RpcPool:
     """A number of processes. One that is lost is replaced at once.
 
-    One in which too many calls hang gets no new work: another takes its place, and it is ended after its last work.
+    One in which too many calls hang gets no new work: another takes its place, and it is ended
+    after its last work.
 
     Args:
         start: starts a process; called again for each one that must be replaced.
         what: runs there, for messages.
     """
 
-    def __init__(self, start: Callable[[], RpcTransport], count: int, what: str, silence_s: float) -> None:
+    def __init__(
+        self, start: Callable[[], RpcTransport], count: int, what: str, silence_s: float
+    ) -> None:
         self._start = lambda: RpcClient(start(), what, silence_s, self.look_at)
         self._count = count
         self.processes: list[RpcClient] = []
@@ -447,7 +490,8 @@ class RpcPool:
         self.look_at(process)
 
     def look_at(self, process: RpcClient) -> None:
-        """Replace a process that is lost or stuck; end one that was replaced and has no work left."""
+        """Replace a process that is lost or stuck; end one that was replaced and has no work
+        left."""
         if process in self.processes:
             if process.lost is not None or process.hung >= MOST_HUNG:
                 self.processes[self.processes.index(process)] = self._start()
@@ -457,12 +501,15 @@ class RpcPool:
 
     def close(self) -> None:
         """Kill all processes."""
-        processes, self.processes = self.processes, []  # ``look_at`` is to replace none
+        # ``look_at`` is to replace none
+        processes = self.processes
+        self.processes = []
         for process in processes:
             process.kill()
 
     def end(self) -> None:
         """Ask all processes to end, with their work in flight."""
-        processes, self.processes = self.processes, []
+        processes = self.processes
+        self.processes = []
         for process in processes:
             process.worker.end()

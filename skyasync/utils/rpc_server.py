@@ -1,7 +1,8 @@
-"""A process that carries out many calls at once (see ``rpc``): each on an event loop if it awaits, else in a thread.
+"""A process that carries out many calls at once (see ``rpc``): each on an event loop if it awaits,
+else in a thread.
 
-The loop that sends and receives messages runs no code of the user: calls that await share an event loop in a thread of
-its own.
+The loop that sends and receives messages runs no code of the user: calls that await share an event
+loop in a thread of its own.
 
 | who waits              | for what | woken by                                            |
 |------------------------|----------|-----------------------------------------------------|
@@ -23,7 +24,16 @@ from math import inf, isfinite
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from skyasync.utils.rpc import CLOSE_S, GRACE_S, HEARTBEAT_S, Answer, Call, Service, portable, within
+from skyasync.utils.rpc import (
+    CLOSE_S,
+    GRACE_S,
+    HEARTBEAT_S,
+    Answer,
+    Call,
+    Service,
+    portable,
+    within,
+)
 
 if TYPE_CHECKING:
     from skyasync.utils.machine import ProcessIdentity
@@ -45,7 +55,8 @@ class RpcServer:
     """
 
     def __init__(self, make: Callable[[], Service], limit_s: float, max_threads: int = 512) -> None:
-        self._service, self._limit_s = make(), limit_s
+        self._service = make()
+        self._limit_s = limit_s
         self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
             self._run_in_thread, self._answer, most=max_threads, limit_s=limit_s or float("inf")
         )
@@ -67,14 +78,25 @@ class RpcServer:
             loop = asyncio.get_running_loop()
             if awaiting and self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="calls that await", daemon=True).start()
-            for call in calls:  # without a task per call on this loop, which would cost as much again
+                threading.Thread(
+                    target=self._loop.run_forever, name="calls that await", daemon=True
+                ).start()
+            for (
+                call
+            ) in calls:  # without a task per call on this loop, which would cost as much again
                 if self._loop is None or call.number not in awaiting:
                     continue
                 limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
-                timer = None if limit_s is None else loop.call_later(limit_s + GRACE_S, self._end, call)
-                running = asyncio.run_coroutine_threadsafe(within(limit_s, self._service, call), self._loop)
-                running.add_done_callback(partial(loop.call_soon_threadsafe, self._end, call, timer))
+                if limit_s is None:
+                    timer = None
+                else:
+                    timer = loop.call_later(limit_s + GRACE_S, self._end, call)
+                running = asyncio.run_coroutine_threadsafe(
+                    within(limit_s, self._service, call), self._loop
+                )
+                running.add_done_callback(
+                    partial(loop.call_soon_threadsafe, self._end, call, timer)
+                )
             self._threads.submit([call for call in calls if call.number not in awaiting])
         answers = await self._outgoing.collect(HEARTBEAT_S)
         return answers, self._threads.hung + len(self._hanging)
@@ -111,8 +133,14 @@ class RpcServer:
             answer = Answer(call.number, None, self._service.overdue(call))
         self._outgoing.put(answer)
 
-    def _end(self, call: Call, timer: asyncio.TimerHandle | None = None, ended: Future[Answer] | None = None) -> None:
-        """A call that awaits has ended; or (without ``ended``) it hangs: it was cancelled, or blocks its event loop."""
+    def _end(
+        self,
+        call: Call,
+        timer: asyncio.TimerHandle | None = None,
+        ended: Future[Answer] | None = None,
+    ) -> None:
+        """A call that awaits has ended; or (without ``ended``) it hangs: it was cancelled, or
+        blocks its event loop."""
         if timer is not None:
             timer.cancel()
         if ended is None:
@@ -131,18 +159,24 @@ class RpcServer:
         except StopIteration as ended:
             answer: Answer = ended.value
             return answer
-        except asyncio.CancelledError as error:  # raised by what does not await; it would end the thread
-            return Answer(call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}"))
+        except (
+            asyncio.CancelledError
+        ) as error:  # raised by what does not await; it would end the thread
+            return Answer(
+                call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}")
+            )
         coroutine.close()
         problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
         return Answer(call.number, None, TypeError(problem))
 
 
 class AnswerBatches:
-    """Answers on their way back, in small batches; each is collected exactly once. ``put`` may be called in any thread.
+    """Answers on their way back, in small batches; each is collected exactly once. ``put`` may be
+    called in any thread.
 
-    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``): the engine then
-    gets the first requests of these episodes together, so that what it computes does not depend on threads' timing.
+    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``):
+    the engine then gets the first requests of these episodes together, so that what it computes
+    does not depend on threads' timing.
     """
 
     def __init__(self) -> None:
@@ -169,7 +203,8 @@ class AnswerBatches:
             self._answers.append(answer)
             self._open.discard(answer.number)
             self._opening.discard(answer.number)
-            last, arm = not self._open, not self._armed
+            last = not self._open
+            arm = not self._armed
             self._armed = True
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
@@ -192,7 +227,8 @@ class AnswerBatches:
             return []
         self._ready = None
         with self._lock:
-            answers, self._answers = self._answers, []
+            answers = self._answers
+            self._answers = []
         return answers
 
     def _deliver(self) -> None:
@@ -200,14 +236,16 @@ class AnswerBatches:
             if self._opening and time.monotonic() < self._opening_until:
                 asyncio.get_running_loop().call_later(LINGER_S, self._deliver)
                 return
-            self._opening, self._armed = set(), False
+            self._opening = set()
+            self._armed = False
             ready = self._ready if self._answers else None
         if ready is not None:
             ready.set()
 
 
 class RpcActor(RpcServer):
-    """A server in a Ray actor, which speaks in plain data: tuples take a third of the time to travel."""
+    """A server in a Ray actor, which speaks in plain data: tuples take a third of the time to
+    travel."""
 
     async def identity(self) -> ProcessIdentity:
         from skyasync.utils.machine import ProcessIdentity
@@ -218,14 +256,17 @@ class RpcActor(RpcServer):
         """The module of a user's class is imported where that may take its time."""
         return await self._loaded(lambda: self._service.load(*pickle.loads(args)))
 
-    async def exchange_tuples(self, calls: Sequence[tuple[Any, ...]]) -> tuple[list[tuple[Any, ...]], int]:
+    async def exchange_tuples(
+        self, calls: Sequence[tuple[Any, ...]]
+    ) -> tuple[list[tuple[Any, ...]], int]:
         answers, hung = await self.exchange([Call(*call) for call in calls])
         return [tuple(answer) for answer in answers], hung
 
 
 @dataclass(eq=False, slots=True)
 class _RunningJob(Generic[T]):
-    """``since``: when its time limit began (``time.monotonic``); infinite while the limit does not apply."""
+    """``since``: when its time limit began (``time.monotonic``); infinite while the limit does not
+    apply."""
 
     job: T
     since: float
@@ -236,7 +277,8 @@ _thread = threading.local()  # ``running``: the job of a thread of ``DaemonThrea
 
 @contextmanager
 def separate_limit() -> Iterator[None]:
-    """A wait that has a limit of its own: the limit of the job that this thread runs begins again after it.
+    """A wait that has a limit of its own: the limit of the job that this thread runs begins again
+    after it.
 
     Has no effect in threads that ``DaemonThreads`` did not start.
     """
@@ -252,23 +294,33 @@ def separate_limit() -> Iterator[None]:
 
 
 class DaemonThreads(Generic[T, R]):
-    """Runs ``work(job)``, which may block or hang, in threads, and passes its result to ``answer(job, result)``.
+    """Runs ``work(job)``, which may block or hang, in threads, and passes its result to
+    ``answer(job, result)``.
 
-    Jobs are started in the order given. Each is answered exactly once: with its result, or with None when it has run
-    for ``limit_s`` (see ``separate_limit``). A thread that hangs cannot be ended; another one takes its place.
-    (``ThreadPoolExecutor`` waits for its threads at exit, so that one that hangs would keep its process alive.)
+    Jobs are started in the order given. Each is answered exactly once: with its result, or with
+    None when it has run for ``limit_s`` (see ``separate_limit``). A thread that hangs cannot be
+    ended; another one takes its place. (``ThreadPoolExecutor`` waits for its threads at exit, so
+    that one that hangs would keep its process alive.)
 
     Args:
         work: must not raise.
-        answer: called in any thread; with None for a job that hangs (what its ``work`` returns later is dropped).
+        answer: called in any thread; with None for a job that hangs (what its ``work`` returns
+            later is dropped).
         most: threads at once, those that hang not counted.
     """
 
     def __init__(
-        self, work: Callable[[T], R], answer: Callable[[T, R | None], None], *, most: int, limit_s: float
+        self,
+        work: Callable[[T], R],
+        answer: Callable[[T, R | None], None],
+        *,
+        most: int,
+        limit_s: float,
     ) -> None:
-        self._work, self._answer = work, answer
-        self._most, self._limit_s = most, limit_s
+        self._work = work
+        self._answer = answer
+        self._most = most
+        self._limit_s = limit_s
         self._jobs: SimpleQueue[tuple[T] | None] = SimpleQueue()  # None ends a thread
         self._running: set[_RunningJob[T]] = set()  # the thread that removes a job answers it
         self._lock = threading.Lock()
@@ -317,7 +369,8 @@ class DaemonThreads(Generic[T, R]):
             return True
 
     def _watch(self) -> None:
-        """Find jobs that hang. A limit that begins later ends later, so it sleeps until the first one ends."""
+        """Find jobs that hang. A limit that begins later ends later, so it sleeps until the first
+        one ends."""
         sleep_s = self._limit_s
         while not self._closed.wait(sleep_s):
             latest = time.monotonic() - self._limit_s

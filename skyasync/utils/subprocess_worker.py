@@ -1,11 +1,13 @@
-"""Worker processes for functions that may do anything: each calls one at a time, and is killed at its time limit.
+"""Worker processes for functions that may do anything: each calls one at a time, and is killed at
+its time limit.
 
-Invariant: ``SubprocessWorker.call`` returns its own result or raises within the limit, sending and receiving included;
-a function may hang, hold the interpreter lock, exit, crash, fork, or write to the worker's socket. A result
-has the number of its call, and a worker that sends anything else is killed. The worker's process group is killed with
-it: all that its functions have started, unless that has a group of its own. Results are data: reading one runs no
-code of the function. Functions run in the worker's main thread, so that their own signals work as well. If its parent
-was killed, a worker ends too: at once if it is idle, else after the processor time that the limit allows.
+Invariant: ``SubprocessWorker.call`` returns its own result or raises within the limit, sending and
+receiving included; a function may hang, hold the interpreter lock, exit, crash, fork, or write to
+the worker's socket. A result has the number of its call, and a worker that sends anything else is
+killed. The worker's process group is killed with it: all that its functions have started, unless
+that has a group of its own. Results are data: reading one runs no code of the function. Functions
+run in the worker's main thread, so that their own signals work as well. If its parent was killed, a
+worker ends too: at once if it is idle, else after the processor time that the limit allows.
 
 | who waits                | for what            | woken by                                                        |
 |--------------------------|---------------------|-----------------------------------------------------------------|
@@ -41,7 +43,9 @@ from skyasync.utils.rpc import START_S, portable
 
 CHUNK = 1 << 20  # bytes that are read at once
 MOST = 64 << 20  # bytes of an answer
-_HEAD, _MARK = struct.Struct("!4sQ"), b"call"  # of a message: a mark, and the number of bytes after it
+# of a message: a mark, and the number of bytes after it
+_HEAD = struct.Struct("!4sQ")
+_MARK = b"call"
 
 
 class NoAnswerError(Exception):
@@ -64,13 +68,15 @@ class SubprocessWorker:
                 env={**os.environ, "PYTHONPATH": path},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal is not for it; and a group, which is killed with it
+                # Ctrl-C in the terminal is not for it; and a group, which is killed with it
+                start_new_session=True,
             )
         self._stop = finalize(self, _kill, process)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is alive and has sent nothing between calls; else it is killed, for what an earlier call left."""
+        """Whether it is alive and has sent nothing between calls; else it is killed, for what an
+        earlier call left."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
@@ -113,8 +119,10 @@ class SubprocessWorker:
             self._stop()
 
     def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
-        number, limit_s = next(self._numbers), message[-1]
-        request, deadline = pickle.dumps((number, *message)), time.monotonic() + limit_s
+        number = next(self._numbers)
+        limit_s = message[-1]
+        request = pickle.dumps((number, *message))
+        deadline = time.monotonic() + limit_s
         try:
             _send(self._socket, request, deadline)
             answered, result, error = _read(_receive(self._socket, deadline, MOST))
@@ -135,7 +143,8 @@ class SubprocessWorker:
 
 
 class SubprocessPool:
-    """Workers that are started as they are needed, replaced when they are lost, and used by one caller at a time.
+    """Workers that are started as they are needed, replaced when they are lost, and used by one
+    caller at a time.
 
     May be used from several threads.
 
@@ -147,7 +156,9 @@ class SubprocessPool:
     def __init__(self, most: int, start: Callable[[], SubprocessWorker] = SubprocessWorker) -> None:
         self._start = start
         self._slots = threading.Semaphore(most)
-        self._released = 0  # slots, so far: shows those who wait for one that the calls before theirs end
+        self._released = (
+            0  # slots, so far: shows those who wait for one that the calls before theirs end
+        )
         self._longest_limit_s = 0.0  # of a call
         self._lock = threading.Lock()
         #: Pickled, with their names; every worker loads them before its first call.
@@ -166,7 +177,8 @@ class SubprocessPool:
         self._functions[function] = name
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
-        """``SubprocessWorker.call`` in a worker that is free; waiting and loading do not count towards the limit."""
+        """``SubprocessWorker.call`` in a worker that is free; waiting and loading do not count
+        towards the limit."""
         self._longest_limit_s = max(self._longest_limit_s, limit_s)
         if function not in self._functions:
             self.load(name, function)
@@ -175,11 +187,12 @@ class SubprocessPool:
 
     @contextmanager
     def alone(self) -> Iterator[SubprocessWorker]:
-        """A worker that has no other caller meanwhile; one that is lost then is replaced in a thread.
+        """A worker that has no other caller meanwhile; one that is lost then is replaced in a
+        thread.
 
         Raises:
-            TimeoutError: if all workers are in use and none becomes free for longer than a call and its loading may
-                take.
+            TimeoutError: if all workers are in use and none becomes free for longer than a call and
+                its loading may take.
         """
         self._acquire()
         worker = None
@@ -194,14 +207,18 @@ class SubprocessPool:
                 elif worker is not None:
                     self._workers.discard(worker)
             if worker is not None and is_open and worker.lost is not None:
-                threading.Thread(target=self._replace, name="replaces a worker", daemon=True).start()
+                threading.Thread(
+                    target=self._replace, name="replaces a worker", daemon=True
+                ).start()
             else:
                 self._release()
 
     def close(self) -> None:
         """Kill the workers. The next call starts others."""
         with self._lock:
-            workers, self._workers, self._free = self._workers, set(), []
+            workers = self._workers
+            self._workers = set()
+            self._free = []
         for worker in workers:
             worker.kill()
 
@@ -240,7 +257,8 @@ class SubprocessPool:
         return worker
 
     def _replace(self) -> None:
-        """Replace a worker, in a thread, since loading takes time. If this fails, the next caller's own try raises."""
+        """Replace a worker, in a thread, since loading takes time. If this fails, the next caller's
+        own try raises."""
         try:
             with suppress(Exception):
                 worker = self._take()
@@ -253,13 +271,18 @@ class SubprocessPool:
 
 def serve(handle: int) -> None:
     """The worker's program: answer calls until the other end is closed."""
-    os.set_inheritable(handle, False)  # else a program that a function has started would hide the worker's end
-    connection, own = socket.socket(fileno=handle), os.getpid()
+    os.set_inheritable(
+        handle, False
+    )  # else a program that a function has started would hide the worker's end
+    connection = socket.socket(fileno=handle)
+    own = os.getpid()
     os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
     while True:
         try:
             number, *message = pickle.loads(_receive(connection))
-        except EOFError:  # without the functions' threads and exit handlers, and with what they have started
+        except (
+            EOFError
+        ):  # without the functions' threads and exit handlers, and with what they have started
             os.killpg(os.getpgrp(), signal.SIGKILL)
         answer = _answer(number, *message)
         if os.getpid() != own:  # the function has forked, and both have returned: one answers
@@ -267,9 +290,12 @@ def serve(handle: int) -> None:
         _send(connection, answer)
 
 
-def _answer(number: int, function: bytes, arguments: dict[str, Any] | None, limit_s: float) -> bytes:
+def _answer(
+    number: int, function: bytes, arguments: dict[str, Any] | None, limit_s: float
+) -> bytes:
     """What is sent: the call's number, its result, and its error."""
-    # The kernel acts on this one, also where no Python code can run. Unused by anybody's own limits, unlike an alarm.
+    # The kernel acts on this one, also where no Python code can run. Unused by anybody's own
+    # limits, unlike an alarm.
     signal.setitimer(signal.ITIMER_PROF, limit_s * (os.cpu_count() or 1) + 1)
     try:
         call = _load(function)
@@ -289,8 +315,11 @@ def _send(connection: socket.socket, message: bytes, deadline: float | None = No
     connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
 
 
-def _receive(connection: socket.socket, deadline: float | None = None, most: int = sys.maxsize) -> bytes:
-    """Raises EOFError where the other end is closed, TimeoutError after the deadline, ValueError for garbage."""
+def _receive(
+    connection: socket.socket, deadline: float | None = None, most: int = sys.maxsize
+) -> bytes:
+    """Raises EOFError where the other end is closed, TimeoutError after the deadline, ValueError
+    for garbage."""
     mark, length = _HEAD.unpack(_exactly(_HEAD.size, connection, deadline))
     if mark != _MARK:
         raise ValueError(f"it begins with {mark!r}")
@@ -311,7 +340,10 @@ def _exactly(size: int, connection: socket.socket, deadline: float | None) -> by
 
 
 def _remaining(deadline: float | None) -> float | None:
-    remaining = None if deadline is None else deadline - time.monotonic()
+    if deadline is None:
+        remaining = None
+    else:
+        remaining = deadline - time.monotonic()
     if remaining is not None and remaining <= 0:
         raise TimeoutError
     return remaining
@@ -321,7 +353,10 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads plain data, this library's, and its errors and Python's."""
 
     def find_class(self, module: str, name: str) -> object:
-        plain = super().find_class(module, name) if module.partition(".")[0] in ("builtins", "skyasync") else None
+        if module.partition(".")[0] in ("builtins", "skyasync"):
+            plain = super().find_class(module, name)
+        else:
+            plain = None
         if isinstance(plain, type) and (issubclass(plain, Exception) or is_dataclass(plain)):
             return plain
         raise pickle.UnpicklingError(f"{module}.{name} is no data")
@@ -338,7 +373,8 @@ def _load(function: bytes) -> Callable[..., Any]:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker's group. The worker has not been waited for, so its number is still the group's."""
+    """Kill a worker's group. The worker has not been waited for, so its number is still the
+    group's."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

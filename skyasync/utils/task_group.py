@@ -33,20 +33,25 @@ class StrictTaskGroup(asyncio.TaskGroup):
                 ) from error
 
         task = self.create_task(run())
-        task.add_done_callback(lambda _: coroutine.close())  # of a task that was cancelled before it began
+        task.add_done_callback(
+            lambda _: coroutine.close()
+        )  # of a task that was cancelled before it began
         return task
 
 
 @asynccontextmanager
 async def together() -> AsyncIterator[StrictTaskGroup]:
-    """Whatever is started on the yielded group has ended when the block has; see ``run_together`` for errors."""
+    """Whatever is started on the yielded group has ended when the block has; see ``run_together``
+    for errors."""
     try:
         async with StrictTaskGroup() as tasks:
             yield tasks
         return
     except BaseExceptionGroup as group:
         errors = group.exceptions
-    raise_first(errors)  # outside the handler, which would put the group in the place of the error's own context
+    raise_first(
+        errors
+    )  # outside the handler, which would put the group in the place of the error's own context
 
 
 def raise_first(errors: Sequence[BaseException]) -> NoReturn:
@@ -60,12 +65,12 @@ def raise_first(errors: Sequence[BaseException]) -> NoReturn:
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
     """Run until all have ended; the first error cancels the others and is raised as it was.
 
-    An exception group would hide the error a user is looking for, so the group is opened: the first error
-    is raised with its own traceback, cause and context, and further ones are noted on it.
+    An exception group would hide the error a user is looking for, so the group is opened: the first
+    error is raised with its own traceback, cause and context, and further ones are noted on it.
 
     Raises:
-        RuntimeError: if a coroutine ends by a cancellation that was not requested (something it awaited was cancelled);
-            the others would wait for it for ever.
+        RuntimeError: if a coroutine ends by a cancellation that was not requested (something it
+            awaited was cancelled); the others would wait for it for ever.
     """
     async with together() as tasks:
         for coroutine in coroutines:
@@ -78,8 +83,8 @@ async def afterwards(
 ) -> AsyncIterator[None]:
     """Await ``call(*args)`` at the end, also after an error inside.
 
-    ``try`` and ``finally`` would raise the error of ``call`` in the place of the one from inside; here it becomes a
-    note on that.
+    ``try`` and ``finally`` would raise the error of ``call`` in the place of the one from inside;
+    here it becomes a note on that.
 
     Args:
         grace_s: how long the call may take after an error. If all went well its own limits hold.
@@ -97,7 +102,8 @@ async def afterwards(
 
 
 def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, in another thread if an event loop runs in this one (a notebook's); Ctrl-C cancels it there."""
+    """``asyncio.run``, in another thread if an event loop runs in this one (a notebook's); Ctrl-C
+    cancels it there."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -127,7 +133,9 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 @asynccontextmanager
-async def within(limit_s: float, what: str, key: str = "trainer.step_timeout_s") -> AsyncIterator[None]:
+async def within(
+    limit_s: float, what: str, key: str = "trainer.step_timeout_s"
+) -> AsyncIterator[None]:
     """End what takes longer than the limit.
 
     Raises:
@@ -143,7 +151,8 @@ async def within(limit_s: float, what: str, key: str = "trainer.step_timeout_s")
 
 
 async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that must not stop in the middle: a cancellation is raised after its end."""
+    """Await a coroutine that must not stop in the middle: a cancellation is raised after its
+    end."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)

@@ -1,4 +1,5 @@
-"""Safetensors files that may be damaged, or made by somebody else: the reader's errors become one line.
+"""Safetensors files that may be damaged, or made by somebody else: the reader's errors become one
+line.
 
 Invariant: reading a file runs no code of it, and takes no more memory than the file's own size.
 """
@@ -31,15 +32,18 @@ def check_weight_files(files: Iterable[Path]) -> None:
             with safe_open(str(file), "np"):
                 pass
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is damaged, or no safetensors file: {headline(error)}") from error
+            raise UserError(
+                f"{file} is damaged, or no safetensors file: {headline(error)}"
+            ) from error
 
 
 def check_model_files(folder: Path) -> None:
-    """Check the files that transformers reads of a model's folder; others, such as ``consolidated.safetensors``, may be
-    anything.
+    """Check the files that transformers reads of a model's folder; others, such as
+    ``consolidated.safetensors``, may be anything.
 
     Raises:
-        UserError: for the first file that is damaged, or that the index names and that is not there.
+        UserError: for the first file that is damaged, or that the index names and that is not
+            there.
     """
     single = folder / "model.safetensors"
     index = folder / INDEX

@@ -1,7 +1,8 @@
 """The adapters encoding: LoRA adapters alone, for engines that have the frozen weights.
 
-Invariant: ``with_added`` is the one formula by which trainer and engine merge an adapter, so that in one dtype both get
-identical weights. What is sent carries the digests of its tensors and identifies the frozen weights that it is for.
+Invariant: ``with_added`` is the one formula by which trainer and engine merge an adapter, so that
+in one dtype both get identical weights. What is sent carries the digests of its tensors and
+identifies the frozen weights that it is for.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from skyasync.weight_sync.tensors import digest, digests_of, refuse
 from skyasync.weight_sync.transfers.file import read_file
 
 PREFIX = "base_model.model."  # of the names in peft's folders
-_FIRST, _SECOND = ".lora_A.weight", ".lora_B.weight"
+_FIRST = ".lora_A.weight"
+_SECOND = ".lora_B.weight"
 
 
 class Adapter(NamedTuple):
@@ -36,20 +38,39 @@ class Adapter(NamedTuple):
 
     def layers(self) -> dict[str, tuple[Tensor, Tensor]]:
         """A ``[rank, in]`` and B ``[out, rank]`` by the layer's name."""
-        names = [name.removeprefix(PREFIX).removesuffix(_FIRST) for name in self.weights if name.endswith(_FIRST)]
-        return {name: (self.weights[PREFIX + name + _FIRST], self.weights[PREFIX + name + _SECOND]) for name in names}
+        names = [
+            name.removeprefix(PREFIX).removesuffix(_FIRST)
+            for name in self.weights
+            if name.endswith(_FIRST)
+        ]
+        return {
+            name: (self.weights[PREFIX + name + _FIRST], self.weights[PREFIX + name + _SECOND])
+            for name in names
+        }
 
     def encode(self) -> Encoded:
-        about = {"config": self.config, "scale": self.scale, "transposed": self.transposed, "base": self.base}
+        about = {
+            "config": self.config,
+            "scale": self.scale,
+            "transposed": self.transposed,
+            "base": self.base,
+        }
         size = sum(tensor.nbytes for tensor in self.weights.values())
         return Encoded(
-            self.weights, digests_of(self.weights), WeightsHeader(adapter=about), {"sync/bytes": float(size)}
+            self.weights,
+            digests_of(self.weights),
+            WeightsHeader(adapter=about),
+            {"sync/bytes": float(size)},
         )
 
     @classmethod
     def decode(cls, received: ReceivedWeights) -> Adapter:
         """Raises WeightSyncError naming a tensor that is not what was sent."""
-        wrong = [name for name, sent in received.digests.items() if digest(received.weights[name]) != sent]
+        wrong = [
+            name
+            for name, sent in received.digests.items()
+            if digest(received.weights[name]) != sent
+        ]
         refuse(wrong, "the file of adapters has")
         assert received.about.adapter is not None
         return cls(received.weights, **received.about.adapter)
@@ -59,7 +80,9 @@ def read_adapter(path: str) -> Adapter:
     return Adapter.decode(ReceivedWeights(*read_file(path)))
 
 
-def with_added(weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, transposed: bool) -> Tensor:
+def with_added(
+    weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, transposed: bool
+) -> Tensor:
     """W + scale * B A, rounded to W's dtype once."""
     first, second = halves
     added = second @ first

@@ -1,7 +1,8 @@
 """Policy and engines on the same devices: they take turns, and only one of them fills the memory.
 
-Invariant: while the engines are awake, the policy (weights, optimizer state, the reference model) is in host memory;
-while it is on the devices, the engines sleep. At no time does a device have the policy and a KV cache.
+Invariant: while the engines are awake, the policy (weights, optimizer state, the reference model)
+is in host memory; while it is on the devices, the engines sleep. At no time does a device have the
+policy and a KV cache.
 
     loading    policy loads ─▶ to the host ─▶ engines load, those of one device after each other
     training   engines sleep ─▶ policy to the devices ─▶ updates
@@ -9,18 +10,22 @@ while it is on the devices, the engines sleep. At no time does a device have the
     in parts   engines' weights wake ─▶ part after part ─▶ policy to the host ─▶ caches wake
     hybrid     policy to the host ─▶ engines' weights wake ─▶ the weights of the last sync ─▶ caches wake
 
-Hybrid engines are on the policy's devices while others have their own. They are awake between ``wake`` and the next
-training step. A weight sync finds them asleep: it is one of separate devices, and they get its weights when they wake.
+Hybrid engines are on the policy's devices while others have their own. They are awake between
+``wake`` and the next training step. A weight sync finds them asleep: it is one of separate devices,
+and they get its weights when they wake.
 
-In parts (``cuda_ipc``) the engines read from the policy's own devices, which then have both models and one part, but no
-cache. If that fails in between, engines that are alive put together what they have, and sleep again.
+In parts (``cuda_ipc``) the engines read from the policy's own devices, which then have both models
+and one part, but no cache. If that fails in between, engines that are alive put together what they
+have, and sleep again.
 
-``source`` and ``destination`` are what a ``WeightSync`` is made of. The policy scores the verification prompts before
-it leaves the devices: a verification, which comes when the engines are awake, gets the result of then.
+``source`` and ``destination`` are what a ``WeightSync`` is made of. The policy scores the
+verification prompts before it leaves the devices: a verification, which comes when the engines are
+awake, gets the result of then.
 
-A replacement engine takes memory, so it starts in the engines' turn, which does not end before it is there
-(``for_engines``): the policy's turn waits for it. Of workers that have failed nothing is left on the devices; others
-load the policy there while the engines sleep (``policy_is_lost``, ``restart``).
+A replacement engine takes memory, so it starts in the engines' turn, which does not end before it
+is there (``for_engines``): the policy's turn waits for it. Of workers that have failed nothing is
+left on the devices; others load the policy there while the engines sleep (``policy_is_lost``,
+``restart``).
 """
 
 from __future__ import annotations
@@ -34,7 +39,13 @@ from typing import Protocol
 from skyasync.utils.task_group import afterwards
 from skyasync.weight_sync.sync import Destination, Source, WeightSync
 from skyasync.weight_sync.transfers.base import WeightTransfer
-from skyasync.weight_sync.update import BROKEN_OFF, CUDA_IPC, WakePart, WeightsMovedError, WeightUpdate
+from skyasync.weight_sync.update import (
+    BROKEN_OFF,
+    CUDA_IPC,
+    WakePart,
+    WeightsMovedError,
+    WeightUpdate,
+)
 
 Sequences = Sequence[Sequence[int]]
 GRACE_S = 30.0  # for engines to fall asleep after an error
@@ -52,7 +63,9 @@ class ColocatedClient(Destination, Protocol):
     """The inference client."""
 
     async def start(self) -> None: ...
-    async def update_weights(self, update: WeightUpdate, *engines: Collection[int]) -> Sequence[str] | None: ...
+    async def update_weights(
+        self, update: WeightUpdate, *engines: Collection[int]
+    ) -> Sequence[str] | None: ...
     async def sleep(self, *engines: Collection[int]) -> None: ...
     async def wake(self, part: WakePart, *engines: Collection[int]) -> None: ...
 
@@ -71,14 +84,24 @@ class Colocation:
     weights: WeightSync
 
     def __init__(
-        self, policy: Policy, engines: ColocatedClient, probe: Sequences = (), hybrid: Collection[int] = ()
+        self,
+        policy: Policy,
+        engines: ColocatedClient,
+        probe: Sequences = (),
+        hybrid: Collection[int] = (),
     ) -> None:
-        self.policy, self.engines, self.probe = policy, engines, list(probe)
+        self.policy = policy
+        self.engines = engines
+        self.probe = list(probe)
         self.hybrid = frozenset(hybrid)
-        self._only = (self.hybrid,) if hybrid else ()  # the engines that sleep; all of them
-        self.scores: list[list[float]] | None = None  # of the prompts, by the weights that are on the host
+        # the engines that sleep; all of them
+        self._only = (self.hybrid,) if hybrid else ()
+        self.scores: list[list[float]] | None = (
+            None  # of the prompts, by the weights that are on the host
+        )
         self.policy_on_devices = True
-        self.awake, self._changing = asyncio.Event(), asyncio.Lock()
+        self.awake = asyncio.Event()
+        self._changing = asyncio.Lock()
         self.destination: Destination = engines if hybrid else ColocatedEngines(self)
 
     async def start(self, total_steps: int = 0) -> None:
@@ -93,14 +116,17 @@ class Colocation:
     @property
     def source(self) -> Source:
         """Of the weights that are synced."""
-        return self.policy if self.hybrid else ColocatedPolicy(self)
+        if self.hybrid:
+            return self.policy
+        return ColocatedPolicy(self)
 
     @property
     def engines_are_awake(self) -> bool:
         return self.awake.is_set()
 
     async def wait_for_engines(self) -> None:
-        """Wait until the engines have the devices; the policy may have them again when this returns."""
+        """Wait until the engines have the devices; the policy may have them again when this
+        returns."""
         await self.awake.wait()
 
     @asynccontextmanager
@@ -117,7 +143,8 @@ class Colocation:
                 self.awake.clear()
             if not self.policy_on_devices:
                 await self.policy.onload()
-                self.policy_on_devices, self.scores = True, None
+                self.policy_on_devices = True
+                self.scores = None
 
     async def wake(self) -> None:
         """Give hybrid engines the devices, and the weights that the others have."""
@@ -137,17 +164,24 @@ class Colocation:
                 self.awake.clear()
 
     def restart(self, policy: Policy) -> None:
-        """Other processes have loaded the policy, and have it on the devices; the next sync wakes the engines."""
-        self.policy, self.policy_on_devices, self.scores = policy, True, None
+        """Other processes have loaded the policy, and have it on the devices; the next sync wakes
+        the engines."""
+        self.policy = policy
+        self.policy_on_devices = True
+        self.scores = None
 
     async def give_devices_to_engines(self) -> None:
-        self.scores = await self.policy.score(self.probe) if self.probe and not self.hybrid else []
+        if self.probe and not self.hybrid:
+            self.scores = await self.policy.score(self.probe)
+        else:
+            self.scores = []
         await self.policy.offload()
         self.policy_on_devices = False
 
 
 class ColocatedPolicy(WeightTransfer):
-    """The policy's transfer while the policy has the devices. Parts are loaded while the engines have them."""
+    """The policy's transfer while the policy has the devices. Parts are loaded while the engines
+    have them."""
 
     def __init__(self, colocation: Colocation) -> None:
         self._colocation = colocation
@@ -155,15 +189,21 @@ class ColocatedPolicy(WeightTransfer):
     @property
     def transfer(self) -> WeightTransfer:
         transfer = self._colocation.policy.transfer
-        transfer.expects_late_engines, self.proves_content = self.expects_late_engines, transfer.proves_content
+        transfer.expects_late_engines, self.proves_content = (
+            self.expects_late_engines,
+            transfer.proves_content,
+        )
         return self
 
     async def score(self, sequences: Sequences) -> list[list[float]]:
-        """For other prompts the policy comes back, next to engines that are awake if there is enough memory."""
+        """For other prompts the policy comes back, next to engines that are awake if there is
+        enough memory."""
         colocation = self._colocation
         if colocation.policy_on_devices:
             return await colocation.policy.score(sequences)
-        if colocation.scores is not None and list(map(list, sequences)) == list(map(list, colocation.probe)):
+        if colocation.scores is not None and list(map(list, sequences)) == list(
+            map(list, colocation.probe)
+        ):
             return colocation.scores
         await colocation.policy.onload()
         try:
@@ -215,7 +255,8 @@ class ColocatedEngines:
         return self._colocation.engines.proves_weights
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        colocation, engines = self._colocation, self._colocation.engines
+        colocation = self._colocation
+        engines = self._colocation.engines
         unproven: Sequence[str] | None = None
         await engines.wake("weights")
         if update.backend == CUDA_IPC:

@@ -1,15 +1,19 @@
 """The delta encoding: only what has changed since the last weight sync, lossless.
 
-    trainer: copy of what was sent ── compare ──▶ delta, digests ──▶ applied to what the engine has ──▶ its digests
+    trainer: copy of what was sent ── compare ──▶ delta, digests ──▶ applied to what the engine has
+        ──▶ its digests
 
-A delta names the content of the weights that it was computed against, and carries the digests of all tensors as they
-must be afterwards, changed or not. An engine with other weights can reject it before it changes anything, and proves as
-much as after all weights. If the delta takes more than half the bytes of all weights, all weights are sent.
+A delta names the content of the weights that it was computed against, and carries the digests of
+all tensors as they must be afterwards, changed or not. An engine with other weights can reject it
+before it changes anything, and proves as much as after all weights. If the delta takes more than
+half the bytes of all weights, all weights are sent.
 
-Invariant: ``put`` of what ``changes`` returned makes the old tensor bitwise identical to the new one, NaNs and signs of
-zeros included: elements are compared, sent and written as integers of their size.
+Invariant: ``put`` of what ``changes`` returned makes the old tensor bitwise identical to the new
+one, NaNs and signs of zeros included: elements are compared, sent and written as integers of their
+size.
 
-A piece of 65,536 elements goes in the shortest of its forms, which follows from how many of them changed:
+A piece of 65,536 elements goes in the shortest of its forms, which follows from how many of them
+changed:
 
 | changed                                | its part of ``where``                  | its part of ``values`` |
 |----------------------------------------|----------------------------------------|------------------------|
@@ -41,7 +45,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Changes(NamedTuple):
-    """Of one tensor: how many elements of each piece are sent (int32), where they are (bytes), what they are."""
+    """Of one tensor: how many elements of each piece are sent (int32), where they are (bytes), what
+    they are."""
 
     counts: Tensor
     where: Tensor
@@ -49,17 +54,20 @@ class Changes(NamedTuple):
 
 
 def changes(old: Tensor, new: Tensor) -> tuple[Changes | None, int]:
-    """What makes ``old`` into ``new``, None if nothing, and how many elements differ; ``old`` becomes ``new`` here.
+    """What makes ``old`` into ``new``, None if nothing, and how many elements differ; ``old``
+    becomes ``new`` here.
 
     Both are on the CPU, contiguous, of one dtype and shape.
     """
-    before, after = integers(old), integers(new)
+    before = integers(old)
+    after = integers(new)
     counts = np.zeros(-(-len(after) // PIECE), dtype=np.int32)
     where: list[npt.NDArray[Any]] = []
     values: list[npt.NDArray[Any]] = []
     changed = 0
     for number, first in enumerate(range(0, len(after), PIECE)):
-        was, now = before[first : first + PIECE], after[first : first + PIECE]
+        was = before[first : first + PIECE]
+        now = after[first : first + PIECE]
         differs = was != now
         count = int(np.count_nonzero(differs))
         if not count:
@@ -72,12 +80,17 @@ def changes(old: Tensor, new: Tensor) -> tuple[Changes | None, int]:
             positions = np.flatnonzero(differs)
             counts[number] = count
             few = _few(count, len(now))
-            where.append(positions.astype(np.uint16).view(np.uint8) if few else np.packbits(differs))
+            where.append(
+                positions.astype(np.uint16).view(np.uint8) if few else np.packbits(differs)
+            )
             values.append(now[positions])
         was[:] = now
     if not changed:
         return None, 0
-    joined_where = np.concatenate(where) if where else np.zeros(0, np.uint8)
+    if where:
+        joined_where = np.concatenate(where)
+    else:
+        joined_where = np.zeros(0, np.uint8)
     return Changes(*map(torch.from_numpy, (counts, joined_where, np.concatenate(values)))), changed
 
 
@@ -85,22 +98,28 @@ def put(tensor: Tensor, sent: Changes) -> None:
     """Write what was sent into a tensor, in place; on a device by way of the host.
 
     Raises:
-        WeightSyncError: if it is not of a tensor of this size and dtype; nothing has been written then.
+        WeightSyncError: if it is not of a tensor of this size and dtype; nothing has been written
+            then.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         host = tensor.cpu().contiguous()
         put(host, sent)
         tensor.copy_(host)
         return
-    elements, values, where = integers(tensor), sent.values.numpy(), sent.where.numpy()
+    elements = integers(tensor)
+    values = sent.values.numpy()
+    where = sent.where.numpy()
     counts = sent.counts.tolist()
     sizes = [min(PIECE, len(elements) - first) for first in range(0, len(elements), PIECE)]
-    fits = values.dtype == elements.dtype and len(counts) == len(sizes) and sum(counts) == len(values)
+    fits = (
+        values.dtype == elements.dtype and len(counts) == len(sizes) and sum(counts) == len(values)
+    )
     if not fits or sum(map(_bytes_of_positions, counts, sizes)) != len(where):
         raise WeightSyncError("changes arrived that are of another tensor, or cut short")
     at_value = at_position = 0
     for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
-        piece, new = elements[number * PIECE :][:size], values[at_value:][:count]
+        piece = elements[number * PIECE :][:size]
+        new = values[at_value:][:count]
         bits = where[at_position:][: _bytes_of_positions(count, size)]
         if count == size:
             piece[:] = new
@@ -108,11 +127,13 @@ def put(tensor: Tensor, sent: Changes) -> None:
             piece[np.frombuffer(bits.tobytes(), dtype=np.uint16)] = new
         elif count:
             piece[np.flatnonzero(np.unpackbits(bits, count=size))] = new
-        at_value, at_position = at_value + len(new), at_position + len(bits)
+        at_value = at_value + len(new)
+        at_position = at_position + len(bits)
 
 
 def integers(tensor: Tensor) -> npt.NDArray[Any]:
-    """The elements of a contiguous tensor on the CPU, as a flat numpy array of integers that shares its memory."""
+    """The elements of a contiguous tensor on the CPU, as a flat numpy array of integers that shares
+    its memory."""
     return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
 
 
@@ -121,7 +142,9 @@ def _few(count: int, size: int) -> bool:
 
 
 def _bytes_of_positions(count: int, size: int) -> int:
-    return 0 if count == size else min(2 * count, -(-size // 8))
+    if count == size:
+        return 0
+    return min(2 * count, -(-size // 8))
 
 
 class WeightsHeader(NamedTuple):
@@ -139,7 +162,8 @@ class WeightsHeader(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """What is sent instead of the full weights: ``tensors``, and the digests of what the engines must have."""
+    """What is sent instead of the full weights: ``tensors``, and the digests of what the engines
+    must have."""
 
     tensors: Mapping[str, Tensor]
     digests: dict[str, str]
@@ -156,9 +180,11 @@ class ReceivedWeights(NamedTuple):
 
     Args:
         weights: full tensors by name, or what ``about`` says.
-        digests: of what the engine must have afterwards; empty for a broadcast that has only checked the bytes.
+        digests: of what the engine must have afterwards; empty for a broadcast that has only
+            checked the bytes.
         in_place: whether a tensor of this name is the very one whose bytes its writer has proven.
-        stays: the tensors will not change or disappear: an engine may compute on them where they are.
+        stays: the tensors will not change or disappear: an engine may compute on them where they
+            are.
     """
 
     weights: Mapping[str, Tensor]
@@ -182,7 +208,8 @@ class DeltaEncoder:
         self._fallbacks = 0
 
     def encode(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> Encoded:
-        """What has changed since the last time, or all weights if that takes fewer bytes; keeps a copy.
+        """What has changed since the last time, or all weights if that takes fewer bytes; keeps a
+        copy.
 
         Args:
             specs: of all tensors, as they are sent.
@@ -194,26 +221,32 @@ class DeltaEncoder:
                 self._copy[name] = tensor.to("cpu", specs[name][0], copy=True).contiguous()
             self._digests = digests_of(self._copy)
             return self.whole({"sync/share_changed": 1.0})
-        base, limit = content_of(self._digests), MOST * sum(tensor.nbytes for tensor in self._copy.values())
+        base = content_of(self._digests)
+        limit = MOST * sum(tensor.nbytes for tensor in self._copy.values())
         delta: dict[str, Tensor] = {}
         changed = size = 0
         for name, tensor in weights:
             sent, count = changes(self._copy[name], tensor.to("cpu", specs[name][0]).contiguous())
             if sent is None:
                 continue
-            changed, size = changed + count, size + sum(part.nbytes for part in sent)
+            changed = changed + count
+            size = size + sum(part.nbytes for part in sent)
             self._digests[name] = digest(self._copy[name])
             if size > limit:
                 delta.clear()  # all weights will be sent, from the copy
             else:
                 delta |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
-        metrics = {"sync/share_changed": changed / max(sum(prod(shape) for _, shape in specs.values()), 1)}
+        metrics = {
+            "sync/share_changed": changed / max(sum(prod(shape) for _, shape in specs.values()), 1)
+        }
         if size > limit:
             return self.whole(metrics, fell_back=True)
         metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
         return Encoded(delta, dict(self._digests), WeightsHeader(base), metrics)
 
-    def whole(self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False) -> Encoded:
+    def whole(
+        self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False
+    ) -> Encoded:
         """All weights that were encoded last, for an engine with other ones.
 
         Args:
@@ -222,11 +255,14 @@ class DeltaEncoder:
         self._fallbacks += fell_back
         size = sum(tensor.nbytes for tensor in self._copy.values())
         own = {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(self._copy, dict(self._digests), WeightsHeader(keep=True), {**(metrics or {}), **own})
+        return Encoded(
+            self._copy, dict(self._digests), WeightsHeader(keep=True), {**(metrics or {}), **own}
+        )
 
 
 class DeltaDecoder:
-    """In an engine whose own weights have another layout or dtype: keeps a copy of what was sent."""
+    """In an engine whose own weights have another layout or dtype: keeps a copy of what was
+    sent."""
 
     def __init__(self) -> None:
         self._copy: dict[str, Tensor] = {}
@@ -241,11 +277,14 @@ class DeltaDecoder:
             WeightMismatchError: for a delta of other weights; nothing has been changed then.
         """
         if not about.base and not about.keep:
-            self._copy, self._content = {}, ""
+            self._copy = {}
+            self._content = ""
             return sent
         if about.base:
             if about.base != self._content:
-                raise WeightMismatchError(f"a delta of other weights ({about.base}) than are kept ({self._content})")
+                raise WeightMismatchError(
+                    f"a delta of other weights ({about.base}) than are kept ({self._content})"
+                )
             self._content = ""
             put_changes(sent, self._copy)
         elif specs_of(sent) == specs_of(self._copy):

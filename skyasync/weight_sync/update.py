@@ -15,8 +15,9 @@ ADAPTER_ID = 1
 """Of the one adapter that a vLLM engine has."""
 
 PART_BYTES = 1 << 30
-"""Most bytes of a part or a chunk, unless one tensor is larger: it takes long compared to sending a message, and its
-memory is little compared to a model's, whose embeddings alone are as large from about 8B parameters on."""
+"""Most bytes of a part or a chunk, unless one tensor is larger: it takes long compared to sending a
+message, and its memory is little compared to a model's, whose embeddings alone are as large from
+about 8B parameters on."""
 
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
 """Instead of a part's ``info``: the other parts will not come."""
@@ -35,7 +36,8 @@ class WeightMismatchError(WeightSyncError):
 
 
 class TransferInterruptedError(WeightSyncError):
-    """Not all weights arrived, since another member of the group failed; the engine is unchanged."""
+    """Not all weights arrived, since another member of the group failed; the engine is
+    unchanged."""
 
 
 class WeightsMovedError(WeightSyncError):
@@ -50,11 +52,13 @@ class UpdateRouter(Protocol):
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights that engines can load: ``info`` is what the way needs (a path, a rendezvous, names).
+    """New weights that engines can load: ``info`` is what the way needs (a path, a rendezvous,
+    names).
 
     Args:
         content: identifies the weights; empty if it is not needed.
-        base: the delta was computed against the weights with this ``content``; empty: all weights are sent.
+        base: the delta was computed against the weights with this ``content``; empty: all weights
+            are sent.
         metrics: of publishing.
         remote: for engines on other nodes than rank 0's; None: all engines use ``info``.
     """
@@ -70,11 +74,14 @@ class WeightUpdate:
     def on(self, node: str) -> AbstractAsyncContextManager[WeightUpdate]:
         """The update for an engine of this Ray node, which loads the weights inside the context."""
         plain = replace(self, remote=None)
-        return nullcontext(plain) if self.remote is None or not node else self.remote.on(plain, node)
+        if self.remote is None or not node:
+            return nullcontext(plain)
+        return self.remote.on(plain, node)
 
 
 def is_whole(update: WeightUpdate) -> bool:
-    """Whether an engine that has loaded it has all weights: it has no parts, or is the last part."""
+    """Whether an engine that has loaded it has all weights: it has no parts, or is the last
+    part."""
     return bool(update.info.get("last", "broken_off" not in update.info))
 
 

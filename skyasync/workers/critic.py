@@ -19,12 +19,15 @@ class ValueLoss(LossFn):
     """Clipped squared error of values and returns.
 
     Args:
-        part: the part of the model that learns: a critic of its own, or a head on the policy's layers.
+        part: the part of the model that learns: a critic of its own, or a head on the policy's
+            layers.
         gradient: share of the gradient that flows from the head to the layers.
     """
 
     def __init__(self, settings: CriticConfig, part: str = MODEL, gradient: float = 1.0) -> None:
-        self._clip, self._part, self._gradient = settings.value_clip or math.inf, part, gradient
+        self._clip = settings.value_clip or math.inf
+        self._part = part
+        self._gradient = gradient
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
         if batch.values is None or batch.returns is None:
@@ -33,15 +36,20 @@ class ValueLoss(LossFn):
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
         assert batch.values is not None and batch.returns is not None
-        token_loss, maps = clipped_value_loss(outputs[VALUES], batch.values, batch.returns, clip=self._clip)
+        token_loss, maps = clipped_value_loss(
+            outputs[VALUES], batch.values, batch.returns, clip=self._clip
+        )
         # Beyond the loss tokens the loss has no meaning, and may be NaN.
-        loss = (batch.loss_weights.to(token_loss.dtype) * token_loss.where(batch.loss_mask, 0.0)).sum()
+        loss = (
+            batch.loss_weights.to(token_loss.dtype) * token_loss.where(batch.loss_mask, 0.0)
+        ).sum()
         clipped = maps["value_clip_fraction"].double()
         return {self._part: LossTerm(loss, batch.loss_mask, {"clip_frac": clipped})}
 
 
 class CriticWorker(ModelWorker):
-    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of one output."""
+    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of
+    one output."""
 
     role_name: ClassVar[str] = "critic"
 

@@ -1,10 +1,11 @@
 """All roles of a run as one object, on any number of ranks each.
 
-Invariant: every role of the table is started, called, trained, offloaded, saved and stopped in the same way. A batch
-is cut into one shard per rank, and results are in the batch's order; how the ranks are called, and fail, is in
-``skyasync.workers.ranks``.
+Invariant: every role of the table is started, called, trained, offloaded, saved and stopped in the
+same way. A batch is cut into one shard per rank, and results are in the batch's order; how the
+ranks are called, and fail, is in ``skyasync.workers.ranks``.
 
-    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors of the role
+    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors of the
+    role
                    ▲                                                                    │
                    └───────────── results in the batch's order ◀────────────────────────┘
 """
@@ -54,7 +55,9 @@ class StartedRoles(dict[str, "RoleRanks"]):
     def __missing__(self, role: str) -> RoleRanks:
         keys = ROLES[role].enabled_by
         why = f" ({' or '.join(keys)})" if keys else ""
-        raise RuntimeError(f"no {role} was started: nothing in the configuration asked for one{why}")
+        raise RuntimeError(
+            f"no {role} was started: nothing in the configuration asked for one{why}"
+        )
 
 
 class Dispatch:
@@ -62,11 +65,15 @@ class Dispatch:
 
     Args:
         groups: of the run's roles, by their names, the policy first.
-        transfer: how the policy's weights reach the engines; by default through this machine's memory.
+        transfer: how the policy's weights reach the engines; by default through this machine's
+            memory.
     """
 
-    def __init__(self, cfg: Config, groups: Mapping[str, RoleRanks], transfer: WeightTransfer | None = None) -> None:
-        self._cfg, self._groups = cfg, StartedRoles(groups)
+    def __init__(
+        self, cfg: Config, groups: Mapping[str, RoleRanks], transfer: WeightTransfer | None = None
+    ) -> None:
+        self._cfg = cfg
+        self._groups = StartedRoles(groups)
         self._trained = [role for role in groups if ROLES[role].trains]
         self.transfer = transfer or memory_transfer(cfg, self._groups)
 
@@ -83,8 +90,12 @@ class Dispatch:
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
         try:
-            async with within(self._cfg.trainer.step_timeout_s, f"loading the models ({', '.join(self._groups)})"):
-                await asyncio.gather(*(group.start(self._cfg, total_steps) for group in self._groups.values()))
+            async with within(
+                self._cfg.trainer.step_timeout_s, f"loading the models ({', '.join(self._groups)})"
+            ):
+                await asyncio.gather(
+                    *(group.start(self._cfg, total_steps) for group in self._groups.values())
+                )
         except BaseException:
             await self.shutdown()
             raise
@@ -93,21 +104,35 @@ class Dispatch:
 
     def _host_of(self, role: str) -> str:
         """The role whose ranks compute a role: its own, or the policy's."""
-        return POLICY if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg) else role
+        if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg):
+            return POLICY
+        return role
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
-        """What a role computes of a batch: ``[batch, length]`` or ``[batch]``, in the batch's order.
+        """What a role computes of a batch: ``[batch, length]`` or ``[batch]``, in the batch's
+        order.
 
-        The policy's ranks answer for a role that they host (a reference under adapters, a critic on its layers).
-        Workers are sent tokens, masks, groups, and the ``columns`` of the role's entry.
+        The policy's ranks answer for a role that they host (a reference under adapters, a critic on
+        its layers). Workers are sent tokens, masks, groups, and the ``columns`` of the role's
+        entry.
 
         Args:
-            method: of the role's worker: ``logprobs`` of policy, reference and teacher, ``values`` of the critic.
+            method: of the role's worker: ``logprobs`` of policy, reference and teacher, ``values``
+                of the critic.
         """
-        if (host := self._host_of(role)) != role:
+        host = self._host_of(role)
+        if host != role:
             role, method = host, HOSTED_METHODS.get((role, method), method)
-        sent = TokenBatch(batch.tokens, batch.attention_mask, batch.loss_mask, batch.group_ids, images=batch.images)
-        if role == POLICY and method in WITH_ROUTED_EXPERTS:  # other models choose experts of their own
+        sent = TokenBatch(
+            batch.tokens,
+            batch.attention_mask,
+            batch.loss_mask,
+            batch.group_ids,
+            images=batch.images,
+        )
+        if (
+            role == POLICY and method in WITH_ROUTED_EXPERTS
+        ):  # other models choose experts of their own
             sent.routed_experts = batch.routed_experts
         vars(sent).update({name: vars(batch)[name] for name in ROLES[role].columns})
         answer = await self._groups[role].on_rows(method, sent)
@@ -121,9 +146,11 @@ class Dispatch:
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
         """Add the gradient of these rows to the gradient since the last optimizer step.
 
-        A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is filled in.
+        A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is
+        filled in.
         """
-        sent, host = copy(batch), self._host_of(role)
+        sent = copy(batch)
+        host = self._host_of(role)
         if host != POLICY:
             sent.routed_experts = None
         sent.critic_alone = host != role
@@ -142,9 +169,10 @@ class Dispatch:
         """Change the weights; returns metrics (loss, grad_norm, lr, ...).
 
         Args:
-            schedule_step: optimizer step by which the learning rate goes; by default the workers' own count.
-            scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the loss weights
-                lack it.
+            schedule_step: optimizer step by which the learning rate goes; by default the workers'
+                own count.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, if
+                the loss weights lack it.
             lr_scale: factor of the scheduled learning rate.
             beta1: AdamW's first decay rate; None: the settings'.
         """
@@ -155,11 +183,13 @@ class Dispatch:
         return {name.removeprefix(f"{role}/"): value for name, value in metrics.items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:
-        """What is not finite of the accumulated loss and gradient, "" if all is; before the step."""
+        """What is not finite of the accumulated loss and gradient, "" if all is; before the
+        step."""
         return next(filter(None, await self.call(self._host_of(role), "examine", scale)), "")
 
     async def drop_gradient(self, role: str = POLICY) -> None:
-        """Instead of the step: forget the gradient. Weights, optimizer state and the count of steps stay."""
+        """Instead of the step: forget the gradient. Weights, optimizer state and the count of steps
+        stay."""
         await self.call(self._host_of(role), "drop_gradient")
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -174,7 +204,8 @@ class Dispatch:
     # ---------------------------------------------------------------- all roles
 
     async def offload(self) -> None:
-        """Weights and optimizer state to host memory, of the policy and of all roles on its devices.
+        """Weights and optimizer state to host memory, of the policy and of all roles on its
+        devices.
 
         Until ``onload`` only ``save`` and ``load`` may be called.
         """
@@ -185,7 +216,11 @@ class Dispatch:
         await self._call_on_policys_devices("onload")
 
     async def _call_on_policys_devices(self, method: str) -> None:
-        groups = [group for role, group in self._groups.items() if ROLES[role].on_policys_devices(self._cfg)]
+        groups = [
+            group
+            for role, group in self._groups.items()
+            if ROLES[role].on_policys_devices(self._cfg)
+        ]
         await asyncio.gather(*(group.call(method) for group in groups))
 
     async def save(self, folder: Path) -> Sums:
@@ -203,13 +238,15 @@ class Dispatch:
         return sums
 
     async def begin_save(self, folder: Path) -> None:
-        """As ``save``, but of a copy of the state: this returns when the copy is made. One at a time."""
+        """As ``save``, but of a copy of the state: this returns when the copy is made. One at a
+        time."""
         self._saving = folder
         for role in self._trained:
             await self.call(role, "begin_save", str(folder / role))
 
     async def saved(self) -> Sums | None:
-        """What ``save`` would return, or raise, of the last ``begin_save``; None while it is being written."""
+        """What ``save`` would return, or raise, of the last ``begin_save``; None while it is being
+        written."""
         sums: Sums = {}
         for role in self._trained:
             ranks = await self.call(role, "saved")
@@ -219,8 +256,13 @@ class Dispatch:
         return sums
 
     async def verify(self, folder: Path, sums: Sums) -> list[str]:
-        """What is wrong with a checkpoint's files, in words; the policy's ranks read all of them."""
-        return [problem for rank in await self.call(POLICY, "verify", str(folder), sums) for problem in rank]
+        """What is wrong with a checkpoint's files, in words; the policy's ranks read all of
+        them."""
+        return [
+            problem
+            for rank in await self.call(POLICY, "verify", str(folder), sums)
+            for problem in rank
+        ]
 
     async def load(self, folder: Path) -> None:
         """Read what ``save`` wrote there."""
@@ -236,16 +278,25 @@ class Dispatch:
 
     async def end_profile(self, folder: Path) -> None:
         """Write what was recorded there, a trace and a table of each rank."""
-        await asyncio.gather(*(group.call("end_profile", str(folder)) for group in self._groups.values()))
+        await asyncio.gather(
+            *(group.call("end_profile", str(folder)) for group in self._groups.values())
+        )
 
     async def stats(self) -> dict[str, Any]:
         """``busy_s`` of the policy since the start, and ``<role>_busy_s`` of the others."""
-        return {"busy_s" if role == POLICY else f"{role}_busy_s": group.busy_s for role, group in self._groups.items()}
+        return {
+            "busy_s" if role == POLICY else f"{role}_busy_s": group.busy_s
+            for role, group in self._groups.items()
+        }
 
     @property
     def lost(self) -> tuple[str, BaseException] | None:
-        """The role that has lost a rank's process, and the error that showed it; None if none has."""
-        return next(((role, group.lost) for role, group in self._groups.items() if group.lost is not None), None)
+        """The role that has lost a rank's process, and the error that showed it; None if none
+        has."""
+        return next(
+            ((role, group.lost) for role, group in self._groups.items() if group.lost is not None),
+            None,
+        )
 
     async def shutdown(self) -> None:
         """End the ranks of all roles; safe to call twice."""
@@ -259,11 +310,13 @@ class RayWorkerDispatch(Dispatch):
     Making it starts the ranks' processes and waits for nothing; :meth:`start` loads the models.
 
     Args:
-        placements: where the ranks of each role go, by its name; roles without an entry are not started.
+        placements: where the ranks of each role go, by its name; roles without an entry are not
+            started.
         weight_sync_backend: how the engines expect the weights, a name in ``TRANSFERS``.
-        healthy: the indices of the healthy engines, if they matter to the way; by default all of them.
-        nodes: Ray's names of the nodes of healthy engines, by index; by default all are on the node of the policy's
-            rank 0.
+        healthy: the indices of the healthy engines, if they matter to the way; by default all of
+            them.
+        nodes: Ray's names of the nodes of healthy engines, by index; by default all are on the node
+            of the policy's rank 0.
     """
 
     def __init__(
@@ -281,27 +334,46 @@ class RayWorkerDispatch(Dispatch):
         else:
             healthy = healthy or (lambda: range(cfg.generator.own_engines))
             gpus = placements[POLICY].num_gpus > 0
-            transfer = TRANSFERS.find(weight_sync_backend).of_run(self._policy, cfg, healthy, gpus=gpus)
+            transfer = TRANSFERS.find(weight_sync_backend).of_run(
+                self._policy, cfg, healthy, gpus=gpus
+            )
         super().__init__(cfg, groups, transfer)
 
 
 def memory_transfer(
-    cfg: Config, groups: Mapping[str, RoleRanks], nodes: Callable[[], Mapping[int, str]] | None = None
+    cfg: Config,
+    groups: Mapping[str, RoleRanks],
+    nodes: Callable[[], Mapping[int, str]] | None = None,
 ) -> WeightTransfer:
     """Through memory of the machine of the policy's rank 0, or a folder that other machines see."""
-    policy, generator, remote = groups[POLICY], cfg.generator, None
+    policy = groups[POLICY]
+    generator = cfg.generator
+    remote = None
     if nodes is not None and not generator.weight_sync_dir:
-        workers = 1 if adapter_rank(cfg) else generator.devices_per_engine
-        remote = RemoteEngines(policy, nodes, workers=workers, timeout_s=generator.heartbeat_timeout_s)
+        if adapter_rank(cfg):
+            workers = 1
+        else:
+            workers = generator.devices_per_engine
+        remote = RemoteEngines(
+            policy, nodes, workers=workers, timeout_s=generator.heartbeat_timeout_s
+        )
     if maps_weights(cfg):
-        return SharedMemoryTransfer(policy, computed_on=computes_on_mapped_weights(cfg), remote=remote)
-    encoding = "adapter" if adapter_rank(cfg) else generator.weight_sync_mode
+        return SharedMemoryTransfer(
+            policy, computed_on=computes_on_mapped_weights(cfg), remote=remote
+        )
+    if adapter_rank(cfg):
+        encoding = "adapter"
+    else:
+        encoding = generator.weight_sync_mode
     return FileTransfer(policy, encoding, remote)
 
 
 def _written(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
-    """The files of all ranks of a role, by path from the checkpoint's folder; an ``OSError`` if one could not write."""
-    results = [result for result in ranks if result is not None]  # a user's own worker may return nothing
+    """The files of all ranks of a role, by path from the checkpoint's folder; an ``OSError`` if one
+    could not write."""
+    results = [
+        result for result in ranks if result is not None
+    ]  # a user's own worker may return nothing
     for result in results:
         if result.problem:
             raise OSError(result.problem)
@@ -310,19 +382,27 @@ def _written(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
             f"the {folder.name}'s processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )
-    return {f"{folder.name}/{name}": entry for result in results for name, entry in result.files.items()}
+    return {
+        f"{folder.name}/{name}": entry for result in results for name, entry in result.files.items()
+    }
 
 
 class LocalGroup:
-    """One rank of a role, in ``thread``, with the methods of ``RankGroup``. It is loaded when it is made."""
+    """One rank of a role, in ``thread``, with the methods of ``RankGroup``. It is loaded when it is
+    made."""
 
     lost: BaseException | None = None
 
-    def __init__(self, cfg: Config, role: str, thread: ThreadPoolExecutor, total_steps: int = 0) -> None:
+    def __init__(
+        self, cfg: Config, role: str, thread: ThreadPoolExecutor, total_steps: int = 0
+    ) -> None:
         entry = ROLES[role]
-        self.worker = entry.worker_class()(cfg, threads=entry.threads(cfg), role=role, total_steps=total_steps)
+        self.worker = entry.worker_class()(
+            cfg, threads=entry.threads(cfg), role=role, total_steps=total_steps
+        )
         self.worker.setup()
-        self._thread, self.busy_s = thread, 0.0
+        self._thread = thread
+        self.busy_s = 0.0
 
     async def start(self, cfg: Config, total_steps: int = 0) -> None: ...
 
@@ -346,16 +426,19 @@ class LocalGroup:
 
 
 class LocalDispatch(Dispatch):
-    """Every role has one rank in this process, and is loaded when this is made: no cluster, no actors.
+    """Every role has one rank in this process, and is loaded when this is made: no cluster, no
+    actors.
 
-    The same worker classes do the same work as in Ray actors, one call at a time in one thread; the event loop is not
-    blocked. For experiments that start many short runs, and for tests.
+    The same worker classes do the same work as in Ray actors, one call at a time in one thread; the
+    event loop is not blocked. For experiments that start many short runs, and for tests.
 
     Args:
         total_steps: optimizer steps of the run, for learning rates that decay.
     """
 
-    def __init__(self, cfg: Config, *, roles: Sequence[str] = (POLICY,), total_steps: int = 0) -> None:
+    def __init__(
+        self, cfg: Config, *, roles: Sequence[str] = (POLICY,), total_steps: int = 0
+    ) -> None:
         thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="roles")
         groups = {role: LocalGroup(cfg, role, thread, total_steps) for role in roles}
         super().__init__(cfg, groups)

@@ -1,4 +1,5 @@
-"""One rank of a role that has a model: its backend, its loss, and the learning rate of each optimizer step."""
+"""One rank of a role that has a model: its backend, its loss, and the learning rate of each
+optimizer step."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ SPEC_KEYS = (
 
 
 class ModelWorker(Worker):
-    """Holds the model of its role's section, and trains it if the role says so and there is a ``loss``.
+    """Holds the model of its role's section, and trains it if the role says so and there is a
+    ``loss``.
 
     Use: construct on every rank, ``open_rendezvous`` on rank 0, ``setup`` on all ranks at once.
 
@@ -60,11 +62,19 @@ class ModelWorker(Worker):
     _store: dist.Store | None = None
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0 listens on a free port of ``host``, which is returned; bound here, so that it stays free."""
-        listener = socket.create_server((host, 0))  # the store itself would listen on every interface
+        """Rank 0 listens on a free port of ``host``, which is returned; bound here, so that it
+        stays free."""
+        listener = socket.create_server(
+            (host, 0)
+        )  # the store itself would listen on every interface
         port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(
-            host, port, self.world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            host,
+            port,
+            self.world_size,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         return port
 
@@ -74,7 +84,9 @@ class ModelWorker(Worker):
 
     def spec(self) -> ModelSpec:
         """Which model the backend loads."""
-        role, cfg, model = self.role, self.cfg, self.role.model(self.cfg)
+        role = self.role
+        cfg = self.cfg
+        model = self.role.model(self.cfg)
         section: dict[str, Any] = vars(self.settings) if self.settings else {}
         filtered = cfg.trainer.algorithm.filter_logprobs
         return ModelSpec(
@@ -122,37 +134,49 @@ class ModelWorker(Worker):
         """Add the gradient of this rank's rows to the gradient since the last optimizer step.
 
         Returns:
-            The log-probabilities before the step, ``[batch, length]``, if this is the policy and the batch lacks them.
+            The log-probabilities before the step, ``[batch, length]``, if this is the policy and
+            the batch lacks them.
         """
         return self.accumulate(batch, self.loss)
 
-    def accumulate(self, batch: UpdateBatch, loss: LossFn | None, returns: Collection[str] = ()) -> Tensor | None:
-        """As ``forward_backward``, of this loss; returns the log-probabilities if ``returns`` has their name."""
+    def accumulate(
+        self, batch: UpdateBatch, loss: LossFn | None, returns: Collection[str] = ()
+    ) -> Tensor | None:
+        """As ``forward_backward``, of this loss; returns the log-probabilities if ``returns`` has
+        their name."""
         assert loss is not None, f"the {self.role.name} is not trained"
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
         return self.backend.forward_backward(batch, loss, returns).get(LOGPROBS)
 
     def optimizer_step(
-        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0, beta1: float | None = None
+        self,
+        schedule_step: int | None = None,
+        scale: float = 1.0,
+        lr_scale: float = 1.0,
+        beta1: float | None = None,
     ) -> dict[str, float]:
         """Change the weights by the gradient, and forget the gradient.
 
         Args:
-            schedule_step: optimizer step by which the learning rate goes; by default this worker's own count.
-            scale: gradient and loss are multiplied by it first: one over the loss's denominator, if the weights lack
-                it.
+            schedule_step: optimizer step by which the learning rate goes; by default this worker's
+                own count.
+            scale: gradient and loss are multiplied by it first: one over the loss's denominator, if
+                the weights lack it.
             lr_scale: factor of the model's learning rate; that of a critic on its layers stays.
             beta1: AdamW's first decay rate, likewise; None: the settings'.
 
         Returns:
-            ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the loss's metrics; those of a critic on
-            the model's layers as ``critic/...``.
+            ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the loss's metrics;
+            those of a critic on the model's layers as ``critic/...``.
 
         Raises:
             NonFiniteError: on every rank alike, before any weight changes.
         """
-        step = self.backend.step if schedule_step is None else schedule_step
+        if schedule_step is None:
+            step = self.backend.step
+        else:
+            step = schedule_step
         rates = {
             part: learning_rate(step, options, self.total_steps)
             for part, options in self.backend.spec.optimizers.items()
@@ -161,7 +185,9 @@ class ModelWorker(Worker):
         results: dict[str, float] = {}
         for part, metrics in self.backend.optimizer_step(rates, scale, beta1).items():
             prefix = "critic/" if part == VALUE_HEAD else ""
-            results |= {prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()}
+            results |= {
+                prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()
+            }
         return results
 
     def examine(self, scale: float = 1.0) -> str:
@@ -191,19 +217,24 @@ class ModelWorker(Worker):
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): a pure function, so a resumed run continues its schedule.
+    """Learning rate of optimizer step ``step`` (from 0): a pure function, so a resumed run
+    continues its schedule.
 
-    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step already learns, by
-    ``warmup_lr_rate`` of the rate if ``scheduler_kwargs`` has one), then ``scheduler``: transformers' by that name.
+    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step
+    already learns, by ``warmup_lr_rate`` of the rate if ``scheduler_kwargs`` has one), then
+    ``scheduler``: transformers' by that name.
 
     Raises:
         UserError: for a schedule that needs the number of steps, if that is not known.
     """
     needs_total = (
-        config.scheduler not in ("constant", "constant_with_warmup", "inverse_sqrt") or config.warmup_ratio > 0
+        config.scheduler not in ("constant", "constant_with_warmup", "inverse_sqrt")
+        or config.warmup_ratio > 0
     )
     if needs_total and total_steps <= 0:
-        raise UserError(f"scheduler={config.scheduler} needs a known number of steps: set trainer.max_training_steps")
+        raise UserError(
+            f"scheduler={config.scheduler} needs a known number of steps: set trainer.max_training_steps"
+        )
     warmup = config.num_warmup_steps or math.ceil(config.warmup_ratio * total_steps)
     if step < warmup and "warmup_lr_rate" not in config.scheduler_kwargs:
         return config.lr * (step + 1) / warmup
@@ -211,7 +242,10 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
         return config.lr
     if config.scheduler in ("linear", "cosine") and not config.scheduler_kwargs:
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
-        fall = 1.0 - progress if config.scheduler == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        if config.scheduler == "linear":
+            fall = 1.0 - progress
+        else:
+            fall = 0.5 * (1.0 + math.cos(math.pi * progress))
         return config.lr * fall
     options = tuple(sorted(config.scheduler_kwargs.items()))
     return config.lr * _schedule(config.scheduler, config.lr, warmup, total_steps, options)(step)
@@ -221,14 +255,17 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 def _schedule(
     name: str, lr: float, warmup: int, total_steps: int, options: tuple[tuple[str, object], ...]
 ) -> Callable[[int], float]:
-    """Step -> share of the peak rate. Their schedulers drive an optimizer; this one has nothing to train."""
+    """Step -> share of the peak rate. Their schedulers drive an optimizer; this one has nothing to
+    train."""
     import torch
     from torch.optim import SGD
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import get_scheduler
 
     nothing = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
-    scheduler = get_scheduler(name, nothing, warmup, total_steps, scheduler_specific_kwargs=dict(options))
+    scheduler = get_scheduler(
+        name, nothing, warmup, total_steps, scheduler_specific_kwargs=dict(options)
+    )
     assert isinstance(scheduler, LambdaLR)
     share: Callable[[int], float] = scheduler.lr_lambdas[0]
     return share

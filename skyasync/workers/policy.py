@@ -45,10 +45,14 @@ class PolicyLoss(LossFn):
 
     def __init__(self, cfg: Config) -> None:
         self._objective = Objective(cfg.trainer.algorithm)
-        self._approximation, self._teacher_weight = cfg.trainer.algorithm.proximal_logprobs, cfg.trainer.teacher.weight
+        self._approximation = cfg.trainer.algorithm.proximal_logprobs
+        self._teacher_weight = cfg.trainer.teacher.weight
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
-        names = {LOGPROBS, ENTROPY} if "entropy" in self._objective.needs else {LOGPROBS}
+        if "entropy" in self._objective.needs:
+            names = {LOGPROBS, ENTROPY}
+        else:
+            names = {LOGPROBS}
         request = OutputRequest.of(*names, entropy_gradient=self._objective.trains_entropy)
         if batch.teacher_top_k is None:
             return request
@@ -56,12 +60,17 @@ class PolicyLoss(LossFn):
         return replace(request, names=request.names | {TOKEN_LOGPROBS}, token_ids=tokens.long())
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
-        current, mask, proximal = outputs[LOGPROBS], batch.loss_mask, batch.proximal_logprobs
+        current = outputs[LOGPROBS]
+        mask = batch.loss_mask
+        proximal = batch.proximal_logprobs
         if proximal is None:
-            behaviour, version = batch.behaviour_logprobs, batch.approximated_version
+            behaviour = batch.behaviour_logprobs
+            version = batch.approximated_version
             proximal = current.detach()
             if version is not None:
-                proximal = approximate_proximal(current, behaviour, batch.versions, version, method=self._approximation)
+                proximal = approximate_proximal(
+                    current, behaviour, batch.versions, version, method=self._approximation
+                )
         token_loss, maps = self._objective.token_loss(
             current=current,
             proximal=proximal,
@@ -83,7 +92,8 @@ class PolicyLoss(LossFn):
 
 
 class PolicyWorker(ModelWorker):
-    """Holds the policy, and a critic that is a head on its layers (``trainer.critic.backbone=shared``)."""
+    """Holds the policy, and a critic that is a head on its layers
+    (``trainer.critic.backbone=shared``)."""
 
     role_name: ClassVar[str] = "policy"
 
@@ -96,7 +106,8 @@ class PolicyWorker(ModelWorker):
         self._critic_loss = ValueLoss(critic, VALUE_HEAD, gradient=0.0)
 
     def transfer_weights(self, sender: str, method: str, *args: object) -> Any:
-        """A call of this rank's end of a weight transfer; see ``skyasync.weight_sync.transfers``."""
+        """A call of this rank's end of a weight transfer; see
+        ``skyasync.weight_sync.transfers``."""
         return self.weight_sender.call(sender, method, *args)
 
     @cached_property
@@ -112,7 +123,10 @@ class PolicyWorker(ModelWorker):
 
     def _engine_weights(self) -> FullTensors:
         """The weights as engines load them."""
-        layout = self.backend.file_layout() if loads_as_files(self.cfg) else None
+        if loads_as_files(self.cfg):
+            layout = self.backend.file_layout()
+        else:
+            layout = None
         return FullTensors(self.backend.sharded_weights(), self.backend.dtype, layout)
 
     def spec(self) -> ModelSpec:
@@ -120,16 +134,25 @@ class PolicyWorker(ModelWorker):
         if not self.has_value_head:
             return spec
         optimizers = {**spec.optimizers, VALUE_HEAD: self.cfg.trainer.critic.optimizer_config}
-        return replace(spec, optimizers=optimizers, value_head_kwargs=ROLES[CRITIC_ROLE].config_kwargs(self.cfg))
+        return replace(
+            spec,
+            optimizers=optimizers,
+            value_head_kwargs=ROLES[CRITIC_ROLE].config_kwargs(self.cfg),
+        )
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
         if batch.critic_alone:
             return self.accumulate(batch, self._critic_loss)
         # Missing ``proximal_logprobs`` are computed for the gradient anyway.
-        return self.accumulate(batch, self.loss, {LOGPROBS} if batch.proximal_logprobs is None else ())
+        return self.accumulate(
+            batch, self.loss, {LOGPROBS} if batch.proximal_logprobs is None else ()
+        )
 
-    def update_policy(self, batch: UpdateBatch, schedule_step: int | None = None) -> dict[str, float]:
-        """One optimizer step on this rank's rows of a batch: ``forward_backward`` and ``optimizer_step``.
+    def update_policy(
+        self, batch: UpdateBatch, schedule_step: int | None = None
+    ) -> dict[str, float]:
+        """One optimizer step on this rank's rows of a batch: ``forward_backward`` and
+        ``optimizer_step``.
 
         Missing ``proximal_logprobs`` are filled in.
         """
@@ -148,7 +171,9 @@ class PolicyWorker(ModelWorker):
 
     def logprobs_and_values(self, batch: TokenBatch) -> Tensor:
         """Both in one pass, ``[batch, length, 2]``."""
-        outputs = self.backend.forward(batch, OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0))
+        outputs = self.backend.forward(
+            batch, OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0)
+        )
         return torch.stack([outputs[LOGPROBS], outputs[VALUES]], -1)
 
     def export_critic(self, folder: str) -> None:

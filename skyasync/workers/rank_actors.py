@@ -1,7 +1,7 @@
 """The processes of ranks: where they run, and the actor that holds a rank's worker.
 
-Invariant: this module does not import torch. The controller starts the processes of all ranks before it imports torch
-itself, so that they import their libraries at the same time.
+Invariant: this module does not import torch. The controller starts the processes of all ranks
+before it imports torch itself, so that they import their libraries at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class WorkerPlacement:
 
     Args:
         bundles: of the placement group, one for each rank.
-        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share one.
+        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share
+            one.
         actors: the processes, in the order of the ranks, if they have been started.
     """
 
@@ -40,8 +41,8 @@ class WorkerPlacement:
 
 
 class _WorkerActor:
-    """Forwards to the worker it holds, whose libraries are imported in this process while the caller does other
-    things."""
+    """Forwards to the worker it holds, whose libraries are imported in this process while the
+    caller does other things."""
 
     def __init__(self, worker: str) -> None:
         if worker:
@@ -69,10 +70,16 @@ def start_actors(role: Role, placement: WorkerPlacement) -> list[Any]:
     """An actor for each rank. Ray is up; nothing here waits for it."""
     reference = role.worker if isinstance(role.worker, str) else ""
     # In Ray's errors and process titles.
-    name = role.worker.rpartition(":")[2] if isinstance(role.worker, str) else role.worker.__name__
-    # Groups have Ray run all calls in threads: those of the first one, and each of the others, in one.
+    if isinstance(role.worker, str):
+        name = role.worker.rpartition(":")[2]
+    else:
+        name = role.worker.__name__
+    # Groups have Ray run all calls in threads: those of the first one, and each of the others, in
+    # one.
     remote: Any = ray.remote  # whose types know nothing of these
-    actor_class = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})(type(name, (_WorkerActor,), {}))
+    actor_class = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})(
+        type(name, (_WorkerActor,), {})
+    )
     return [
         actor_class.options(
             num_cpus=placement.num_cpus,

@@ -1,8 +1,9 @@
 """The ranks of one model as Ray actors: called together, failing together.
 
-Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's own traceback: the
-others, which may be stuck in a collective with it, are killed first. While a call is running its ranks send heartbeats;
-a rank without one for ``trainer.heartbeat_timeout_s`` has failed.
+Invariant: the event loop never waits for Ray, and a rank that fails ends the call with that rank's
+own traceback: the others, which may be stuck in a collective with it, are killed first. While a
+call is running its ranks send heartbeats; a rank without one for ``trainer.heartbeat_timeout_s``
+has failed.
 """
 
 from __future__ import annotations
@@ -27,11 +28,17 @@ from skyasync.utils.machine import ProcessIdentity
 from skyasync.workers.rank_actors import WorkerPlacement, start_actors
 from skyasync.workers.roles import Role
 
-PROCESS_ENDED = (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError)  # the latter: by Ray's memory monitor
+PROCESS_ENDED = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.OutOfMemoryError,
+)  # the latter: by Ray's memory monitor
 HEARTBEAT_S = 5.0  # from one to the next
-OWN_DELAY_S = 1.0  # an answer may have arrived while this process was stopped or too busy to read it
+OWN_DELAY_S = (
+    1.0  # an answer may have arrived while this process was stopped or too busy to read it
+)
 FAILURE_NOTICE_S = 5.0
-"""Seconds that Ray may need to notice that a process has failed; only a call that has failed waits for it."""
+"""Seconds that Ray may need to notice that a process has failed; only a call that has failed waits
+for it."""
 
 
 class HeartbeatTimeoutError(RuntimeError):
@@ -39,10 +46,11 @@ class HeartbeatTimeoutError(RuntimeError):
 
 
 class RankGroup:
-    """The actors of one role. Every call goes to all ranks in the same order, so that collectives line up.
+    """The actors of one role. Every call goes to all ranks in the same order, so that collectives
+    line up.
 
-    Making it starts their processes, unless the placement has them. ``busy_s`` is the wall time with at least one call
-    in progress.
+    Making it starts their processes, unless the placement has them. ``busy_s`` is the wall time
+    with at least one call in progress.
     """
 
     def __init__(self, role: Role, placement: WorkerPlacement) -> None:
@@ -55,8 +63,12 @@ class RankGroup:
         self._failure: BaseException | None = None
         self._silence_s = 0.0  # allowed; 0: heartbeats are not watched
         self._processes: list[ProcessIdentity] = []
-        self._heartbeats: dict[int, tuple[float, asyncio.Future[ProcessIdentity]]] = {}  # rank -> time of the request
-        self._hidden_size, self._shares_prefixes = 0, False  # of the model
+        self._heartbeats: dict[
+            int, tuple[float, asyncio.Future[ProcessIdentity]]
+        ] = {}  # rank -> time of the request
+        # of the model
+        self._hidden_size = 0
+        self._shares_prefixes = False
         self._shape = MeshShape(self.ranks)
         self._actors: list[Any] = list(placement.actors) or start_actors(role, placement)
 
@@ -64,10 +76,13 @@ class RankGroup:
         """Make the workers, let the ranks find each other and load what they hold."""
         device = "cuda" if self._placement.num_gpus else "cpu"
         threads = self._role.threads(cfg) or max(1, int(self._placement.num_cpus))
-        name, parts = self._role.name, user_parts()
+        name = self._role.name
+        parts = user_parts()
         self._shape = self._role.mesh_shape(cfg, self.ranks)
         workers = [
-            actor.construct.remote(name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps)
+            actor.construct.remote(
+                name, parts, cfg, rank, self.ranks, device, threads, total_steps=total_steps
+            )
             for rank, actor in enumerate(self._alive())
         ]
         await self._gather(workers)
@@ -78,7 +93,10 @@ class RankGroup:
             await self.call("setup")
             return
         nodes = await self.call("node")
-        host = nodes[0][1] if len({node for node, _ in nodes}) > 1 else LOOPBACK
+        if len({node for node, _ in nodes}) > 1:
+            host = nodes[0][1]
+        else:
+            host = LOOPBACK
         port = await self.call_first("open_rendezvous", host)
         await self.call("setup", host, port)
         self._hidden_size = await self.call_first("hidden_size")
@@ -87,25 +105,36 @@ class RankGroup:
     @property
     def lost(self) -> BaseException | None:
         """The error that showed the failure of a rank's process, if one has failed."""
-        return self._failure if isinstance(self._failure, (*PROCESS_ENDED, HeartbeatTimeoutError)) else None
+        if isinstance(self._failure, (*PROCESS_ENDED, HeartbeatTimeoutError)):
+            return self._failure
+        return None
 
     @property
     def busy_s(self) -> float:
         return self._finished_s + (time.monotonic() - self._since if self._running else 0.0)
 
     async def on_rows(self, method: str, batch: TokenBatch) -> Tensor | None:
-        """Each rank's call with its rows; what they return in the batch's order, if they return anything.
+        """Each rank's call with its rows; what they return in the batch's order, if they return
+        anything.
 
         Ranks that share rows return the same: the result of the first is taken.
         """
-        actors, shape = self._alive(), self._shape
+        actors = self._alive()
+        shape = self._shape
         split = batch, shape.data, self._hidden_size
-        shards = await asyncio.to_thread(split_for_ranks, *split, shares_prefixes=self._shares_prefixes)
+        shards = await asyncio.to_thread(
+            split_for_ranks, *split, shares_prefixes=self._shares_prefixes
+        )
         selected = [batch.select(rows).trim() for rows in shards]
         puts = await asyncio.to_thread(lambda: [ray.put(shard) for shard in selected])
-        calls = [actor.call.remote(method, puts[shape.data_rank(rank)]) for rank, actor in enumerate(actors)]
+        calls = [
+            actor.call.remote(method, puts[shape.data_rank(rank)])
+            for rank, actor in enumerate(actors)
+        ]
         results = (await self._gather(calls))[:: shape.non_data][: shape.data]
-        return None if results[0] is None else joined(batch, shards, results)
+        if results[0] is None:
+            return None
+        return joined(batch, shards, results)
 
     async def call(self, method: str, *args: object) -> list[Any]:
         """The same call on every rank; results by rank."""
@@ -141,7 +170,8 @@ class RankGroup:
         try:
             finished, waiting = await self._wait(tasks)
             if waiting and any(task.exception() for task in finished):
-                # A rank whose process failed makes the others' collectives fail at once: collect both errors.
+                # A rank whose process failed makes the others' collectives fail at once: collect
+                # both errors.
                 await asyncio.wait(waiting, timeout=FAILURE_NOTICE_S)
         except HeartbeatTimeoutError as error:
             self._fail(error)
@@ -154,7 +184,9 @@ class RankGroup:
             unfinished = [task for task in tasks if not task.done()]
             for task in unfinished:
                 task.cancel()
-        failures = [failure for task in tasks if task not in unfinished and (failure := task.exception())]
+        failures = [
+            failure for task in tasks if task not in unfinished and (failure := task.exception())
+        ]
         if failures:
             failures.sort(key=lambda failure: not isinstance(failure, PROCESS_ENDED))  # these first
             self._fail(failures[0])
@@ -162,10 +194,16 @@ class RankGroup:
         return [task.result() for task in tasks]
 
     async def _wait(self, tasks: list[asyncio.Future[Any]]) -> tuple[set[Any], set[Any]]:
-        """Until all results are there, or a failure, or a rank's heartbeat is overdue (``HeartbeatTimeoutError``)."""
+        """Until all results are there, or a failure, or a rank's heartbeat is overdue
+        (``HeartbeatTimeoutError``)."""
         while True:
-            every_s = min(HEARTBEAT_S, self._silence_s / 4) if self._silence_s else None
-            finished, waiting = await asyncio.wait(tasks, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION)
+            if self._silence_s:
+                every_s = min(HEARTBEAT_S, self._silence_s / 4)
+            else:
+                every_s = None
+            finished, waiting = await asyncio.wait(
+                tasks, timeout=every_s, return_when=asyncio.FIRST_EXCEPTION
+            )
             if not waiting or any(task.exception() for task in finished):
                 return finished, waiting
             for rank, actor in enumerate(self._alive()):
@@ -180,20 +218,24 @@ class RankGroup:
                         )
                 if answer is None or answer.done():
                     request = asyncio.ensure_future(actor.heartbeat.remote())
-                    request.add_done_callback(lambda done: done.cancelled() or done.exception())  # calls raise it
+                    request.add_done_callback(
+                        lambda done: done.cancelled() or done.exception()
+                    )  # calls raise it
                     self._heartbeats[rank] = now, request
 
     def _fail(self, failure: BaseException) -> None:
         """End all ranks, also those that no longer answer."""
-        self._failure = self._failure or failure  # calls that run meanwhile fail because the ranks are ended here
+        self._failure = (
+            self._failure or failure
+        )  # calls that run meanwhile fail because the ranks are ended here
         self.kill()
         for process in self._processes:
             process.end()
 
 
 def joined(batch: TokenBatch, shards: list[Tensor], results: list[Tensor]) -> Tensor:
-    """Results of the shards in the batch's rows: per token, ``[batch, length]`` or ``[batch, length, n]``, or per row,
-    ``[batch]``, or several per row, ``[batch, 1, n]``."""
+    """Results of the shards in the batch's rows: per token, ``[batch, length]`` or
+    ``[batch, length, n]``, or per row, ``[batch]``, or several per row, ``[batch, 1, n]``."""
     first = results[0]
     if first.dim() == 1 or (first.dim() == 3 and first.shape[1] == 1):
         whole = torch.zeros(len(batch), *first.shape[1:])
@@ -209,14 +251,16 @@ def joined(batch: TokenBatch, shards: list[Tensor], results: list[Tensor]) -> Te
 def split_for_ranks(
     batch: TokenBatch, ranks: int, hidden_size: int = 0, *, shares_prefixes: bool = False
 ) -> list[Tensor]:
-    """Rows (int64) for each rank, so that the largest cost of a rank is least; samples of a prompt are together where
-    possible. A rank may get no rows.
+    """Rows (int64) for each rank, so that the largest cost of a rank is least; samples of a prompt
+    are together where possible. A rank may get no rows.
 
-    A bound on a rank's cost is bisected: below it the rows do not fit into the ranks, above it they do.
+    A bound on a rank's cost is bisected: below it the rows do not fit into the ranks, above it they
+    do.
 
     Args:
         hidden_size: of the model; 0 counts tokens alone.
-        shares_prefixes: a rank computes what its rows share once: rows of an episode are together where that is less.
+        shares_prefixes: a rank computes what its rows share once: rows of an episode are together
+            where that is less.
     """
     if shares_prefixes and ranks > 1:
         tree = sorted_rows(batch)
@@ -229,10 +273,13 @@ def split_for_ranks(
 
     def cuts(most: float) -> list[int]:
         """Where each rank's rows end if none has a cost above ``most``."""
-        stops, start = [], 0
+        stops = []
+        start = 0
         for _ in range(ranks):
             if start < len(total):
-                start = max(start, int(torch.searchsorted(total, float(before[start]) + most, right=True)))
+                start = max(
+                    start, int(torch.searchsorted(total, float(before[start]) + most, right=True))
+                )
             stops.append(start)
         return stops
 
@@ -245,10 +292,13 @@ def split_for_ranks(
 
 
 def row_costs(lengths: Tensor, hidden_size: int) -> Tensor:
-    """Costs of rows of these lengths, in float64, in units of what the linear layers do for one token.
+    """Costs of rows of these lengths, in float64, in units of what the linear layers do for one
+    token.
 
-    A layer of hidden size h costs about 24 h² operations per token and 4 h for each of the L²/2 pairs of attention:
-    L + L² / (12 h).
+    A layer of hidden size h costs about 24 h² operations per token and 4 h for each of the L²/2
+    pairs of attention: L + L² / (12 h).
     """
     tokens = lengths.double()
-    return tokens + tokens * tokens / (12 * hidden_size) if hidden_size else tokens
+    if hidden_size:
+        return tokens + tokens * tokens / (12 * hidden_size)
+    return tokens

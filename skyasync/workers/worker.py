@@ -31,7 +31,8 @@ class Worker:
         device: "cpu" or "cuda".
         threads: CPU threads of this rank; 0 leaves the library's default.
         role: the name of its entry in the table, if several entries have this class.
-        total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not known.
+        total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not
+            known.
 
     Attributes:
         role_name: the name of its entry in the table.
@@ -69,15 +70,19 @@ class Worker:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0 listens for the others on a port of ``host``, which is returned; 0: they need not find each other."""
+        """Rank 0 listens for the others on a port of ``host``, which is returned; 0: they need not
+        find each other."""
         return 0
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
         """Load what it holds. On all ranks at once."""
 
     def hidden_size(self) -> int:
-        """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by their tokens."""
-        return self.backends[0].hidden_size if self.backends else 0
+        """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by
+        their tokens."""
+        if self.backends:
+            return self.backends[0].hidden_size
+        return 0
 
     def shares_prefixes(self) -> bool:
         """Whether its model computes what rows share once."""
@@ -85,17 +90,25 @@ class Worker:
 
     def begin_profile(self) -> None:
         """From here on what this rank computes is recorded."""
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [
+            ProfilerActivity.CPU,
+            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
+        ]
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
     def end_profile(self, folder: str) -> None:
-        """Write a trace for Perfetto, ``<role>_rank<n>.json``, and a table of the longest operations (``.txt``)."""
+        """Write a trace for Perfetto, ``<role>_rank<n>.json``, and a table of the longest
+        operations (``.txt``)."""
         self._profile.stop()
-        path, name = Path(folder), f"{self.role.name}_rank{self.rank}"
+        path = Path(folder)
+        name = f"{self.role.name}_rank{self.rank}"
         path.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(path / f"{name}.json"))
-        by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        if torch.cuda.is_available():
+            by = "self_cuda_time_total"
+        else:
+            by = "self_cpu_time_total"
         table = self._profile.key_averages().table(sort_by=by, row_limit=_PROFILE_ROWS)
         (path / f"{name}.txt").write_text(table, encoding="utf-8")
 
@@ -118,10 +131,13 @@ class Worker:
 
         A full disk may be reported as ``SaveResult.problem``: an error ends all ranks.
         """
-        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot save what it has learned")
+        raise NotImplementedError(
+            f"the role {self.role.name} trains, and its worker cannot save what it has learned"
+        )
 
     def begin_save(self, folder: str) -> None:
-        """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the end."""
+        """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the
+        end."""
         self._saved = self.save(folder) or SaveResult()
 
     def saved(self) -> SaveResult | None:
@@ -135,4 +151,6 @@ class Worker:
 
     def load(self, folder: str) -> None:
         """What ``save`` wrote, by any number of ranks."""
-        raise NotImplementedError(f"the role {self.role.name} trains, and its worker cannot load what it has learned")
+        raise NotImplementedError(
+            f"the role {self.role.name} trains, and its worker cannot load what it has learned"
+        )

@@ -32,9 +32,19 @@ async def length(data: dict[str, Any], base_url: str, api_key: str) -> float:
             os._exit(1)
         if failure == "crashes once" and first_time(data["mark"]):
             os._exit(1)
-        wrong = {"nan": float("nan"), "none": None, "text": "1.0", "bool": True, "key": {"score": 1.0}}
+        wrong = {
+            "nan": float("nan"),
+            "none": None,
+            "text": "1.0",
+            "bool": True,
+            "key": {"score": 1.0},
+        }
         wrong["metric"] = {"reward": 1.0, "metrics": {"x": float("inf")}}
-        return wrong[failure] if failure in wrong else float(len(reply.choices[0].message.content or ""))
+        return (
+            wrong[failure]
+            if failure in wrong
+            else float(len(reply.choices[0].message.content or ""))
+        )
 
 
 async def shaky(data: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -57,7 +67,9 @@ def first_time(mark: str) -> bool:
     return True
 
 
-def in_a_thread(data: dict[str, Any], base_url: str, api_key: str, **further: Any) -> dict[str, Any]:
+def in_a_thread(
+    data: dict[str, Any], base_url: str, api_key: str, **further: Any
+) -> dict[str, Any]:
     """Two calls of one conversation, without async; reports its further arguments."""
     with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
         messages = list(data["prompt"])
@@ -83,7 +95,11 @@ async def by_call(data: dict[str, Any], base_url: str, api_key: str) -> dict[str
             messages += [said[-1].choices[0].message, {"role": "user", "content": "and?"}]
         helper = [{"role": "system", "content": "Help."}, *data["prompt"]]
         said.append(await client.chat.completions.create(model="policy", messages=helper))
-    return {answer.id: reward for answer, reward in zip(said, data["rewards"], strict=True) if reward is not None}
+    return {
+        answer.id: reward
+        for answer, reward in zip(said, data["rewards"], strict=True)
+        if reward is not None
+    }
 
 
 async def two_agents(data: dict[str, Any], base_url: str, api_key: str) -> float:

@@ -57,7 +57,11 @@ class Scripted:
             if isinstance(text, Exception):
                 raise text
             tokens = self.tokenizer(f"{text}{self.tokenizer.eos_token}")["input_ids"]
-            yield [GenerationOutput(request.request_id, tokens, [-0.5] * len(tokens), [2] * len(tokens), "stop")]
+            yield [
+                GenerationOutput(
+                    request.request_id, tokens, [-0.5] * len(tokens), [2] * len(tokens), "stop"
+                )
+            ]
 
     async def abort(self, ids: Any) -> None:
         self.aborted += ids

@@ -48,17 +48,26 @@ async def theirs(endpoint_url: str, session: Session) -> AsyncIterator[AsyncAnth
 
 
 def ask(client: AsyncAnthropic, messages: Any, **options: Any) -> Any:
-    return client.messages.create(**{"model": "any", "max_tokens": 6, "messages": messages, **options})
+    return client.messages.create(
+        **{"model": "any", "max_tokens": 6, "messages": messages, **options}
+    )
 
 
 async def test_all_apis_send_the_engine_the_same_request_and_record_the_same(real: Any) -> None:
-    async with entered(real.endpoint) as (ours, session), theirs(url(real.endpoint), session) as client:
+    async with (
+        entered(real.endpoint) as (ours, session),
+        theirs(url(real.endpoint), session) as client,
+    ):
         extra = {"extra_body": {"temperature": 0.0}}
         told = [{"role": "system", "content": "Be short."}, *HELLO]
         first = await chat(ours, told, max_tokens=6, temperature=0)
         second = await ask(client, HELLO, system="Be short.", **extra)
         third = await ours.responses.create(
-            model="any", input=HELLO[0]["content"], instructions="Be short.", max_output_tokens=6, temperature=0
+            model="any",
+            input=HELLO[0]["content"],
+            instructions="Be short.",
+            max_output_tokens=6,
+            temperature=0,
         )
     texts = [first.choices[0].message.content, second.content[0].text, third.output_text]
     assert texts == [texts[0]] * 3 and texts[0]
@@ -84,10 +93,21 @@ async def test_anthropics_tool_calls_come_back_without_a_token_made_again(tokeni
         said, call = first.content
         assert (first.stop_reason, said.text) == ("tool_use", "Let me see.")
         assert (call.name, call.input) == ("calculator", {"expression": "12*34"})
-        result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "408"}]}
-        history = [*HELLO, {"role": "assistant", "content": first.content}, {"role": "user", "content": [result]}]
+        result = {
+            "type": "tool_result",
+            "tool_use_id": call.id,
+            "content": [{"type": "text", "text": "408"}],
+        }
+        history = [
+            *HELLO,
+            {"role": "assistant", "content": first.content},
+            {"role": "user", "content": [result]},
+        ]
         second = await ask(client, history, tools=[THEIRS])
-        more = [{"role": "assistant", "content": second.content}, {"role": "user", "content": "Thanks."}]
+        more = [
+            {"role": "assistant", "content": second.content},
+            {"role": "user", "content": "Thanks."},
+        ]
         await ask(client, [*history, *more], tools=[THEIRS])
     written = [*engine.requests[0].prompt_token_ids, *session.recorder.calls[0].action.tokens]
     assert engine.requests[1].prompt_token_ids[: len(written)].tolist() == written
@@ -103,25 +123,41 @@ async def test_anthropics_tokens_are_counted_and_stop_sequences_named(tokenizer:
     ):
         counted = await client.messages.count_tokens(model="any", messages=HELLO, tools=[THEIRS])
         answer = await ask(client, HELLO, tools=[THEIRS], stop_sequences=["x", "END"])
-    assert counted.input_tokens == answer.usage.input_tokens == len(engine.requests[0].prompt_token_ids)
+    assert (
+        counted.input_tokens
+        == answer.usage.input_tokens
+        == len(engine.requests[0].prompt_token_ids)
+    )
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "END")
     assert answer.content[0].text == "4 0 8 "
 
 
 async def test_responses_with_tools_come_back_as_items_or_by_their_id(tokenizer: Any) -> None:
-    async with scripted(tokenizer, f"Let me see.\n{CALL}", "408", "408") as (client, session, engine):
+    async with scripted(tokenizer, f"Let me see.\n{CALL}", "408", "408") as (
+        client,
+        session,
+        engine,
+    ):
         options: Any = {"model": "any", "tools": [OURS], "instructions": "Use it."}
         first = await client.responses.create(input=[*HELLO], **options)
         said, call = first.output
-        assert (said.content[0].text, call.type, call.name) == ("Let me see.", "function_call", "calculator")
+        assert (said.content[0].text, call.type, call.name) == (
+            "Let me see.",
+            "function_call",
+            "calculator",
+        )
         assert json.loads(call.arguments) == {"expression": "12*34"}
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "408"}
         items = [item.model_dump(exclude_none=True) for item in first.output]
         second = await client.responses.create(input=[*HELLO, *items, result], **options)
-        third = await client.responses.create(input=[result], previous_response_id=first.id, **options)
+        third = await client.responses.create(
+            input=[result], previous_response_id=first.id, **options
+        )
         assert second.output_text == third.output_text == "408"
         with pytest.raises(openai.NotFoundError, match="is not a stored answer of this episode"):
-            await client.responses.create(input="?", previous_response_id="resp-e9-i9-r9-c0", **options)
+            await client.responses.create(
+                input="?", previous_response_id="resp-e9-i9-r9-c0", **options
+            )
     asked = [request.prompt_token_ids.tolist() for request in engine.requests]
     assert asked[1] == asked[2]
     written = [*asked[0], *session.recorder.calls[0].action.tokens]
@@ -135,7 +171,9 @@ async def test_an_answer_that_is_not_to_be_stored_is_not_gone_on_from(tokenizer:
             await client.responses.create(model="any", input="y", previous_response_id=first.id)
 
 
-async def test_what_anthropics_form_asks_for_and_cannot_have_is_refused_by_name(tokenizer: Any) -> None:
+async def test_what_anthropics_form_asks_for_and_cannot_have_is_refused_by_name(
+    tokenizer: Any,
+) -> None:
     def user(*blocks: Any) -> Any:
         return {"messages": [{"role": "user", "content": list(blocks)}]}
 
@@ -155,7 +193,10 @@ async def test_what_anthropics_form_asks_for_and_cannot_have_is_refused_by_name(
          r"content\[0\].content: an image of 2 bytes cannot be decoded"),
         ({"messages": [{"role": "user", "content": "7 " * MAX_MODEL_LEN}]}, "max_model_len"),
     ]  # fmt: skip
-    async with scripted(tokenizer) as (ours, session, _), theirs(str(ours.base_url), session) as client:
+    async with (
+        scripted(tokenizer) as (ours, session, _),
+        theirs(str(ours.base_url), session) as client,
+    ):
         for options, problem in refused:
             with pytest.raises(anthropic.BadRequestError, match=problem) as caught:
                 await ask(client, **{"messages": HELLO, **options})
@@ -177,7 +218,10 @@ async def test_what_responses_ask_for_and_cannot_have_is_refused_by_name(tokeniz
         ({"tools": [{"type": "web_search"}]}, "web_search"),
         ({"tool_choice": "required"}, "cannot be enforced"),
         ({"text": {"format": {"type": "json_object"}}}, "text="),
-        ({"input": [{"role": "user", "content": [picture]}]}, "an image of 2 bytes cannot be decoded"),
+        (
+            {"input": [{"role": "user", "content": [picture]}]},
+            "an image of 2 bytes cannot be decoded",
+        ),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "item_reference"),
         ({"extra_body": {"max_tokens": 3}}, "did you mean max_output_tokens"),
     ]

@@ -68,10 +68,26 @@ NUMBERS: list[Any] = [
     0, -1, 1, 0.5, 2, 2**31 - 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 10**400, 1e-300, 1e-40, 0.0099, 1e39, 1e300,
     float("nan"), float("inf"),
 ]  # fmt: skip
-EXTREMES = [*NUMBERS, True, None, "", "x", "\ud800", "\0", [], {}, [[]], [None], {"a": {}}, ["x"] * 100]
+EXTREMES = [
+    *NUMBERS,
+    True,
+    None,
+    "",
+    "x",
+    "\ud800",
+    "\0",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": {}},
+    ["x"] * 100,
+]
 ANYTHING = st.sampled_from(EXTREMES) | st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
 NUMERIC = ("temperature", "top_p", "top_k", "min_p", "min_tokens", "presence_penalty", "frequency_penalty",
@@ -88,7 +104,10 @@ ITEMS = st.lists(
         ["message", "function_call", "function_call_output", "reasoning"]) | ANYTHING, "name": ANYTHING,
         "arguments": ANYTHING, "output": ANYTHING, "call_id": ANYTHING}) | ANYTHING, max_size=3)  # fmt: skip
 BIAS = st.dictionaries(st.integers(-1, 400).map(str) | st.text(max_size=3), ANYTHING, max_size=3)
-VALUES = {"logit_bias": BIAS | ANYTHING, "n": st.sampled_from([0, 1, 2, 3, 129, 2**63, 0.5, None, "x"])}
+VALUES = {
+    "logit_bias": BIAS | ANYTHING,
+    "n": st.sampled_from([0, 1, 2, 3, 129, 2**63, 0.5, None, "x"]),
+}
 
 
 @st.composite
@@ -105,12 +124,17 @@ def bodies(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 
 @settings(max_examples=150, deadline=None)
 @given(asked=bodies())
-async def test_no_request_harms_the_engine_or_the_run(real: SimpleNamespace, asked: tuple[str, dict[str, Any]]) -> None:
+async def test_no_request_harms_the_engine_or_the_run(
+    real: SimpleNamespace, asked: tuple[str, dict[str, Any]]
+) -> None:
     status, said = await ask(real, *asked)
     await check_well(real, asked, status, said)
 
 
-TOOL = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object"}},
+}
 DEEP: Any = {}
 for _ in range(450):
     DEEP = {"a": [DEEP]}
@@ -191,11 +215,19 @@ async def test_a_compressed_body_is_never_inflated(
     real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
     inflated = list[int]()
-    monkeypatch.setattr(ZLibDecompressor, "decompress_sync", lambda _, data, **more: inflated.append(len(data)) or b"")
+    monkeypatch.setattr(
+        ZLibDecompressor,
+        "decompress_sync",
+        lambda _, data, **more: inflated.append(len(data)) or b"",
+    )
     bomb = gzip.compress(b" " * 2**25)
-    headers = {"Content-Encoding": "gzip"} | ({"Authorization": f"Bearer {key}"} if key != "the episode's" else {})
+    headers = {"Content-Encoding": "gzip"} | (
+        {"Authorization": f"Bearer {key}"} if key != "the episode's" else {}
+    )
     async with asyncio.TaskGroup() as group:
-        asked = [group.create_task(ask(real, "chat/completions", bomb, **headers)) for _ in range(20)]
+        asked = [
+            group.create_task(ask(real, "chat/completions", bomb, **headers)) for _ in range(20)
+        ]
     assert {task.result()[0] for task in asked} == {415 if key == "the episode's" else 401}
     assert inflated == []
 
@@ -212,7 +244,9 @@ async def test_what_is_too_long_is_not_tokenised_and_what_is_long_is_tokenised_i
 
     monkeypatch.setattr(AgentChat, "prompt", watched)
     for content in ("7 " * 10_000, "7" * 500_000):
-        status, said = await ask(real, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": content}]})
+        status, said = await ask(
+            real, "chat/completions", {**CHAT, "messages": [{"role": "user", "content": content}]}
+        )
         assert (status, json.loads(said)["error"]["code"]) == (400, "context_length_exceeded")
     assert threads == []
     assert (await ask(real, "chat/completions", CHAT))[0] == 200
@@ -235,12 +269,16 @@ async def test_the_collector_of_garbage_does_not_walk_through_a_body(
         return loads(said)
 
     monkeypatch.setattr(api.json, "loads", watched)
-    async with real.http.post(f"{url(real.endpoint)}/completions", data="[" + "[]," * 1000 + "[]]") as answer:
+    async with real.http.post(
+        f"{url(real.endpoint)}/completions", data="[" + "[]," * 1000 + "[]]"
+    ) as answer:
         assert answer.status == 400
     assert (collecting, gc.isenabled()) == ([False], True)
 
 
-async def test_nor_through_the_arguments_of_a_call(real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nor_through_the_arguments_of_a_call(
+    real: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     collecting = list[bool]()
     loads = json.loads
 
@@ -255,7 +293,9 @@ async def test_nor_through_the_arguments_of_a_call(real: SimpleNamespace, monkey
     assert collecting[:2] == [False, False]
 
 
-async def test_a_long_request_is_not_read_while_another_of_its_episode_is(real: SimpleNamespace) -> None:
+async def test_a_long_request_is_not_read_while_another_of_its_episode_is(
+    real: SimpleNamespace,
+) -> None:
     long = {**CHAT, "metadata": {"x": "x" * INLINE}}
     async with real.session.reads(None), asyncio.timeout(20):
         waiting = asyncio.create_task(ask(real, "chat/completions", long))
@@ -285,12 +325,19 @@ async def test_reading_many_replies_does_not_hold_up_the_event_loop(
 
     monkeypatch.setattr(calls, "LONG_REPLY", long)
     monkeypatch.setattr(ModelCall, "_read", reads)
-    monkeypatch.setattr(calls, "conversation", lambda *arguments: asked.append(1) or said(*arguments))
-    async with scripted(tokenizer, *["7"] * 5) as (client, session, _), aiohttp.ClientSession() as http:
+    monkeypatch.setattr(
+        calls, "conversation", lambda *arguments: asked.append(1) or said(*arguments)
+    )
+    async with (
+        scripted(tokenizer, *["7"] * 5) as (client, session, _),
+        aiohttp.ClientSession() as http,
+    ):
         going_on = asyncio.create_task(others())
         headers = {"Authorization": f"Bearer {session.api_key}"}
         body = {**CHAT, "n": 5, "stream": stream}
-        async with http.post(f"{client.base_url}chat/completions", json=body, headers=headers) as answer:
+        async with http.post(
+            f"{client.base_url}chat/completions", json=body, headers=headers
+        ) as answer:
             assert answer.status == 200, await answer.text()
             await answer.read()
         going_on.cancel()
@@ -300,14 +347,21 @@ async def test_reading_many_replies_does_not_hold_up_the_event_loop(
     assert len({turn for _, turn in seen}) == 5 or not long
 
 
-async def test_a_long_answer_is_written_as_a_short_one(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_answer_is_written_as_a_short_one(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = list[dict[str, Any]]()
     for long in (2**20, 0):
         monkeypatch.setattr(server, "LONG_REPLY", long)
-        async with scripted(tokenizer, "7\u00e9") as (client, session, _), aiohttp.ClientSession() as http:
+        async with (
+            scripted(tokenizer, "7\u00e9") as (client, session, _),
+            aiohttp.ClientSession() as http,
+        ):
             headers = {"Authorization": f"Bearer {session.api_key}"}
             body = {**CHAT, "logprobs": True}
-            async with http.post(f"{client.base_url}chat/completions", json=body, headers=headers) as answer:
+            async with http.post(
+                f"{client.base_url}chat/completions", json=body, headers=headers
+            ) as answer:
                 assert answer.content_type == "application/json"
                 said.append({**await answer.json(), "created": 0})
     assert said[0] == said[1]
@@ -326,7 +380,9 @@ async def test_what_is_told_of_each_token_has_a_bound(
 
 async def test_nothing_of_a_request_is_kept(real: SimpleNamespace) -> None:
     for number in range(5):
-        status, _ = await ask(real, "chat/completions", {**CHAT, "stop": [f"{number}-{i}" for i in range(64)]})
+        status, _ = await ask(
+            real, "chat/completions", {**CHAT, "stop": [f"{number}-{i}" for i in range(64)]}
+        )
         assert status == 200
     await real.engine.progress()
     gc.collect()
@@ -346,7 +402,9 @@ async def test_stored_answers_of_an_episode_have_a_bound(tokenizer: Any) -> None
         assert not session.conversations
 
 
-async def test_the_work_of_going_on_from_a_conversation_is_linear_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_work_of_going_on_from_a_conversation_is_linear_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hashed = list[int]()
     digest = recorder.sha256
 
@@ -373,18 +431,25 @@ async def test_one_episodes_long_requests_do_not_hold_up_those_of_others(
     assert order.index(other) <= 1
 
 
-async def test_an_engines_word_that_a_request_cannot_be_answered_does_not_end_the_run(tokenizer: Any) -> None:
+async def test_an_engines_word_that_a_request_cannot_be_answered_does_not_end_the_run(
+    tokenizer: Any,
+) -> None:
     from skyasync.inference.interface import refusal
 
     class Picky(Scripted):
         async def generate(self, requests: Any) -> Any:
             yield [refusal(request, ValueError("too odd")) for request in requests]
 
-    async with scripted(tokenizer, engine=Picky(tokenizer)) as (client, session, _), aiohttp.ClientSession() as http:
+    async with (
+        scripted(tokenizer, engine=Picky(tokenizer)) as (client, session, _),
+        aiohttp.ClientSession() as http,
+    ):
         headers = {"Authorization": f"Bearer {session.api_key}"}
         for stream in (False, True):
             body = {**CHAT, "stream": stream}
-            async with http.post(f"{client.base_url}chat/completions", json=body, headers=headers) as answer:
+            async with http.post(
+                f"{client.base_url}chat/completions", json=body, headers=headers
+            ) as answer:
                 assert answer.status == 400
                 assert "too odd" in (await answer.json())["error"]["message"]
         assert not session.failure.done()

@@ -20,7 +20,16 @@ from skyasync.agents.server import Endpoint
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
-from tests.agents.endpoints import HELLO, MAX_MODEL_LEN, Scripted, chat, entered, scripted, until, url
+from tests.agents.endpoints import (
+    HELLO,
+    MAX_MODEL_LEN,
+    Scripted,
+    chat,
+    entered,
+    scripted,
+    until,
+    url,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -74,7 +83,10 @@ async def test_a_browsers_page_is_refused_even_where_any_key_is_taken(
     endpoint = AnyKey(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN)
     await endpoint.start()
     where = f"{url(endpoint)}/chat/completions"
-    async with aiohttp.ClientSession() as http, http.post(where, json=ASKED, headers=headers) as answer:
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(where, json=ASKED, headers=headers) as answer,
+    ):
         said = await answer.json()
         assert answer.status == status, said
         assert len(engine.requests) == (status == 200)
@@ -104,7 +116,9 @@ async def test_the_second_request_of_a_connection_has_a_limit_too(
     writer.close()
 
 
-async def test_a_body_that_does_not_come_is_not_waited_for(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(connection_limits, "BODY_S", 0.1)
     async with entered(endpoint) as (_, session):
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
@@ -135,7 +149,9 @@ async def test_a_call_may_take_longer_than_a_request_may_take_to_come(
                 yield outputs
 
     async with scripted(tokenizer, engine=Slow(tokenizer, "7")) as (client, _, _):
-        assert (await chat(client.with_options(max_retries=0), HELLO)).choices[0].message.content == "7"
+        assert (await chat(client.with_options(max_retries=0), HELLO)).choices[
+            0
+        ].message.content == "7"
 
 
 async def test_clients_without_a_key_cannot_use_up_the_runs_descriptors(
@@ -170,7 +186,10 @@ async def test_clients_without_a_key_do_not_shut_out_episodes(
             writer.write(asked)
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"}]}")
-            held += [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(without_key)]
+            held += [
+                await asyncio.open_connection("127.0.0.1", endpoint.port)
+                for _ in range(without_key)
+            ]
         late, further = await asyncio.open_connection("127.0.0.1", endpoint.port)
         further.write(asked)
         assert (await late.readline()).startswith(b"HTTP/1.1 200")
@@ -190,7 +209,9 @@ async def test_a_flood_of_connections_is_let_in_bit_by_bit(endpoint: Endpoint) -
     await until(lambda: not endpoint._limits._open)
 
 
-async def test_what_is_no_http_fills_no_log(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_http_fills_no_log(
+    endpoint: Endpoint, caplog: pytest.LogCaptureFixture
+) -> None:
     for said in (HEAD + b"X: " + b"x" * 9000 + b"\r\n\r\n", HEAD + b"Content-Length: -1\r\n\r\n"):
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
         writer.write(said)
@@ -206,7 +227,10 @@ async def test_an_episodes_answers_cannot_be_gone_on_from_with_anothers_key(toke
         where = f"{client.base_url}responses"
         headers = {"Authorization": f"Bearer {client.api_key[:-1]}x"}
         body = {"model": "m", "input": "and?", "previous_response_id": first.id}
-        async with aiohttp.ClientSession() as http, http.post(where, json=body, headers=headers) as answer:
+        async with (
+            aiohttp.ClientSession() as http,
+            http.post(where, json=body, headers=headers) as answer,
+        ):
             assert answer.status == 401
     assert len(engine.requests) == 1
 

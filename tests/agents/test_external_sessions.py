@@ -32,7 +32,9 @@ HELLO = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 @asynccontextmanager
-async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") -> AsyncIterator[SimpleNamespace]:
+async def online(
+    folder: Path, timeout_s: float = 30.0, on_error: str = "mask"
+) -> AsyncIterator[SimpleNamespace]:
     """A generator whose episodes are played from outside, and a way to post to it."""
     broker = SessionBroker(folder)
     endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256, broker=broker)
@@ -43,7 +45,9 @@ async def online(folder: Path, timeout_s: float = 30.0, on_error: str = "mask") 
 
         async def post(path: str, key: str, **body: Any) -> tuple[int, Any]:
             url = endpoint.base_url.removesuffix("/v1") + path
-            async with http.post(url, json=body, headers={"Authorization": f"Bearer {key}"}) as answer:
+            async with http.post(
+                url, json=body, headers={"Authorization": f"Bearer {key}"}
+            ) as answer:
                 return answer.status, await answer.json()
 
         def play(*rows: int, samples: int = 1) -> asyncio.Task[Any]:
@@ -66,7 +70,9 @@ async def opened(found: Any, **body: Any) -> Any:
 async def test_a_row_may_have_what_json_lacks(tmp_path: Path) -> None:
     async with online(tmp_path) as found:
         playing = asyncio.ensure_future(
-            found.broker.play("e0-i0-r0", {"day": date(2024, 1, 1)}, "http://x", "k", is_eval=False, timeout_s=9.0)
+            found.broker.play(
+                "e0-i0-r0", {"day": date(2024, 1, 1)}, "http://x", "k", is_eval=False, timeout_s=9.0
+            )
         )
         assert (await opened(found))["data"] == {"day": "2024-01-01"}
         playing.cancel()
@@ -101,14 +107,18 @@ async def test_a_session_is_scored_as_a_whole_or_answer_by_answer(tmp_path: Path
         for session in (first, second, second):
             _, answer = await found.post("/v1/chat/completions", session["api_key"], **HELLO)
             answers.append(answer["id"])
-        status, said = await found.post("/v1/sessions/end", first["api_key"], reward=0.5, metrics={"moves": 3})
+        status, said = await found.post(
+            "/v1/sessions/end", first["api_key"], reward=0.5, metrics={"moves": 3}
+        )
         assert (status, said["calls"]) == (200, 1)
         await found.post("/v1/sessions/score", second["api_key"], id=answers[1], reward=1)
         await found.post("/v1/sessions/end", second["api_key"], rewards={answers[2]: 2.0})
         groups, _ = await playing
         for session in (first, second):
             for path in ("/v1/chat/completions", "/v1/sessions/end"):
-                assert (await found.post(path, session["api_key"], **HELLO))[0] == 401, "its key has ended with it"
+                assert (await found.post(path, session["api_key"], **HELLO))[0] == 401, (
+                    "its key has ended with it"
+                )
     assert [g.rewards for g in groups] == [[0.5], [3.0]]
     assert groups[0].trajectories[0].metrics["moves"] == 3.0
 
@@ -124,7 +134,9 @@ async def test_areals_names_for_sessions_are_understood(tmp_path: Path) -> None:
     assert groups[0].rewards == [0.25] and session["session_id"] == "e0-i0-r0" and answer["id"]
 
 
-async def test_what_is_wrong_in_a_request_is_refused_and_the_session_goes_on(tmp_path: Path) -> None:
+async def test_what_is_wrong_in_a_request_is_refused_and_the_session_goes_on(
+    tmp_path: Path,
+) -> None:
     async with online(tmp_path) as found:
         playing = found.play(0)
         session = await opened(found)
@@ -139,12 +151,24 @@ async def test_what_is_wrong_in_a_request_is_refused_and_the_session_goes_on(tmp
             ("/v1/sessions", found.broker.key, {"wait_s": -1}, 400, "wait_s"),
             ("/v1/sessions", found.broker.key, {"task": 3}, 400, "task"),
             ("/v1/sessions", found.broker.key, {"tusk": "x"}, 400, "unknown field tusk"),
-            ("/rl/start_session", found.broker.key, {"task_id": "x", "group_size": 4}, 400, "alone"),
+            (
+                "/rl/start_session",
+                found.broker.key,
+                {"task_id": "x", "group_size": 4},
+                400,
+                "alone",
+            ),
             ("/v1/sessions/end", key, {"reward": 1}, 400, "no call of the model"),
             ("/v1/sessions/end", key, {}, 400, "has no reward"),
             ("/v1/sessions/end", key, {"reward": "1"}, 400, "finite number"),
             ("/v1/sessions/end", key, {"reward": 1, "metrics": {"x": "y"}}, 400, "metric x"),
-            ("/v1/sessions/end", key, {"rewards": {"chatcmpl-e9-i9-r9-c0": 1.0}}, 400, "id of none"),
+            (
+                "/v1/sessions/end",
+                key,
+                {"rewards": {"chatcmpl-e9-i9-r9-c0": 1.0}},
+                400,
+                "id of none",
+            ),
             ("/v1/sessions/end", key, {"reward": 1, "rewards": {"a": 1}}, 400, "both"),
             ("/v1/sessions/score", key, {"reward": float("nan")}, 400, "finite number"),
             ("/v1/sessions/score", key, {"reward": 1.0, "id": "x"}, 400, "id of none"),
@@ -180,7 +204,9 @@ async def test_sessions_of_one_task_are_one_group(tmp_path: Path) -> None:
 async def test_sessions_that_never_end_or_never_start_fail(tmp_path: Path, on_error: str) -> None:
     async with online(tmp_path, timeout_s=0.3, on_error=on_error) as found:
         playing = found.play(0, 1, samples=2)
-        quiet = await opened(found, task="a")  # ... and no client opens the second session of this task
+        quiet = await opened(
+            found, task="a"
+        )  # ... and no client opens the second session of this task
         await found.post("/v1/chat/completions", quiet["api_key"], **HELLO)
         failing = await opened(found, task="b")
         await found.post("/v1/chat/completions", failing["api_key"], **HELLO)
@@ -210,11 +236,15 @@ async def test_who_stops_waiting_for_a_session_takes_no_place(tmp_path: Path) ->
         await asyncio.gather(playing, return_exceptions=True)
 
 
-async def test_the_key_may_be_given_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_key_may_be_given_by_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("SKYASYNC_SESSIONS_KEY", "mine")
     SessionBroker(None)
     async with online(tmp_path) as found:
-        assert json.loads((tmp_path / FILE).read_text())["sessions_key"] == found.broker.key == "mine"
+        assert (
+            json.loads((tmp_path / FILE).read_text())["sessions_key"] == found.broker.key == "mine"
+        )
 
 
 def test_without_a_folder_for_the_key_it_must_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,11 +258,27 @@ def test_without_a_folder_for_the_key_it_must_be_given(monkeypatch: pytest.Monke
     [
         (["environment.on_error=mask"], "needs generator.episode_timeout_s"),
         (["generator.episode_timeout_s=9"], "needs environment.on_error=mask or keep"),
-        (["generator.episode_timeout_s=9", "environment.on_error=mask", "generator.tool_parser=hermees"], "'hermes'"),
-        (["generator.episode_timeout_s=9", "environment.on_error=mask", "generator.reasoning_parser=thnk"], "'think'"),
+        (
+            [
+                "generator.episode_timeout_s=9",
+                "environment.on_error=mask",
+                "generator.tool_parser=hermees",
+            ],
+            "'hermes'",
+        ),
+        (
+            [
+                "generator.episode_timeout_s=9",
+                "environment.on_error=mask",
+                "generator.reasoning_parser=thnk",
+            ],
+            "'think'",
+        ),
     ],
 )
-def test_settings_without_which_a_run_could_wait_for_ever_are_refused(settings: list[str], problem: str) -> None:
+def test_settings_without_which_a_run_could_wait_for_ever_are_refused(
+    settings: list[str], problem: str
+) -> None:
     with pytest.raises(UserError, match=problem):
         load_config(["trainer.policy.model.path=x", "generator.agent_program=online", "data.train_data=[x.jsonl]",
                      *settings])  # fmt: skip

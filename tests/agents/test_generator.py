@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from skyasync.agents.generator import AgentGenerator
-from skyasync.agents.programs import AgentError, AgentPool, AgentProcess, load_program, ray_processes
+from skyasync.agents.programs import (
+    AgentError,
+    AgentPool,
+    AgentProcess,
+    load_program,
+    ray_processes,
+)
 from skyasync.agents.server import Endpoint
 from skyasync.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advantages
 from skyasync.config.schema import AlgorithmConfig
@@ -64,7 +70,10 @@ def local(program: str, **config: Any) -> LocalTransport:
 
 @asynccontextmanager
 async def generator(
-    process: Callable[[], Any], engine: Any = None, rules: EpisodeLimits | None = None, processes: int = 1
+    process: Callable[[], Any],
+    engine: Any = None,
+    rules: EpisodeLimits | None = None,
+    processes: int = 1,
 ) -> AsyncIterator[AgentGenerator]:
     endpoint = Endpoint(InferenceClient([engine or Engine(lambda _: "yes")]), tokenizer(), 256)
     pool = AgentPool(process, processes)
@@ -93,12 +102,19 @@ async def test_each_sample_is_an_episode_of_its_own_with_the_programs_score() ->
     assert len({r.request_id for r in engine.requests}) == 6
 
 
-async def test_programs_without_async_run_in_threads_and_get_what_they_have_parameters_for() -> None:
+async def test_programs_without_async_run_in_threads_and_get_what_they_have_parameters_for() -> (
+    None
+):
     async with generator(lambda: local("in_a_thread", reward=0.25)) as found:
         (group,) = await played(found, [prompt(0)], samples=8)
     assert group.rewards == [0.25] * 8
     for trajectory in group.trajectories:
-        assert [s.kind for s in trajectory.segments] == ["prompt", "action", "observation", "action"]
+        assert [s.kind for s in trajectory.segments] == [
+            "prompt",
+            "action",
+            "observation",
+            "action",
+        ]
         assert [s.reward for s in trajectory.actions] == [0.0, 0.25]
         assert trajectory.metrics == {"agent_calls": 2.0, "agent_sequences": 1.0, "eval": 0.0}
 
@@ -127,7 +143,9 @@ def last_tokens(mask: Tensor) -> Tensor:
     return mask & ~F.pad(mask[:, 1:], (0, 1))
 
 
-async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_calls_before_it() -> None:
+async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_calls_before_it() -> (
+    None
+):
     batch = await by_call(0.5, [1.0, None, -2.0, 4.0])
     assert batch.trajectory_ids is not None and batch.trajectory_ids.tolist() == [0, 0]
     ends = last_tokens(batch.loss_mask)
@@ -165,7 +183,9 @@ async def test_a_program_that_fails_ends_the_run_naming_the_episode(failure: str
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("on_error", ["mask", pytest.param("keep", marks=pytest.mark.matrix)])
-async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str, caplog: Any) -> None:
+async def test_given_up_episodes_are_counted_and_the_others_go_on(
+    on_error: str, caplog: Any
+) -> None:
     rows = [prompt(row, fails=failure) for row, failure in enumerate([*FAILURES, ""])]
     rules = EpisodeLimits(timeout_s=5.0, on_error=on_error, give_up_reward=-1.0)
     episode_rules._warned.clear()
@@ -181,7 +201,9 @@ async def test_given_up_episodes_are_counted_and_the_others_go_on(on_error: str,
     assert "is given up" in caplog.text
 
 
-async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_is_to_be_left_out() -> None:
+async def test_a_reward_that_is_no_number_stays_with_its_episode_where_its_step_is_to_be_left_out() -> (
+    None
+):
     rules = EpisodeLimits(on_nonfinite="skip")
     async with generator(lambda: local("length"), rules=rules) as found:
         bad, good = await played(found, [prompt(0, fails="nan"), prompt(1)])
@@ -204,7 +226,9 @@ async def test_a_hanging_thread_is_abandoned_and_its_key_is_invalid() -> None:
 
 async def test_an_engines_failure_ends_the_run_as_it_was_whatever_the_program_does() -> None:
     error = RuntimeError("out of memory")
-    async with generator(lambda: local("length"), Engine(lambda _: error), EpisodeLimits(on_error="keep")) as found:
+    async with generator(
+        lambda: local("length"), Engine(lambda _: error), EpisodeLimits(on_error="keep")
+    ) as found:
         with pytest.raises(RuntimeError, match="out of memory") as caught:
             await played(found, [prompt(0)])
     assert caught.value is error
@@ -224,7 +248,9 @@ def test_what_is_no_program_is_refused_by_name(program: str, problem: str) -> No
         load_program(program)
 
 
-async def test_a_program_that_cannot_be_loaded_ends_the_run_also_where_errors_are_given_up() -> None:
+async def test_a_program_that_cannot_be_loaded_ends_the_run_also_where_errors_are_given_up() -> (
+    None
+):
     async with generator(lambda: local("lenght"), rules=EpisodeLimits(on_error="mask")) as found:
         with pytest.raises(UserError, match="did you mean 'length'"):
             await played(found, [prompt(0)])
@@ -250,9 +276,13 @@ async def test_cancellation_ends_programs_and_sessions() -> None:
 @pytest.mark.slow
 async def test_processes_that_die_are_replaced(ray_session: None, tmp_path: Path) -> None:
     rules = EpisodeLimits(on_error="mask")
-    async with generator(ray_processes(f"{PROGRAMS}:length", {}, [], "127.0.0.1"), rules=rules) as found:
+    async with generator(
+        ray_processes(f"{PROGRAMS}:length", {}, [], "127.0.0.1"), rules=rules
+    ) as found:
         mark = str(tmp_path / "died")
-        groups = await played(found, [prompt(0, fails="crashes once", mark=mark), prompt(1), prompt(2)])
+        groups = await played(
+            found, [prompt(0, fails="crashes once", mark=mark), prompt(1), prompt(2)]
+        )
         assert [g.rewards for g in groups] == [[3.0], [3.0], [3.0]]
         groups = await played(found, [prompt(3, fails="crashes")])
         assert groups[0].trajectories[0].metrics["given_up"] == 1.0
@@ -263,6 +293,8 @@ def test_a_process_of_its_own_forgets_what_looks_secret(monkeypatch: pytest.Monk
         monkeypatch.setenv(name, "x")
     AgentProcess(f"{PROGRAMS}:length", {}, ["SEARCH_API_KEY"])
     seen = {
-        name for name in ("WANDB_API_KEY", "HF_TOKEN", "SEARCH_API_KEY", "db_password", "PATH") if name in os.environ
+        name
+        for name in ("WANDB_API_KEY", "HF_TOKEN", "SEARCH_API_KEY", "db_password", "PATH")
+        if name in os.environ
     }
     assert seen == {"SEARCH_API_KEY", "PATH"}

@@ -52,9 +52,13 @@ async def test_a_conversation_with_images_is_trained_as_it_was_sampled(real: Any
         for turn in (user("And now?", second, first), {"role": "user", "content": "Really?"}):
             messages += [(await chat(client, messages)).choices[0].message, turn]
         await chat(client, messages)
-        await chat(client, [user("How many discs?", other), *messages[1:3]])  # tokens of the second call, another image
+        await chat(
+            client, [user("How many discs?", other), *messages[1:3]]
+        )  # tokens of the second call, another image
     found = sequences(session.recorder.calls)
-    assert [[segment.images for segment in sequence if segment.kind != "action"] for sequence in found] == [
+    assert [
+        [segment.images for segment in sequence if segment.kind != "action"] for sequence in found
+    ] == [
         [(first,), (second, first), ()],
         [(other, second, first)],
     ]
@@ -70,14 +74,19 @@ async def test_a_conversation_with_images_is_trained_as_it_was_sampled(real: Any
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ("https://example.org/a.png", r"an image here is a data:image/\.\.\.;base64,\.\.\. URL; found 'https"),
+        (
+            "https://example.org/a.png",
+            r"an image here is a data:image/\.\.\.;base64,\.\.\. URL; found 'https",
+        ),
         ("/etc/hostname", r"messages\[0\]\.content: an image here is a data:"),
         ("file:///etc/hostname", "an image here is a data:"),
         ("data:image/png;base64,aGk=", "of 2 bytes cannot be decoded"),
         ("data:image/png,aGk=", "is not data:image/...;base64"),
     ],
 )
-async def test_an_image_that_is_no_sound_data_url_is_rejected(real: Any, given: str, problem: str) -> None:
+async def test_an_image_that_is_no_sound_data_url_is_rejected(
+    real: Any, given: str, problem: str
+) -> None:
     async with entered(real.endpoint) as (client, _):
         part = {"type": "image_url", "image_url": {"url": given}}
         with pytest.raises(openai.BadRequestError, match=problem):
@@ -105,10 +114,14 @@ async def test_images_of_too_many_pixels_are_rejected_by_their_headers(
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(openai.BadRequestError, match=problem):
             await chat(client, [{"role": "user", "content": parts}])
-        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000, "kilobytes: nothing was decoded"
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak < 100_000, (
+            "kilobytes: nothing was decoded"
+        )
 
 
-async def test_large_images_are_decoded_off_the_event_loop(real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_images_are_decoded_off_the_event_loop(
+    real: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = set()
     convert = PIL.Image.convert
 
@@ -130,13 +143,19 @@ async def test_a_model_of_text_rejects_images_before_they_are_decoded(
     monkeypatch.setattr(PIL.Image, "convert", None)
     async with scripted(tokenizer) as (client, _, _):
         parts = [{"type": "image_url", "image_url": {"url": blank(8000, 8000)}}]
-        with pytest.raises(openai.BadRequestError, match="reads only text: images need a vision-language model"):
+        with pytest.raises(
+            openai.BadRequestError, match="reads only text: images need a vision-language model"
+        ):
             await chat(client, [{"role": "user", "content": parts}])
 
 
 async def test_all_apis_read_the_same_images(real: Any) -> None:
     first, second = noise(1), noise(2)
-    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(first.data).decode()}
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(first.data).decode(),
+    }
     picture = {"type": "image", "source": source}
     shot = {"type": "image", "source": {"type": "url", "url": data_url(second)}}
     text = "How many discs?"
@@ -146,13 +165,18 @@ async def test_all_apis_read_the_same_images(real: Any) -> None:
     ]
     async with entered(real.endpoint) as (client, session):
         await chat(client, [user(text, first)], temperature=0)
-        await client.responses.create(model="any", input=[{"role": "user", "content": asked}], temperature=0)  # type: ignore[list-item]
+        await client.responses.create(
+            model="any", input=[{"role": "user", "content": asked}], temperature=0
+        )  # type: ignore[list-item]
         async with AsyncAnthropic(base_url=url(real.endpoint), api_key=session.api_key) as theirs:
             messages: Any = [{"role": "user", "content": [picture, {"type": "text", "text": text}]}]
             given: Any = {"model": "any", "max_tokens": 6, "extra_body": {"temperature": 0}}
             answer = await theirs.messages.create(messages=messages, **given)
             result = {"type": "tool_result", "tool_use_id": "a", "content": [shot]}
-            turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+            turns = [
+                {"role": "assistant", "content": answer.content},
+                {"role": "user", "content": [result]},
+            ]
             await theirs.messages.create(messages=[*messages, *turns], **given)
     *same, last = session.recorder.calls
     assert len({call.prompt.tobytes() for call in same}) == 1
@@ -162,7 +186,9 @@ async def test_all_apis_read_the_same_images(real: Any) -> None:
 
 async def test_a_model_of_text_rejects_images(tokenizer: Any) -> None:
     async with scripted(tokenizer) as (client, _, _):
-        with pytest.raises(openai.BadRequestError, match="reads only text: images need a vision-language model"):
+        with pytest.raises(
+            openai.BadRequestError, match="reads only text: images need a vision-language model"
+        ):
             await chat(client, [user("What is it?", noise(1))])
 
 
@@ -173,9 +199,14 @@ async def test_equal_tokens_with_another_image_are_a_sequence_of_their_own() -> 
         return RecordedCall(ints(prompt), Segment("action", [9], [-1.0], [0]), images=images)
 
     same = sequences([call([1, 2], one), call([1, 2, 9, 3], one, other)])
-    assert [[segment.images for segment in sequence] for sequence in same] == [[(one,), (), (other,), ()]]
+    assert [[segment.images for segment in sequence] for sequence in same] == [
+        [(one,), (), (other,), ()]
+    ]
     separate = sequences([call([1, 2], one), call([1, 2, 9, 3], other)])
-    assert [[segment.images for segment in sequence] for sequence in separate] == [[(one,), ()], [(other,), ()]]
+    assert [[segment.images for segment in sequence] for sequence in separate] == [
+        [(one,), ()],
+        [(other,), ()],
+    ]
 
 
 async def test_programs_are_given_a_rows_images_as_data_urls() -> None:

@@ -74,7 +74,11 @@ def test_each_familys_calls_are_read(name: str, text: str) -> None:
 @pytest.mark.parametrize(("name", "text"), WRITTEN_CALLS)
 def test_a_call_that_is_cut_short_or_spoilt_is_text(name: str, text: str) -> None:
     parser = tool_parser(name, tokenizer())
-    spoilt = [text[: len(text) // 3], text.replace("add", "").replace('"name"', '"nom"'), text.replace("1", "1 1")]
+    spoilt = [
+        text[: len(text) // 3],
+        text.replace("add", "").replace('"name"', '"nom"'),
+        text.replace("1", "1 1"),
+    ]
     for wrong in [*spoilt, text.replace("}", "") if "}" in text else text.replace(")", "")]:
         assert parser.read(wrong, [CALCULATOR]) == (wrong, [])
 
@@ -91,7 +95,10 @@ def read_reply(name: str, text: str) -> ParsedReply:
         ("hermes", r'<tool_call>{"name": "add", "arguments": {"a": "\ud83d"}}</tool_call>'),
         ("mistral", r'[TOOL_CALLS]add{"a": "\ud83d"}'),
         ("pythonic", r"[add(a='\ud83d')]"),
-        ("llama3_json", '{"name": "add", "parameters": {"a": ' + "[" * MOST_LEVELS + "]" * MOST_LEVELS + "}}"),
+        (
+            "llama3_json",
+            '{"name": "add", "parameters": {"a": ' + "[" * MOST_LEVELS + "]" * MOST_LEVELS + "}}",
+        ),
         ("mistral", '[TOOL_CALLS]add{"a": -Infinity}'),
     ],
 )
@@ -124,13 +131,18 @@ def test_a_parser_raises_for_nothing_and_what_was_sure_stays(name: str, pieces: 
     [
         ("hermes", "</tool_call>" + "<tool_call>" * 30_000),
         ("deepseek_v3", DEEP[:18] + "<｜tool▁call▁begin｜><｜tool▁sep｜>" * 30_000),
-        ("deepseek_v3", DEEP[:18] + "<｜tool▁call▁begin｜>" * 30_000 + "<｜tool▁call▁end｜>" * 30_000),
+        (
+            "deepseek_v3",
+            DEEP[:18] + "<｜tool▁call▁begin｜>" * 30_000 + "<｜tool▁call▁end｜>" * 30_000,
+        ),
         ("mistral", "[TOOL_CALLS]a" + " " * 200_000 + "x"),
         ("pythonic", "[f(a=" + "-" * 200_000 + "1)]"),
         ("pythonic", "[" + "f(a=1)," * 30_000 + "]"),
     ],
 )
-def test_a_delimiter_repeated_without_end_does_not_block_the_event_loop(name: str, text: str) -> None:
+def test_a_delimiter_repeated_without_end_does_not_block_the_event_loop(
+    name: str, text: str
+) -> None:
     began = time.process_time()
     assert tool_parser(name, tokenizer()).read(text, [CALCULATOR])[1] == []
     assert time.process_time() - began < 5.0
@@ -146,13 +158,19 @@ def test_thinking_is_split_off_where_the_reply_or_the_template_opens_it(name: st
     assert parser.split("yes", opened=False, done=True) == ("", "yes")
     assert parser.split(f"yes {start}no", opened=False, done=True) == ("", f"yes {start}no")
     assert parser.split("so on and", opened=True, done=True) == ("so on and", "")
-    assert parser.opens(f"<|im_start|>assistant\n{start}\n") and not parser.opens(f"{start}x{end}\n")
+    assert parser.opens(f"<|im_start|>assistant\n{start}\n") and not parser.opens(
+        f"{start}x{end}\n"
+    )
 
 
 @pytest.mark.parametrize("opened", [False, True])
 @given(pieces=st.lists(PIECES, max_size=8), tokens=st.booleans())
-def test_each_look_at_a_reply_is_the_beginning_of_the_next(opened: bool, pieces: list[str], tokens: bool) -> None:
-    reader = ReplyParser(tokenizer(), tool_parser("hermes", tokenizer()), reasoning_parser("think", tokenizer()))
+def test_each_look_at_a_reply_is_the_beginning_of_the_next(
+    opened: bool, pieces: list[str], tokens: bool
+) -> None:
+    reader = ReplyParser(
+        tokenizer(), tool_parser("hermes", tokenizer()), reasoning_parser("think", tokenizer())
+    )
     ids = tokenizer()("".join(pieces) + "ä€")["input_ids"]
     told = ("", "")
     for end in range(1, len(ids) + 1):
@@ -194,7 +212,10 @@ def own_thinking(text: str) -> tuple[str, str]:
 
 def test_parsers_of_ones_own_are_functions() -> None:
     mine = f"{__name__}:own_calls"
-    assert tool_parser(mine, tokenizer()).read("go", None) == ("", [{"name": "go", "arguments": {}}])
+    assert tool_parser(mine, tokenizer()).read("go", None) == (
+        "",
+        [{"name": "go", "arguments": {}}],
+    )
     assert tool_parser(mine, tokenizer()).read("boom", None) == ("boom", [])
     parser = reasoning_parser(f"{__name__}:own_thinking", tokenizer())
     assert parser is not None and parser.split("abc", opened=False, done=True) == ("a", "bc")
@@ -209,7 +230,9 @@ def test_parsers_of_ones_own_are_functions() -> None:
         (f"{__name__}:WHOLE", "", "neither a function nor a class"),
     ],
 )
-def test_a_parser_that_there_is_not_is_refused_by_name(tools: str, reasoning: str, problem: str) -> None:
+def test_a_parser_that_there_is_not_is_refused_by_name(
+    tools: str, reasoning: str, problem: str
+) -> None:
     with pytest.raises(UserError, match=problem):
         check_parsers(tools, reasoning)
 
@@ -224,11 +247,17 @@ def test_vllms_parsers_are_used_without_an_engine() -> None:
         (text, *_) = WRITTEN.get(name) or [WRITTEN["deepseek_v3"][1]]
         found = tool_parser(f"vllm:{name}", _vocabulary()).read(text, [CALCULATOR])
         assert found == ("", [ADD, NOW])
-        assert tool_parser(f"vllm:{name}", _vocabulary()).read(text[:20], [CALCULATOR]) == (text[:20], [])
+        assert tool_parser(f"vllm:{name}", _vocabulary()).read(text[:20], [CALCULATOR]) == (
+            text[:20],
+            [],
+        )
     with pytest.raises(UserError, match="not with this model's tokenizer"):
         reasoning_parser("vllm:deepseek_r1", tokenizer())
     parser = reasoning_parser("vllm:deepseek_r1", _vocabulary())
-    assert parser is not None and parser.split("<think>so</think>yes", opened=False, done=True) == ("so", "yes")
+    assert parser is not None and parser.split("<think>so</think>yes", opened=False, done=True) == (
+        "so",
+        "yes",
+    )
 
 
 @cache
@@ -237,7 +266,9 @@ def _vocabulary() -> Any:
     from examples.tiny.model import Recipe
 
     marked: Any = Recipe(corpus_size=64, rarest_merge=8).make_tokenizer()
-    marked.add_tokens([*(tool_parser("deepseek_v31", marked).delimiters or ()), "<think>", "</think>"])
+    marked.add_tokens(
+        [*(tool_parser("deepseek_v31", marked).delimiters or ()), "<think>", "</think>"]
+    )
     return marked
 
 
@@ -264,7 +295,11 @@ TEMPLATES = {
     ("template", "tools", "said"),
     [
         ("mistral", "mistral", 'Hm. [TOOL_CALLS] [{"name":  "now", "arguments": { }}]'),
-        ("think", "hermes", '<think>\nso  so\n</think>\n\nHm.<tool_call>{ "name":"now", "arguments": {} }</tool_call>'),
+        (
+            "think",
+            "hermes",
+            '<think>\nso  so\n</think>\n\nHm.<tool_call>{ "name":"now", "arguments": {} }</tool_call>',
+        ),
         ("think", "hermes", "<think>on and on"),
     ],
 )
@@ -281,9 +316,12 @@ def test_a_parsed_reply_is_continued_from_its_sampled_tokens(
     asked = [{"role": "user", "content": "what time?"}]
     prompt = chat.prompt(asked, shown, recorder)
     sampled = framing(said)["input_ids"] + [framing.eos_token_id]
-    found = reader.read(ints(sampled), [], shown, framed=True, opened=False, done=True, several=True)
+    found = reader.read(
+        ints(sampled), [], shown, framed=True, opened=False, done=True, several=True
+    )
     calls = [
-        {"id": reader.tools.identity("c0", i), "type": "function", "function": f} for i, f in enumerate(found.functions)
+        {"id": reader.tools.identity("c0", i), "type": "function", "function": f}
+        for i, f in enumerate(found.functions)
     ]
     reply = {"role": "assistant", "content": found.text, "tool_calls": calls} if calls else {
         "role": "assistant", "content": found.text,
@@ -293,11 +331,15 @@ def test_a_parsed_reply_is_continued_from_its_sampled_tokens(
     action = Segment("action", sampled, [0.0] * len(sampled), [0] * len(sampled))
     messages = [*asked, reply]
     recorder.record(RecordedCall(prompt, action), conversation(messages, shown), thoughts(messages))
-    back = dict(reply) if sent_back else {k: v for k, v in reply.items() if k != "reasoning_content"}
+    back = (
+        dict(reply) if sent_back else {k: v for k, v in reply.items() if k != "reasoning_content"}
+    )
     result = {"role": "tool", "content": "noon", "tool_call_id": calls[0]["id"] if calls else "x"}
     after = chat.prompt([*asked, back, result], shown, recorder).tolist()
     assert after[: len(prompt) + len(sampled)] == [*prompt.tolist(), *sampled]
     assert "noon" in framing.decode(after[len(prompt) + len(sampled) :])
     if found.reasoning:  # other reasoning is another conversation
-        other = chat.prompt([*asked, {**reply, "reasoning_content": "else"}, result], shown, recorder).tolist()
+        other = chat.prompt(
+            [*asked, {**reply, "reasoning_content": "else"}, result], shown, recorder
+        ).tolist()
         assert other[: len(after)] != after

@@ -9,12 +9,16 @@ from skyasync.agents.recorder import RecordedCall, Recorder, sequences
 from skyasync.arrays import ints
 from skyasync.rollout.types import Segment
 
-TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=3)  # few different tokens, so that prompts often begin alike
+TOKENS = st.lists(
+    st.integers(0, 2), min_size=1, max_size=3
+)  # few different tokens, so that prompts often begin alike
 
 
 def call(prompt: list[int], reply: list[int], number: int = 0) -> RecordedCall:
     """Log-probabilities and versions distinguish the calls."""
-    return RecordedCall(ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply)))
+    return RecordedCall(
+        ints(prompt), Segment("action", reply, [-float(number)] * len(reply), [number] * len(reply))
+    )
 
 
 @st.composite
@@ -43,7 +47,9 @@ def read_and_written(sequence: list[Segment]) -> list[tuple[list[int], Segment]]
 
 
 @given(episodes())
-def test_every_call_is_one_action_after_exactly_the_tokens_it_read(calls: list[RecordedCall]) -> None:
+def test_every_call_is_one_action_after_exactly_the_tokens_it_read(
+    calls: list[RecordedCall],
+) -> None:
     found = [pair for sequence in sequences(calls) for pair in read_and_written(sequence)]
     assert len(found) == len(calls)
     for c in calls:
@@ -72,18 +78,26 @@ def test_whatever_extends_the_end_of_a_sequence_goes_on_with_it(calls: list[Reco
 
 
 @given(TOKENS, st.lists(st.tuples(TOKENS, TOKENS), min_size=1, max_size=6))
-def test_a_conversation_is_one_sequence(prompt: list[int], turns: list[tuple[list[int], list[int]]]) -> None:
+def test_a_conversation_is_one_sequence(
+    prompt: list[int], turns: list[tuple[list[int], list[int]]]
+) -> None:
     calls: list[RecordedCall] = []
     for reply, said in turns:
         calls.append(call(prompt, reply))
         prompt = calls[-1].tokens.tolist() + said
     (sequence,) = sequences(calls)
-    assert [s.kind for s in sequence] == ["prompt", "action", *["observation", "action"] * (len(calls) - 1)]
+    assert [s.kind for s in sequence] == [
+        "prompt",
+        "action",
+        *["observation", "action"] * (len(calls) - 1),
+    ]
 
 
 def test_a_second_reply_to_the_same_prompt_is_a_sequence_of_its_own() -> None:
     first, second, third = call([1], [2]), call([1], [3]), call([1, 2, 4], [5])
-    found = [[s.tokens.tolist() for s in sequence] for sequence in sequences([first, second, third])]
+    found = [
+        [s.tokens.tolist() for s in sequence] for sequence in sequences([first, second, third])
+    ]
     assert found == [[[1], [3]], [[1], [2], [4], [5]]]
 
 

@@ -54,7 +54,9 @@ async def real(model: str, tokenizer: Any) -> AsyncIterator[SimpleNamespace]:
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="the system has no IPv6")
 async def test_an_ipv6_address_is_in_brackets_in_the_base_url(tokenizer: Any) -> None:
-    endpoint = Endpoint(InferenceClient([Scripted(tokenizer, "yes")]), tokenizer, MAX_MODEL_LEN, "::1")
+    endpoint = Endpoint(
+        InferenceClient([Scripted(tokenizer, "yes")]), tokenizer, MAX_MODEL_LEN, "::1"
+    )
     await endpoint.start()
     async with endpoint.session(EPISODE, DEFAULTS) as session:
         client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=session.api_key)
@@ -63,9 +65,14 @@ async def test_an_ipv6_address_is_in_brackets_in_the_base_url(tokenizer: Any) ->
     await endpoint.close()
 
 
-async def test_the_runs_seed_draws_every_answer_by_its_own_name_and_a_requests_seed_as_it_says(tokenizer: Any) -> None:
+async def test_the_runs_seed_draws_every_answer_by_its_own_name_and_a_requests_seed_as_it_says(
+    tokenizer: Any,
+) -> None:
     engine = Scripted(tokenizer, *["a"] * 6)
-    endpoint, seeded = Endpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN), replace(DEFAULTS, seed=7)
+    endpoint, seeded = (
+        Endpoint(InferenceClient([engine]), tokenizer, MAX_MODEL_LEN),
+        replace(DEFAULTS, seed=7),
+    )
     await endpoint.start()
     for repetition in range(2):
         async with endpoint.session(TrajectoryId(PromptId(0, 3), repetition), seeded) as session:
@@ -77,11 +84,15 @@ async def test_the_runs_seed_draws_every_answer_by_its_own_name_and_a_requests_s
     await endpoint.close()
     seeds = [request.sampling.seed for request in engine.requests]
     assert seeds[2] == seeds[5] == 5
-    assert len(set(seeds)) == 5, "samples of a prompt, and the calls of each, are drawn independently"
+    assert len(set(seeds)) == 5, (
+        "samples of a prompt, and the calls of each, are drawn independently"
+    )
     assert seeds[0] == request_seed(7, "e0-i3-r0-c0"), "and the same in every run"
 
 
-async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_update(real: Any) -> None:
+async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_update(
+    real: Any,
+) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(real.model)
     weights = {name: weight.detach() for name, weight in loaded.named_parameters()}
     loaded = AutoModelForCausalLM.from_pretrained(real.model)
@@ -92,7 +103,9 @@ async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_updat
             answer = await chat(client, messages)
             messages += [answer.choices[0].message, {"role": "user", "content": f"and {turn}?"}]
             path = write_weights(weights)
-            await real.engine.update_weights(WeightUpdate(turn + 1, "shared_memory", {"path": path}))
+            await real.engine.update_weights(
+                WeightUpdate(turn + 1, "shared_memory", {"path": path})
+            )
             remove_weights(path)
     (sequence,) = sequences(session.recorder.calls)
     actions = [s for s in sequence if s.kind == "action"]
@@ -103,22 +116,30 @@ async def test_a_conversation_is_recorded_as_computed_also_across_a_weight_updat
         assert action == Segment("action", truth.token_ids, truth.logprobs, truth.versions)
     tokens = [t for s in sequence for t in s.tokens.tolist()]
     (scored,) = await real.engine.score([tokens])
-    sampled = [p for s in sequence for p in (s.logprobs if s.kind == "action" else [None] * len(s.tokens))]
+    sampled = [
+        p for s in sequence for p in (s.logprobs if s.kind == "action" else [None] * len(s.tokens))
+    ]
     gaps = [abs(p - q) for p, q in zip(sampled[1:], scored, strict=True) if p is not None]
     assert len(gaps) == sum(len(a.tokens) for a in actions)
     assert max(gaps) < 1e-5
 
 
-async def test_the_prompt_of_a_conversation_is_what_the_template_makes_of_it(real: Any, tokenizer: Any) -> None:
+async def test_the_prompt_of_a_conversation_is_what_the_template_makes_of_it(
+    real: Any, tokenizer: Any
+) -> None:
     async with entered(real.endpoint) as (client, session):
         await chat(client, HELLO)
     framed = tokenizer.apply_chat_template(HELLO, add_generation_prompt=True, return_dict=False)
     assert session.recorder.calls[0].prompt.tolist() == framed
 
 
-async def test_choices_logprobs_token_ids_and_usage_are_those_of_the_engine(real: Any, tokenizer: Any) -> None:
+async def test_choices_logprobs_token_ids_and_usage_are_those_of_the_engine(
+    real: Any, tokenizer: Any
+) -> None:
     async with entered(real.endpoint) as (client, session):
-        answer = await chat(client, HELLO, n=3, logprobs=True, seed=5, extra_body={"return_token_ids": True})
+        answer = await chat(
+            client, HELLO, n=3, logprobs=True, seed=5, extra_body={"return_token_ids": True}
+        )
         again = await chat(client, HELLO, n=3, seed=5)
     assert len(session.recorder.calls) == 6
     assert len(sequences(session.recorder.calls)) == 6
@@ -127,10 +148,18 @@ async def test_choices_logprobs_token_ids_and_usage_are_those_of_the_engine(real
     for choice, call in zip(answer.choices, session.recorder.calls, strict=False):
         assert choice.token_ids == call.action.tokens.tolist()
         assert [t.logprob for t in choice.logprobs.content] == call.action.logprobs.tolist()
-        assert tokenizer.decode(call.action.tokens, skip_special_tokens=True) == choice.message.content
+        assert (
+            tokenizer.decode(call.action.tokens, skip_special_tokens=True) == choice.message.content
+        )
         assert choice.finish_reason == call.stop_reason
-    assert answer.usage.completion_tokens == sum(len(c.action.tokens) for c in session.recorder.calls[:3])
-    assert answer.usage.prompt_tokens == len(answer.prompt_token_ids) == len(session.recorder.calls[0].prompt)
+    assert answer.usage.completion_tokens == sum(
+        len(c.action.tokens) for c in session.recorder.calls[:3]
+    )
+    assert (
+        answer.usage.prompt_tokens
+        == len(answer.prompt_token_ids)
+        == len(session.recorder.calls[0].prompt)
+    )
 
 
 async def test_sampling_settings_are_the_runs_unless_the_request_has_its_own(real: Any) -> None:
@@ -156,7 +185,9 @@ async def test_a_bias_decides_what_is_sampled(real: Any, tokenizer: Any) -> None
 
 async def test_plain_completions_go_on_from_token_ids(real: Any) -> None:
     async with entered(real.endpoint) as (client, session):
-        first = await client.completions.create(model="any", prompt="12 *", extra_body={"return_token_ids": True})
+        first = await client.completions.create(
+            model="any", prompt="12 *", extra_body={"return_token_ids": True}
+        )
         tokens = first.prompt_token_ids + first.choices[0].token_ids
         await client.completions.create(model="any", prompt=[*tokens, 7], max_tokens=3)
         with pytest.raises(openai.BadRequestError, match="token ids"):
@@ -201,7 +232,10 @@ async def test_sub_agents_and_edited_histories_are_branches(tokenizer: Any) -> N
         first = await chat(client, HELLO)
         await chat(client, [{"role": "system", "content": "You check."}, *HELLO])
         await chat(client, [*HELLO, first.choices[0].message, {"role": "user", "content": "sure?"}])
-        await chat(client, [*HELLO, {"role": "assistant", "content": "A"}, {"role": "user", "content": "sure?"}])
+        await chat(
+            client,
+            [*HELLO, {"role": "assistant", "content": "A"}, {"role": "user", "content": "sure?"}],
+        )
     found = sequences(session.recorder.calls)
     assert [sum(s.kind == "action" for s in sequence) for sequence in found] == [1, 2, 1]
 
@@ -249,7 +283,10 @@ async def test_a_stop_string_ends_the_text_but_not_what_is_trained(tokenizer: An
         ({"max_tokens": 0}, "max_tokens"),
         ({"seed": 1.5}, "whole number"),
         ({"stop": [""]}, "stop"),
-        ({"frequency_penalty": 3.0}, "frequency_penalty must be a number at least -2 and at most 2"),
+        (
+            {"frequency_penalty": 3.0},
+            "frequency_penalty must be a number at least -2 and at most 2",
+        ),
         ({"logit_bias": {"x": 1}}, "logit_bias must have token ids"),
         ({"logit_bias": {"99999": 1}}, "logit_bias has token ids outside"),
         ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
@@ -268,7 +305,9 @@ async def test_a_stop_string_ends_the_text_but_not_what_is_trained(tokenizer: An
         ),
     ],
 )
-async def test_what_cannot_be_carried_out_is_refused_by_name(tokenizer: Any, options: Any, problem: str) -> None:
+async def test_what_cannot_be_carried_out_is_refused_by_name(
+    tokenizer: Any, options: Any, problem: str
+) -> None:
     async with scripted(tokenizer) as (client, session, _):
         with pytest.raises(openai.BadRequestError, match=problem) as caught:
             await client.chat.completions.create(**{"model": "any", "messages": HELLO, **options})
@@ -276,11 +315,15 @@ async def test_what_cannot_be_carried_out_is_refused_by_name(tokenizer: Any, opt
         assert session.recorder.calls == []
 
 
-async def test_what_the_objective_cannot_do_right_is_refused_where_episodes_are_trained(real: Any) -> None:
+async def test_what_the_objective_cannot_do_right_is_refused_where_episodes_are_trained(
+    real: Any,
+) -> None:
     setting = "trainer.algorithm.off_policy_correction=tis"
     async with entered(real.endpoint, reads_behaviour=setting) as (client, session):
         for asked in ({"presence_penalty": 0.5}, {"extra_body": {"repetition_penalty": 1.1}}):
-            with pytest.raises(openai.BadRequestError, match=f"_penalty depends on the tokens before.*{setting}"):
+            with pytest.raises(
+                openai.BadRequestError, match=f"_penalty depends on the tokens before.*{setting}"
+            ):
                 await chat(client, HELLO, **asked)
         assert session.recorder.calls == []
         await chat(client, HELLO, presence_penalty=0.0, max_tokens=1)
@@ -294,13 +337,24 @@ async def test_only_the_key_of_a_running_episode_is_accepted(real: Any) -> None:
         async def status(authorization: str) -> int:
             headers = {"Authorization": authorization}
             async with http.get(f"{url(real.endpoint)}/models", headers=headers) as answer:
-                assert (answer.status == 200) or (await answer.json())["error"]["code"] == "invalid_api_key"
+                assert (answer.status == 200) or (await answer.json())["error"][
+                    "code"
+                ] == "invalid_api_key"
                 return answer.status
 
         async with entered(real.endpoint) as (client, session):
             key = session.api_key
             assert [m.id for m in (await client.models.list()).data] == ["policy"]
-            for wrong in ("", "x", key, f"Basic {key}", "Bearer", f"Bearer {key[:-1]}", f"Bearer {key}x", "Bearer ä"):
+            for wrong in (
+                "",
+                "x",
+                key,
+                f"Basic {key}",
+                "Bearer",
+                f"Bearer {key[:-1]}",
+                f"Bearer {key}x",
+                "Bearer ä",
+            ):
                 assert await status(wrong) == 401
             assert await status(f"Bearer {key}") == 200
         assert await status(f"Bearer {key}") == 401
@@ -337,7 +391,9 @@ async def test_requests_that_are_no_requests_are_answered_in_openais_form(tokeni
                 assert (await answer.json())["error"]["message"]
 
 
-async def test_calls_that_run_when_their_episode_ends_are_ended_in_the_engine(tokenizer: Any) -> None:
+async def test_calls_that_run_when_their_episode_ends_are_ended_in_the_engine(
+    tokenizer: Any,
+) -> None:
     async with scripted(tokenizer, None, None) as (client, session, engine):
         endless = asyncio.create_task(chat(client.with_options(max_retries=0), HELLO))
         await until(lambda: engine.requests)

@@ -22,7 +22,17 @@ from skyasync.agents import calls
 from skyasync.agents.recorder import sequences
 from skyasync.inference.interface import GenerationOutput, SamplingParams
 from skyasync.rollout.types import PromptId, TrajectoryId
-from tests.agents.endpoints import EPISODE, HELLO, Scripted, chat, entered, real_endpoint, scripted, until, url
+from tests.agents.endpoints import (
+    EPISODE,
+    HELLO,
+    Scripted,
+    chat,
+    entered,
+    real_endpoint,
+    scripted,
+    until,
+    url,
+)
 from tests.agents.test_apis import CALL, OURS, THEIRS, ask, theirs
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -55,7 +65,11 @@ class Stepped(Scripted):
         (request,) = requests
         self.requests.append(request)
         text = self.texts.pop(0)
-        self.tokens, self.known, self.name = self.tokenizer(text)["input_ids"], 0, request.request_id
+        self.tokens, self.known, self.name = (
+            self.tokenizer(text)["input_ids"],
+            0,
+            request.request_id,
+        )
         self.tokens += [self.tokenizer.eos_token_id]
         self.done.clear()
         await self.done.wait()
@@ -73,12 +87,18 @@ class Stepped(Scripted):
 
     def _piece(self, start: int, end: int, reason: Any) -> GenerationOutput:
         count = end - start
-        return GenerationOutput(self.name, self.tokens[start:end], [-0.5] * count, [2] * count, reason)
+        return GenerationOutput(
+            self.name, self.tokens[start:end], [-0.5] * count, [2] * count, reason
+        )
 
 
-async def test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_whole(real: Any) -> None:
+async def test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_whole(
+    real: Any,
+) -> None:
     async with entered(real.endpoint, LONG) as (client, session):
-        stream = await chat(client, HELLO, n=2, stream=True, logprobs=True, stream_options={"include_usage": True})
+        stream = await chat(
+            client, HELLO, n=2, stream=True, logprobs=True, stream_options={"include_usage": True}
+        )
         chunks = [chunk async for chunk in stream]
     for index, call in enumerate(session.recorder.calls):
         mine = [c.choices[0] for c in chunks if c.choices and c.choices[0].index == index]
@@ -86,14 +106,20 @@ async def test_a_stream_says_in_pieces_what_the_engine_makes_and_the_record_is_w
         assert len(said) > 3, "not in one chunk"
         logprobs = [t.logprob for c in mine if c.logprobs for t in c.logprobs.content]
         assert logprobs == call.action.logprobs.tolist()
-        assert "".join(said) == real.endpoint._calls.chat.tokenizer.decode(call.action.tokens, skip_special_tokens=True)
+        assert "".join(said) == real.endpoint._calls.chat.tokenizer.decode(
+            call.action.tokens, skip_special_tokens=True
+        )
         truth = real.engine.answered[f"{EPISODE}-c{index}"]
         assert np.array_equal(call.action.tokens, truth.token_ids)
         assert mine[-1].finish_reason == call.stop_reason
-    assert chunks[-1].usage.completion_tokens == sum(len(c.action.tokens) for c in session.recorder.calls)
+    assert chunks[-1].usage.completion_tokens == sum(
+        len(c.action.tokens) for c in session.recorder.calls
+    )
 
 
-async def test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_recorded(real: Any) -> None:
+async def test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_recorded(
+    real: Any,
+) -> None:
     real.engine.answered.clear()
     async with entered(real.endpoint, LONG) as (client, session):
         read = ""
@@ -111,7 +137,9 @@ async def test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_record
         known = len(call.action.tokens)
         assert np.array_equal(call.action.tokens, ended.token_ids[:known])
         assert np.allclose(call.action.logprobs, ended.logprobs[:known])
-        said = real.endpoint._calls.chat.tokenizer.decode(call.action.tokens, skip_special_tokens=True)
+        said = real.endpoint._calls.chat.tokenizer.decode(
+            call.action.tokens, skip_special_tokens=True
+        )
         assert said.startswith(read)
 
 
@@ -134,15 +162,27 @@ async def test_a_program_that_has_read_enough_may_return_its_score_first(tokeniz
         await until(lambda: engine.aborted)
         assert len(session.recorder.calls) == 1
         engine.stays_at = 99
-        history = [*HELLO, {"role": "assistant", "content": read}, {"role": "user", "content": "go on"}]
+        history = [
+            *HELLO,
+            {"role": "assistant", "content": read},
+            {"role": "user", "content": "go on"},
+        ]
         assert [chunk async for chunk in await chat(client, history, stream=True)]
-    assert len(sequences(session.recorder.calls)) == 1, "it continued from the tokens that it had received"
+    assert len(sequences(session.recorder.calls)) == 1, (
+        "it continued from the tokens that it had received"
+    )
 
 
 async def test_the_client_of_each_api_assembles_its_events(tokenizer: Any) -> None:
     said = f"{THOUGHT}Let me see. {CALL}"
-    async with scripted(tokenizer, engine=Stepped(tokenizer, *[said] * 3), reasoning="think") as (ours, session, _):
-        async with ours.chat.completions.stream(model="any", messages=HELLO, tools=[CALCULATOR]) as events:
+    async with scripted(tokenizer, engine=Stepped(tokenizer, *[said] * 3), reasoning="think") as (
+        ours,
+        session,
+        _,
+    ):
+        async with ours.chat.completions.stream(
+            model="any", messages=HELLO, tools=[CALCULATOR]
+        ) as events:
             async for _ in events:
                 pass
             first = (await events.get_final_completion()).choices[0].message
@@ -161,7 +201,11 @@ async def test_the_client_of_each_api_assembles_its_events(tokenizer: Any) -> No
         )
     assert (first.reasoning_content, first.content) == ("Twelve times.", "Let me see.")
     thinking, text, call = second.content
-    assert (thinking.thinking, text.text, call.input) == ("Twelve times.", "Let me see.", {"expression": "12*34"})
+    assert (thinking.thinking, text.text, call.input) == (
+        "Twelve times.",
+        "Let me see.",
+        {"expression": "12*34"},
+    )
     assert second.stop_reason == "tool_use"
     reasoning, message, function = third.output
     assert (reasoning.content[0].text, message.content[0].text) == ("Twelve times.", "Let me see.")
@@ -187,7 +231,11 @@ async def test_an_engine_that_fails_in_the_middle_is_told_in_the_stream(tokenize
         assert last.type == "response.failed"
         raise openai.APIError(last.response.error.message, request=None, body=None)  # type: ignore[arg-type]
 
-    for run, error in ((chatted, openai.APIError), (messaged, anthropic.APIStatusError), (responded, openai.APIError)):
+    for run, error in (
+        (chatted, openai.APIError),
+        (messaged, anthropic.APIStatusError),
+        (responded, openai.APIError),
+    ):
         engine = Stepped(tokenizer, "12 and 34", "fails", stays_at=3)
         async with scripted(tokenizer, engine=engine) as (ours, session, _):
             with pytest.raises(error, match="out of memory"):
@@ -238,7 +286,9 @@ async def test_no_stream_asks_an_engine_more_often_for_being_one_of_many(
     assert asked <= rounds + 1
 
 
-async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the_engine_made(real: Any) -> None:
+async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the_engine_made(
+    real: Any,
+) -> None:
     """Programs that stop reading, or disconnect at any moment, while the engine's request is interrupted."""
     rng = random.Random(7)
     engines, records = real.endpoint._calls.client, list[Any]()
@@ -250,7 +300,10 @@ async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the
             await engines.resume()
 
     async def episode(row: int) -> None:
-        identity, sampling = TrajectoryId(PromptId(1, row), 0), replace(LONG, max_tokens=rng.randint(3, 90), seed=row)
+        identity, sampling = (
+            TrajectoryId(PromptId(1, row), 0),
+            replace(LONG, max_tokens=rng.randint(3, 90), seed=row),
+        )
         async with real.endpoint.session(identity, sampling) as session:
             headers = {"Authorization": f"Bearer {session.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as http:
@@ -265,7 +318,10 @@ async def test_whatever_is_broken_off_over_whatever_cuts_each_record_is_what_the
             "stream": True, "input": "12 * 34 =",
         }  # fmt: skip
         patience, lines = rng.choice([0.02, 0.1, 20.0]), rng.choice([3, 12, 10**6])
-        async with asyncio.timeout(patience), http.post(f"{url(real.endpoint)}/{path}", json=body) as answer:
+        async with (
+            asyncio.timeout(patience),
+            http.post(f"{url(real.endpoint)}/{path}", json=body) as answer,
+        ):
             async for _ in answer.content:
                 lines -= 1
                 if not lines:

@@ -22,7 +22,12 @@ __all__ = [
     "test_who_breaks_off_a_stream_ends_the_call_and_what_was_read_is_recorded",
 ]
 
-pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.matrix,
+    pytest.mark.vllm,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

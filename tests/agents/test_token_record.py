@@ -35,7 +35,12 @@ class Talks(RecordedEnv):
 
     def answer(self, action):
         said = [{"role": "user", "content": f"turn {self.turns}, you said {len(action)} letters"}]
-        return {"observations": said, "reward": float(self.turns), "done": self.turns == TURNS, "metadata": {}}
+        return {
+            "observations": said,
+            "reward": float(self.turns),
+            "done": self.turns == TURNS,
+            "metadata": {},
+        }
 
 
 class Recording(TransformersEngine):
@@ -45,7 +50,9 @@ class Recording(TransformersEngine):
         super().__init__(config)
         self.update, self.asked, self.answered = update, {}, {}
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         self.asked |= {request.request_id: list(request.prompt_token_ids) for request in requests}
         async for outputs in super().generate(requests):
             self.answered |= {output.request_id: replace(output) for output in outputs}
@@ -58,12 +65,18 @@ class Recording(TransformersEngine):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     torch.manual_seed(0)
-    return LlamaForCausalLM(llama_config(Recipe(hidden=64, head_dim=32, intermediate=64), tokenizer()))
+    return LlamaForCausalLM(
+        llama_config(Recipe(hidden=64, head_dim=32, intermediate=64), tokenizer())
+    )
 
 
-async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: LlamaForCausalLM, tmp_path: Path) -> None:
+async def test_a_trajectory_of_five_turns_is_the_engines_own_record(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
     model.save_pretrained(tmp_path)
-    path = write_weights({name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()})
+    path = write_weights(
+        {name: 1.5 * parameter.detach() for name, parameter in model.named_parameters()}
+    )
     config = EngineConfig(str(tmp_path), max_model_len=512, threads=1)
     engine = Recording(config, WeightUpdate(1, "shared_memory", {"path": path}))
     client = InferenceClient([engine])
@@ -80,17 +93,28 @@ async def test_a_trajectory_of_five_turns_is_the_engines_own_record(model: Llama
     for row, trajectory in enumerate(group.trajectories):
         at, mask = 0, [False] * batch.tokens.shape[1]
         for turn in range(TURNS):
-            read, wrote = (record[f"{trajectory.id}-t{turn}"] for record in (engine.asked, engine.answered))
+            read, wrote = (
+                record[f"{trajectory.id}-t{turn}"] for record in (engine.asked, engine.answered)
+            )
             span = slice(len(read), len(read) + len(wrote.token_ids))
-            assert batch.tokens[row, : span.stop].tolist() == [*read, *wrote.token_ids]  # from all tokens before
+            assert batch.tokens[row, : span.stop].tolist() == [
+                *read,
+                *wrote.token_ids,
+            ]  # from all tokens before
             assert span.start > at
-            assert batch.behaviour_logprobs[row, span].tolist() == pytest.approx(wrote.logprobs, abs=1e-5)
+            assert batch.behaviour_logprobs[row, span].tolist() == pytest.approx(
+                wrote.logprobs, abs=1e-5
+            )
             assert batch.versions[row, span].tolist() == wrote.versions.tolist()
-            assert batch.rewards[row, span].tolist() == [0.0] * (len(wrote.token_ids) - 1) + [turn + 1.0]
+            assert batch.rewards[row, span].tolist() == [0.0] * (len(wrote.token_ids) - 1) + [
+                turn + 1.0
+            ]
             mask[span] = [True] * len(wrote.token_ids)
             versions |= set(wrote.versions)
             at = span.stop
-        scored = [current[row][t - 1] for t in range(span.start, span.stop)]  # requested after the update
+        scored = [
+            current[row][t - 1] for t in range(span.start, span.stop)
+        ]  # requested after the update
         assert scored == pytest.approx(wrote.logprobs, abs=1e-5)
         assert batch.loss_mask[row].tolist() == mask  # without the prompt and the observations
         assert batch.rewards[row].sum() == sum(range(1, TURNS + 1))

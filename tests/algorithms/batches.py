@@ -30,7 +30,9 @@ class Batch:
     loss_weights: Tensor | None = None
 
     def rows(self, index: Tensor) -> Batch:
-        return replace(self, **{name: None if t is None else t[index] for name, t in vars(self).items()})
+        return replace(
+            self, **{name: None if t is None else t[index] for name, t in vars(self).items()}
+        )
 
 
 def random_batch(rows: int = 6, length: int = 7, seed: int = 0, group_size: int = 3) -> Batch:
@@ -69,7 +71,9 @@ def prepared(cfg: AlgorithmConfig, batch: Batch) -> Batch:
     return replace(batch, loss_weights=weights, **Objective(cfg).prepare(batch))
 
 
-def token_loss(cfg: AlgorithmConfig, batch: Batch, current: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+def token_loss(
+    cfg: AlgorithmConfig, batch: Batch, current: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     return Objective(cfg).token_loss(
         current=batch.current if current is None else current,
         proximal=batch.proximal_logprobs,

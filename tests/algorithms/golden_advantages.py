@@ -62,7 +62,15 @@ def trl_normalize(scores: Tensor, group_ids: Tensor, *, std: str, **settings: An
         n = (known & member).sum().float()
         factor = (n / (n - 1)).double().sqrt()
         some = (
-            normalize(scores, group_ids, std=std, unbiased=False, eps=float(EPS["trl"] / factor), **settings) / factor
+            normalize(
+                scores,
+                group_ids,
+                std=std,
+                unbiased=False,
+                eps=float(EPS["trl"] / factor),
+                **settings,
+            )
+            / factor
         )
         result = torch.where(member, some, result)
     return result
@@ -95,7 +103,11 @@ def _with_token_kl(case: Case) -> Results:
     token_rewards = shaping.add_at_end(penalty, matrix(case, name, rewards_of(case)), case.mask)
     returns = discounted_returns(token_rewards, case.mask, gamma=p["gamma"])
     whitened = "reinforce_pp" in case.name
-    advantages = whiten(returns, case.mask, scale="no_std" not in case.name, unbiased=False) if whitened else returns
+    advantages = (
+        whiten(returns, case.mask, scale="no_std" not in case.name, unbiased=False)
+        if whitened
+        else returns
+    )
     return {"advantages": advantages, "returns": returns}
 
 
@@ -108,7 +120,8 @@ def _rloo_normalized(case: Case) -> Results:
 @adapter("gdpo_like")
 def _gdpo(case: Case) -> Results:
     columns = [
-        trl_normalize(column, case.group_ids, mean="group", std="group") for column in case["rewards_per_func"].T
+        trl_normalize(column, case.group_ids, mean="group", std="group")
+        for column in case["rewards_per_func"].T
     ]
     total = (torch.stack(columns, 1) * case["weights"]).sum(1)
     return per_sample(case, trl_normalize(total, case.group_ids, mean="batch", std="batch"))
@@ -136,9 +149,13 @@ def _reinforce(case: Case) -> Results:
     p = case.params
     rewards = case["token_rewards"]
     if rewards is None:
-        rewards = shaping.add_at_end(-p["kl_coef"] * case["kl"] * case.mask, case["rewards"], case.mask)
+        rewards = shaping.add_at_end(
+            -p["kl_coef"] * case["kl"] * case.mask, case["rewards"], case.mask
+        )
     if p.get("whiten", True):
-        advantages, returns = a.reinforce_pp(rewards, case.mask, gamma=p["gamma"], unbiased=case.peer != "openrlhf")
+        advantages, returns = a.reinforce_pp(
+            rewards, case.mask, gamma=p["gamma"], unbiased=case.peer != "openrlhf"
+        )
     else:
         advantages = returns = discounted_returns(rewards, case.mask, gamma=p["gamma"])
     clip = p.get("clip")
@@ -149,9 +166,13 @@ def _reinforce(case: Case) -> Results:
 def _reinforce_baseline(case: Case) -> Results:
     rewards = case["token_rewards"]
     if rewards is None:
-        rewards = shaping.add_at_end(torch.zeros(case.mask.shape, dtype=torch.float64), case["rewards"], case.mask)
+        rewards = shaping.add_at_end(
+            torch.zeros(case.mask.shape, dtype=torch.float64), case["rewards"], case.mask
+        )
     args = rewards, case.mask, case.group_ids
-    advantages, _ = a.reinforce_pp_baseline(*args, unbiased=case.peer != "openrlhf", singleton_raw=case.peer == "verl")
+    advantages, _ = a.reinforce_pp_baseline(
+        *args, unbiased=case.peer != "openrlhf", singleton_raw=case.peer == "verl"
+    )
     return {"advantages": advantages, "returns": a.dr_grpo(*args)[0]}
 
 
@@ -165,14 +186,20 @@ def _gae(case: Case) -> Results:
         end = case["values"][:, -1] * case["no_eos"]
         advantages, returns = gae(*args, gamma=p["gamma"], lambd=p["lam"], bootstrap=end)
     else:
-        advantages, returns = a.generalized(*args, gamma=p["gamma"], lambd=p["lam"], whitened=p["whiten"])
+        advantages, returns = a.generalized(
+            *args, gamma=p["gamma"], lambd=p["lam"], whitened=p["whiten"]
+        )
     return {"advantages": advantages, "returns": returns}
 
 
 @adapter("advantage_whiten")
 def _whiten(case: Case) -> Results:
     if case.peer == "areal":
-        return {"advantages": whiten(case["advantages"], case.mask, eps=case.params["eps"], eps_on="deviation")}
+        return {
+            "advantages": whiten(
+                case["advantages"], case.mask, eps=case.params["eps"], eps_on="deviation"
+            )
+        }
     return {"advantages": whiten(case["advantages"], case.mask, unbiased=False)}
 
 
@@ -191,7 +218,9 @@ def _reward_kl(case: Case) -> Results:
         mask, rewards = case.mask, case["token_rewards"]
     estimator = p["estimator"]
     bound = 10.0 if estimator == "k3" else 0.0
-    out, mean = penalize_rewards(rewards, old, reference, mask, coef=p["kl_coef"], estimator=estimator, bound=bound)
+    out, mean = penalize_rewards(
+        rewards, old, reference, mask, coef=p["kl_coef"], estimator=estimator, bound=bound
+    )
     return {"token_rewards": out, "avg_kl": mean}
 
 
@@ -201,11 +230,17 @@ def _reward_pipeline(case: Case) -> Results:
     mask = case["loss_mask"].roll(-1, 1)  # position t predicts token t + 1
     policy = case["logprobs"].roll(-1, 1)
     zeros = torch.zeros_like(policy)
-    penalty, _ = penalize_rewards(zeros, policy, case["ref_log_probs"], mask, coef=p["kl_coef"], estimator="k1")
-    score = shaping.scale_and_clip(case["rewards"], bias=p["bias"], scale=p["scaling"], clip=p["clip"])
+    penalty, _ = penalize_rewards(
+        zeros, policy, case["ref_log_probs"], mask, coef=p["kl_coef"], estimator="k1"
+    )
+    score = shaping.scale_and_clip(
+        case["rewards"], bias=p["bias"], scale=p["scaling"], clip=p["clip"]
+    )
     token_rewards = shaping.add_at_end(penalty, score, mask)
     whole = torch.ones_like(mask)  # AReaL's return continues over the prompt
-    advantages = torch.where(mask, discounted_returns(token_rewards, mask), discounted_returns(token_rewards, whole))
+    advantages = torch.where(
+        mask, discounted_returns(token_rewards, mask), discounted_returns(token_rewards, whole)
+    )
     last = mask.int().argmax(1) + mask.sum(1) - 1
     after = torch.arange(mask.shape[1]) > last.unsqueeze(1)
     prompt = ~mask & ~after
@@ -222,13 +257,21 @@ def _group_filter(case: Case) -> Results:
     if case.name == "dynamic_filter.mean_upper":
         kept = [not mean_inside(g, p["upper"], float("inf")) for g in groups]
     elif "threshold_down" in p or "low" in p:
-        low, high = (p["threshold_down"], p["threshold_up"]) if "threshold_down" in p else (p["low"], p["high"])
+        low, high = (
+            (p["threshold_down"], p["threshold_up"])
+            if "threshold_down" in p
+            else (p["low"], p["high"])
+        )
         kept = [mean_inside(g, low, high) for g in groups]
     else:
         alone = case.name != "dynamic_filter" or case.peer == "verl"
         kept = [has_variance(g, p.get("tol", 0.0), keep_singletons=alone) for g in groups]
     indices = sorted(i for keep, rows in zip(kept, members, strict=True) if keep for i in rows)
-    return {"kept": kept, "kept_indices": indices, "keep": [float(i in indices) for i in range(sum(map(len, members)))]}
+    return {
+        "kept": kept,
+        "kept_indices": indices,
+        "keep": [float(i in indices) for i in range(sum(map(len, members)))],
+    }
 
 
 def _groups(case: Case) -> tuple[list[list[float]], list[list[int]]]:
@@ -238,9 +281,18 @@ def _groups(case: Case) -> tuple[list[list[float]], list[list[int]]]:
         return groups, [[] for _ in groups]
     labels = case.inputs["group"] if "group" in case.inputs else case.inputs["index"]
     rewards = case.inputs["rewards"] if "rewards" in case.inputs else case.inputs["scores"]
-    live = [sum(m) > 0 for m in case.inputs["loss_masks"]] if "loss_masks" in case.inputs else [True] * len(labels)
-    members = {label: [i for i, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)}
-    return [[rewards[i] for i in rows if live[i]] for rows in members.values()], list(members.values())
+    live = (
+        [sum(m) > 0 for m in case.inputs["loss_masks"]]
+        if "loss_masks" in case.inputs
+        else [True] * len(labels)
+    )
+    members = {
+        label: [i for i, other in enumerate(labels) if other == label]
+        for label in dict.fromkeys(labels)
+    }
+    return [[rewards[i] for i in rows if live[i]] for rows in members.values()], list(
+        members.values()
+    )
 
 
 @adapter("overlong_penalty")
@@ -250,12 +302,19 @@ def _overlong(case: Case) -> Results:
     penalty = shaping.overlong_penalty(
         case["lengths"], p["max_len"], p["buffer"], factor=p.get("factor", 1.0), capped=capped
     )
-    return {"penalty": penalty, "rewards": penalty if case["rewards"] is None else case["rewards"] + penalty}
+    return {
+        "penalty": penalty,
+        "rewards": penalty if case["rewards"] is None else case["rewards"] + penalty,
+    }
 
 
 @adapter("stop_properly_penalty")
 def _stop_properly(case: Case) -> Results:
-    return {"rewards": shaping.stop_properly_penalty(case["rewards"], case["truncated"].bool(), case.params["coef"])}
+    return {
+        "rewards": shaping.stop_properly_penalty(
+            case["rewards"], case["truncated"].bool(), case.params["coef"]
+        )
+    }
 
 
 @adapter("overlong_filter")
@@ -268,4 +327,6 @@ def _overlong_filter(case: Case) -> Results:
 
 @adapter("high_entropy_mask")
 def _high_entropy(case: Case) -> Results:
-    return {"keep": shaping.high_entropy_mask(case["entropies"], case.mask, case.params["quantile"])}
+    return {
+        "keep": shaping.high_entropy_mask(case["entropies"], case.mask, case.params["quantile"])
+    }

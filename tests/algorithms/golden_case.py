@@ -29,8 +29,16 @@ class Case:
     def __init__(self, raw: dict[str, Any]) -> None:
         self.raw, self.id, self.name, self.peer = raw, raw["id"], raw["name"], raw["peer"]
         self.params, self.inputs, self.expected = raw["params"], raw["inputs"], raw["expected"]
-        self.metrics, self.grad, self.bug = raw.get("metrics") or {}, raw.get("grad"), raw.get("peer_bug", False)
-        self.leaf = ("values" if raw["kind"] == "value_loss" else "log_probs") if self.grad is not None else ""
+        self.metrics, self.grad, self.bug = (
+            raw.get("metrics") or {},
+            raw.get("grad"),
+            raw.get("peer_bug", False),
+        )
+        self.leaf = (
+            ("values" if raw["kind"] == "value_loss" else "log_probs")
+            if self.grad is not None
+            else ""
+        )
         self._tensors: dict[str, Tensor] = {}
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -38,7 +46,9 @@ class Case:
             return None
         if name not in self._tensors:
             value = tensor(self.inputs[name])
-            self._tensors[name] = value.bool() if name in MASKS else value.requires_grad_(name == self.leaf)
+            self._tensors[name] = (
+                value.bool() if name in MASKS else value.requires_grad_(name == self.leaf)
+            )
         return self._tensors[name]
 
     @property
@@ -59,7 +69,11 @@ def tensor(values: Any) -> Tensor:
 
     def numbers(value: Any) -> Any:
         return (
-            [numbers(v) for v in value] if isinstance(value, list) else float("nan") if value is None else float(value)
+            [numbers(v) for v in value]
+            if isinstance(value, list)
+            else float("nan")
+            if value is None
+            else float(value)
         )
 
     return torch.tensor(numbers(values), dtype=torch.float64)
@@ -69,7 +83,9 @@ def load_cases() -> list[Case]:
     """The cases in the file that ``GOLDEN_CASES`` names (JSON, gzipped or not), by default those next to this file."""
     path = Path(os.environ.get("GOLDEN_CASES", HANDED_OUT))
     data = path.read_bytes()
-    return [Case(raw) for raw in json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)]
+    return [
+        Case(raw) for raw in json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    ]
 
 
 def adapter(*families: str) -> Callable[[Callable[[Case], Results]], Callable[[Case], Results]]:
@@ -103,7 +119,9 @@ def assert_close(case: Case, what: str, got: Any, expected: Any, rtol: float = 0
         got, wanted = got.expand_as(mask)[mask], wanted.expand_as(mask)[mask]
     tolerance = case.raw["tolerance"]
     bounds = {"rtol": max(tolerance["rtol"], rtol), "atol": max(tolerance["atol"], rtol)}
-    torch.testing.assert_close(got.detach(), wanted, msg=lambda m: f"{case.id}: {what}: {m}", **bounds)
+    torch.testing.assert_close(
+        got.detach(), wanted, msg=lambda m: f"{case.id}: {what}: {m}", **bounds
+    )
 
 
 def _numeric(values: Any) -> bool:

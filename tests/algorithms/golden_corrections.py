@@ -43,7 +43,10 @@ def _skyrl(case: Case, proximal: Tensor, behaviour: Tensor, mask: Tensor) -> Ten
     if p.get("sequence_mask_metric") == "geometric":
         weight = weight * c.geometric_mask(*args, low=p["geo_mask_low"], high=p["geo_mask_high"])
     if "token_mask_is_threshold_low" in p:
-        bounds = {"low": p["token_mask_is_threshold_low"], "high": p["token_mask_is_threshold_high"]}
+        bounds = {
+            "low": p["token_mask_is_threshold_low"],
+            "high": p["token_mask_is_threshold_high"],
+        }
         weight = weight * c.token_mask(*args, **bounds)
     return weight
 
@@ -70,7 +73,9 @@ def roll_keep(case: Case, proximal: Tensor, behaviour: Tensor, mask: Tensor) -> 
     p, args = case.params, (proximal, behaviour, mask)
     if "diff_low" in p:
         return c.difference_mask(*args, low=p["diff_low"], high=p["diff_high"])
-    filters = p.get("filters") or ([[p.get("agg", "token"), p["low"], p["high"]]] if "low" in p else [])
+    filters = p.get("filters") or (
+        [[p.get("agg", "token"), p["low"], p["high"]]] if "low" in p else []
+    )
     functions = {"token": c.token_mask, "sequence": c.sequence_mask, "geometric": c.geometric_mask}
     keep = torch.ones_like(proximal)
     for level, low, high in filters:
@@ -82,7 +87,11 @@ def _trl(case: Case, proximal: Tensor, behaviour: Tensor, mask: Tensor) -> Tenso
     p, args = case.params, (proximal, behaviour, mask)
     if "opsm" in case.name:
         return c.negative_mask(
-            case["log_probs"].detach(), behaviour, _columns(case["advantages"]), mask, threshold=p["threshold"]
+            case["log_probs"].detach(),
+            behaviour,
+            _columns(case["advantages"]),
+            mask,
+            threshold=p["threshold"],
         )
     functions = {
         "token_truncate": c.token_tis, "token_mask": c.icepop,
@@ -100,7 +109,14 @@ def _verl(case: Case, proximal: Tensor, behaviour: Tensor, mask: Tensor) -> Tens
     return (c.token_tis if level == "token" else c.sequence_tis)(*args, low=0.0, high=bounds[0])
 
 
-_DIALECTS = {"openrlhf": _openrlhf, "skyrl": _skyrl, "areal": _areal, "roll": _roll, "trl": _trl, "verl": _verl}
+_DIALECTS = {
+    "openrlhf": _openrlhf,
+    "skyrl": _skyrl,
+    "areal": _areal,
+    "roll": _roll,
+    "trl": _trl,
+    "verl": _verl,
+}
 
 
 def areal_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, metric: str, level: str, upper: float,
@@ -109,12 +125,16 @@ def areal_weights(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, metric: 
     scale = "token" if level == "token" else AGGREGATES[agg]
     bounds = {"low": -INF if lower is None else lower, "high": upper}
     if metric == "ratio":  # in both cases a sequence's weight is the geometric mean
-        weight = c.importance_weights(proximal, behaviour, mask, "token" if level == "token" else "geometric")
+        weight = c.importance_weights(
+            proximal, behaviour, mask, "token" if level == "token" else "geometric"
+        )
         if action == "clamp":
             return c.truncate(weight, lower or 0.0, upper)
         return weight * c.inside(c.importance_weights(proximal, behaviour, mask, scale), **bounds)
     # The other direction: KL(proximal || behaviour), so the two policies change places.
-    keep = c.kl_mask(behaviour, proximal, mask, estimator=metric.removeprefix("kl_"), level=scale, **bounds)
+    keep = c.kl_mask(
+        behaviour, proximal, mask, estimator=metric.removeprefix("kl_"), level=scale, **bounds
+    )
     return keep * c.importance_weights(proximal, behaviour, mask)
 
 
@@ -134,7 +154,9 @@ def _weights_alone(case: Case) -> Results:
     weight = correction_weights(case)
     out: dict[str, Any] = {"ess": effective_sample_size(weight, case.mask)}
     if case.params.get("batch_normalize"):
-        weight = c.normalize_weights(weight, case.mask, per_sequence=case.params["level"] == "sequence")
+        weight = c.normalize_weights(
+            weight, case.mask, per_sequence=case.params["level"] == "sequence"
+        )
     return out | {"weights": weight}
 
 
@@ -157,7 +179,9 @@ def _skyrl_alone(case: Case, *args: Tensor) -> Results:
 def _verl_rejection(case: Case) -> Results:
     keep = torch.ones_like(case["old_log_probs"])
     levels = {"token": "token", "seq_sum": "sequence", "seq_mean": "geometric", "seq_max": "max"}
-    for option, bound in zip(case.params["options"].split(","), case.params["thresholds"].split(","), strict=True):
+    for option, bound in zip(
+        case.params["options"].split(","), case.params["thresholds"].split(","), strict=True
+    ):
         level, _, estimator = option.rpartition("_")
         values = [float(v) for v in bound.split("_")]
         low, high = (math.log(v) for v in values) if estimator == "k1" else (-INF, values[0])
@@ -168,13 +192,21 @@ def _verl_rejection(case: Case) -> Results:
 
 @adapter("correction.areal_reject")
 def _areal_rejection(case: Case) -> Results:
-    weight = areal_weights(case["old_log_probs"], case["rollout_log_probs"], case.mask, **case.params)
-    return {"weights": weight, "mask": weight > 0, "filtered_fraction": masked_mean((weight == 0).double(), case.mask)}
+    weight = areal_weights(
+        case["old_log_probs"], case["rollout_log_probs"], case.mask, **case.params
+    )
+    return {
+        "weights": weight,
+        "mask": weight > 0,
+        "filtered_fraction": masked_mean((weight == 0).double(), case.mask),
+    }
 
 
 @adapter("correction.binary_kl")
 def _binary_kl(case: Case) -> Results:
-    return {"kl": bernoulli_kl(case["old_log_probs"], case["rollout_log_probs"], case.params["eps"])}
+    return {
+        "kl": bernoulli_kl(case["old_log_probs"], case["rollout_log_probs"], case.params["eps"])
+    }
 
 
 @adapter("m2po_mask")
@@ -185,8 +217,16 @@ def _m2po_mask(case: Case) -> Results:
 
 @adapter("prox_approx")
 def _proximal(case: Case) -> Results:
-    args = case["log_probs"], case["rollout_log_probs"], case["versions"].long(), case.params["current_version"]
-    return {method: approximate_proximal(*args, method=method) for method in ("loglinear", "linear", "rollout")}
+    args = (
+        case["log_probs"],
+        case["rollout_log_probs"],
+        case["versions"].long(),
+        case.params["current_version"],
+    )
+    return {
+        method: approximate_proximal(*args, method=method)
+        for method in ("loglinear", "linear", "rollout")
+    }
 
 
 def _columns(advantages: Tensor) -> Tensor:

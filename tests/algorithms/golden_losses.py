@@ -25,7 +25,9 @@ def clip(case: Case) -> dict[str, float]:
 def base_ppo(case: Case, anchor: str = "old_log_probs") -> Any:
     bound = case.params.get("dual_clip") or case.params.get("delta")
     if bound:
-        return clipped.dual_clip(case["log_probs"], case[anchor], case["advantages"], dual_clip=bound, **clip(case))
+        return clipped.dual_clip(
+            case["log_probs"], case[anchor], case["advantages"], dual_clip=bound, **clip(case)
+        )
     return clipped.ppo(case["log_probs"], case[anchor], case["advantages"], **clip(case))
 
 
@@ -38,10 +40,20 @@ def _ppo(case: Case) -> Results:
 @adapter("ppo_clip.kl_loss", "ppo_clip.kl_loss_bias_corrected")
 def _ppo_with_kl(case: Case) -> Results:
     p, current = case.params, case["log_probs"]
-    ratio = log_ratio(current, case["old_log_probs"]).exp() if "bias_corrected" in case.name else None
-    kl = kl_estimate(current, case["ref_log_probs"], "k3", bound=10.0 if case.peer == "roll" else 0.0, weight=ratio)
+    ratio = (
+        log_ratio(current, case["old_log_probs"]).exp() if "bias_corrected" in case.name else None
+    )
+    kl = kl_estimate(
+        current,
+        case["ref_log_probs"],
+        "k3",
+        bound=10.0 if case.peer == "roll" else 0.0,
+        weight=ratio,
+    )
     policy, _ = base_ppo(case)
-    out = reduced(case, policy + p.get("kl_coef", p.get("beta")) * kl, factor=p.get("rl_loss_coef", 1.0))
+    out = reduced(
+        case, policy + p.get("kl_coef", p.get("beta")) * kl, factor=p.get("rl_loss_coef", 1.0)
+    )
     return out | {"kl": masked_mean(kl, case.mask), "kl_loss": masked_mean(kl, case.mask)}
 
 
@@ -61,7 +73,9 @@ def _corrected_ppo(case: Case) -> Results:
     weight = correction_weights(case)
     if case.peer == "roll" and case.params["aggregation"] == "sequence_mean":
         # Filtered tokens are not in each sequence's mean, but the sequences are counted before the filter.
-        out = reduced(case, base_ppo(case), mask=case.mask & (weight > 0), factor=weight, count_empty=True)
+        out = reduced(
+            case, base_ppo(case), mask=case.mask & (weight > 0), factor=weight, count_empty=True
+        )
     else:
         out = reduced(case, base_ppo(case), factor=weight)
     kl = masked_mean(case["rollout_log_probs"] - case["old_log_probs"], case.mask)
@@ -107,7 +121,11 @@ def _cispo(case: Case) -> Results:
         eps = {"eps_low": 1.0, "eps_high": p["eps_high"] - 1.0}
     anchor = case["rollout_log_probs"] if "rollout_anchor" in case.name else case["old_log_probs"]
     loss, statistics = gradient.cispo(
-        case["log_probs"], anchor, case["advantages"], unified_mask="unified_mask" in case.name, **eps
+        case["log_probs"],
+        anchor,
+        case["advantages"],
+        unified_mask="unified_mask" in case.name,
+        **eps,
     )
     if case.name == "cispo.decoupled":
         factor = correction_weights(case)
@@ -125,7 +143,9 @@ def _sapo(case: Case) -> Results:
     if case.peer == "trl":  # rounds both to float32
         taus = {name: torch.tensor(tau, dtype=torch.float32).item() for name, tau in taus.items()}
     args = case["log_probs"], case["old_log_probs"], case["advantages"], case.mask
-    return reduced(case, clipped.sapo(*args, sequence_level=case.params.get("level") == "sequence", **taus))
+    return reduced(
+        case, clipped.sapo(*args, sequence_level=case.params.get("level") == "sequence", **taus)
+    )
 
 
 @adapter("vanilla_pg", "tis_pg", "kimi15", "dro", "topr", "importance_sampling", "rollout_is")
@@ -138,7 +158,9 @@ def _policy_gradient(case: Case) -> Results:
         loss = gradient.tis(current, old, advantages, low=p["low"], high=p["high"])
     elif family == "topr":
         sides = {k: p[k] for k in ("positive_weight", "negative_weight")}
-        loss = gradient.topr(current, old, advantages, positive=(case["scores"] > 0).unsqueeze(1), **sides)
+        loss = gradient.topr(
+            current, old, advantages, positive=(case["scores"] > 0).unsqueeze(1), **sides
+        )
     elif family == "rollout_is":
         loss = gradient.rollout_is(current, case["rollout_log_probs"], advantages, **clip(case))
     elif family == "importance_sampling":
@@ -162,9 +184,16 @@ def _dppo(case: Case) -> Results:
 
 @adapter("clip_cov", "kl_cov")
 def _covariance(case: Case) -> Results:
-    p, current, old, advantages = case.params, case["log_probs"], case["old_log_probs"], case["advantages"]
+    p, current, old, advantages = (
+        case.params,
+        case["log_probs"],
+        case["old_log_probs"],
+        case["advantages"],
+    )
     if case.name.startswith("kl_cov"):
-        chosen = selective.top_covariance(current.detach(), advantages, case.mask, share=p["kl_cov_frac"])
+        chosen = selective.top_covariance(
+            current.detach(), advantages, case.mask, share=p["kl_cov_frac"]
+        )
         return reduced(case, selective.kl_cov(current, old, advantages, chosen, coef=p["kl_coef"]))
     _, statistics = base_ppo(case)
     chosen = selective.mid_covariance(
@@ -183,9 +212,13 @@ def _decoupled(case: Case) -> Results:
         loss, statistics = clipped.decoupled_ppo(*args, cap=rejection["upper"], **clip(case))
         return reduced(case, loss) | {"weights": statistics["correction_weight"]}
     if case.name == "decoupled_ppo.loglinear_prox":
-        proximal = approximate_proximal(current, behaviour, case["versions"].long(), p["current_version"])
+        proximal = approximate_proximal(
+            current, behaviour, case["versions"].long(), p["current_version"]
+        )
         args = current, proximal, behaviour, case["advantages"]
-        return reduced(case, clipped.decoupled_ppo(*args, cap=p["behave_cap"], truncated=True, **clip(case)))
+        return reduced(
+            case, clipped.decoupled_ppo(*args, cap=p["behave_cap"], truncated=True, **clip(case))
+        )
     weight = areal_weights(case["old_log_probs"], behaviour, case.mask, **rejection)
     if case.name.startswith("decoupled_gspo"):
         kept = case.mask & (weight > 0)
@@ -197,7 +230,9 @@ def _decoupled(case: Case) -> Results:
 @adapter("m2po")
 def _m2po(case: Case) -> Results:
     old, behaviour = case["old_log_probs"], case["rollout_log_probs"]
-    keep = selective.small_second_moment(old, behaviour, case.mask, threshold=case.params["m2_threshold"])
+    keep = selective.small_second_moment(
+        old, behaviour, case.mask, threshold=case.params["m2_threshold"]
+    )
     loss = selective.m2po(case["log_probs"], old, case["advantages"], keep, **clip(case))
     return reduced(case, loss, mask=case.mask & keep) | {"mask": keep}
 
@@ -208,7 +243,9 @@ def _bypass(case: Case) -> Results:
     low, high = (math.log(float(v)) for v in p["rollout_rs_threshold"].split("_"))
     keep = kl_mask(current, behaviour, case.mask, estimator="k1", level="token", low=low, high=high)
     if p["loss_type"] == "reinforce":
-        loss: Any = gradient.tis(current, behaviour, case["advantages"], low=0.0, high=p["rollout_is_threshold"])
+        loss: Any = gradient.tis(
+            current, behaviour, case["advantages"], low=0.0, high=p["rollout_is_threshold"]
+        )
     else:
         loss = base_ppo(case, anchor="rollout_log_probs")
     return reduced(case, loss, mask=case.mask & keep.bool())

@@ -39,7 +39,9 @@ def _ppo(case: Case, current: float, old: float, advantage: float) -> float:
     return -min(ratio * advantage, min(max(ratio, 1 - p["eps_low"]), 1 + p["eps_high"]) * advantage)
 
 
-def _ppo_with_weights(case: Case, weight: Callable[[list, int], float], shrink: bool = False) -> dict[str, Any]:
+def _ppo_with_weights(
+    case: Case, weight: Callable[[list, int], float], shrink: bool = False
+) -> dict[str, Any]:
     """Weighted PPO, reduced over tokens or sequences; ``weight(row, t)`` from the row's (..., old, rollout) values."""
     rows = _rows(case, "log_probs", "old_log_probs", "advantages", "rollout_log_probs")
     losses, kept = [], 0
@@ -91,7 +93,9 @@ def _filtered(case: Case) -> dict[str, Any]:
 def _recomputed(case: Case) -> dict[str, Any]:
     """Only kept tokens, in numerator and denominator; the framework's gradient is right."""
     low, high = case.params["low"], case.params["high"]
-    value = _ppo_with_weights(case, lambda row, t: _inside(math.exp(_log_ratios(row)[t]), low, high), shrink=True)
+    value = _ppo_with_weights(
+        case, lambda row, t: _inside(math.exp(_log_ratios(row)[t]), low, high), shrink=True
+    )
     return value | {"grad": case.grad}
 
 
@@ -104,9 +108,15 @@ def _kimi15_filtered(case: Case) -> dict[str, Any]:
 
 def _divided_by_batch(case: Case) -> dict[str, Any]:
     """The framework does not divide by the number of sequences."""
-    rows = len(case.inputs["mask"]) if case.name.startswith("aggregate") else sum(any(m) for m in case.inputs["mask"])
+    rows = (
+        len(case.inputs["mask"])
+        if case.name.startswith("aggregate")
+        else sum(any(m) for m in case.inputs["mask"])
+    )
     out: dict[str, Any] = {"loss": case.expected["loss"] / rows}
-    return out if case.grad is None else out | {"grad": [[g / rows for g in row] for row in case.grad]}
+    return (
+        out if case.grad is None else out | {"grad": [[g / rows for g in row] for row in case.grad]}
+    )
 
 
 def _token_mean(case: Case) -> dict[str, Any]:
@@ -118,14 +128,18 @@ def _whitened(case: Case) -> dict[str, Any]:
     valid = [value for row in _rows(case, "advantages") for (value,) in row]
     mean = sum(valid) / len(valid)
     deviation = math.sqrt(sum((v - mean) ** 2 for v in valid) / len(valid))
-    return {"advantages": [[(v - mean) / deviation for v in row] for row in case.inputs["advantages"]]}
+    return {
+        "advantages": [[(v - mean) / deviation for v in row] for row in case.inputs["advantages"]]
+    }
 
 
 def _constant_groups_are_zero(case: Case) -> dict[str, Any]:
     advantages, size = [list(row) for row in case.expected["advantages"]], case.params["group_size"]
     for start in range(0, len(advantages), size):
         if len(set(case.inputs["rewards"][start : start + size])) == 1:
-            advantages[start : start + size] = [[0.0] * len(row) for row in advantages[start : start + size]]
+            advantages[start : start + size] = [
+                [0.0] * len(row) for row in advantages[start : start + size]
+            ]
     return {"advantages": advantages}
 
 

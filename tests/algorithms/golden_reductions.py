@@ -19,14 +19,22 @@ REDUCTIONS = {
     "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
 }  # fmt: skip
 COUNT_EMPTY = {"skyrl", "trl"}  # a row without loss tokens is still a sequence
-ESTIMATORS = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "k1+": "k1_straight_through", "k3+": "k3_straight_through"}
+ESTIMATORS = {
+    "kl": "k1",
+    "mse": "k2",
+    "low_var_kl": "k3",
+    "k1+": "k1_straight_through",
+    "k3+": "k3_straight_through",
+}
 
 
 def weights(case: Case, mask: Tensor, name: str | None = None, count_empty: bool = False) -> Tensor:
     """Loss weights by the case's aggregation. Global denominators are those of the whole batch that is described."""
     p = case.params
     name = name or p.get("aggregation") or p["mode"]
-    if name == "token_mean_legacy":  # the mean of micro-batch means: a mean over unequal denominators, unlike ours
+    if (
+        name == "token_mean_legacy"
+    ):  # the mean of micro-batch means: a mean over unequal denominators, unlike ours
         parts = mask.split(p["micro_batch_size"])
         return torch.cat([weights(case, part, "token_mean") / len(parts) for part in parts])
     name = REDUCTIONS.get(name, name)
@@ -36,7 +44,9 @@ def weights(case: Case, mask: Tensor, name: str | None = None, count_empty: bool
     settings: dict[str, Any] = {}
     if name in ("sequence_mean", "sequence_token_sum", "seq_mean_token_sum_norm"):
         settings["count_empty"] = (
-            count_empty or case.peer in COUNT_EMPTY or (case.peer == "roll" and case.name.startswith("aggregate"))
+            count_empty
+            or case.peer in COUNT_EMPTY
+            or (case.peer == "roll" and case.name.startswith("aggregate"))
         )
     if name == "seq_mean_token_sum_norm":
         constants = ("max_seq_len", "max_completion_length", "loss_scale_factor")
@@ -69,14 +79,20 @@ def reduced(case: Case, token_loss: Any, mask: Tensor | None = None, name: str |
     loss, statistics = token_loss if isinstance(token_loss, tuple) else (token_loss, {})
     mask = case.mask if mask is None else mask
     total = (weights(case, mask, name, count_empty) * torch.where(mask, loss * factor, 0)).sum()
-    return {"loss": total} | {name: masked_mean(s.double(), case.mask) for name, s in statistics.items()}
+    return {"loss": total} | {
+        name: masked_mean(s.double(), case.mask) for name, s in statistics.items()
+    }
 
 
 @adapter("value_clip")
 def _value(case: Case) -> Results:
-    loss, statistics = clipped_value_loss(case["values"], case["old_values"], case["returns"], clip=case.params["clip"])
+    loss, statistics = clipped_value_loss(
+        case["values"], case["old_values"], case["returns"], clip=case.params["clip"]
+    )
     out = reduced(case, loss)
-    return out | {"clip_fraction": masked_mean(statistics["value_clip_fraction"].double(), case.mask)}
+    return out | {
+        "clip_fraction": masked_mean(statistics["value_clip_fraction"].double(), case.mask)
+    }
 
 
 @adapter("kl")
@@ -84,7 +100,11 @@ def _kl(case: Case) -> Results:
     p = case.params
     name = ESTIMATORS.get(p["estimator"], p["estimator"])
     clamps_all = case.peer == "openrlhf" or p.get("clamp")
-    bound = 10.0 if clamps_all or (case.peer in ("skyrl", "verl", "roll") and name.startswith("k3")) else 0.0
+    bound = (
+        10.0
+        if clamps_all or (case.peer in ("skyrl", "verl", "roll") and name.startswith("k3"))
+        else 0.0
+    )
     kl = kl_estimate(case["log_probs"], case["ref_log_probs"], name, bound=bound)
     return {"kl": kl if case.mask is None else torch.where(case.mask, kl, 0)}
 

@@ -21,11 +21,15 @@ GROUPS = torch.tensor([7, 7, 7, 3, 3, 3])
 LEVELS = ("group", "batch", "none")
 
 
-def estimate(name: str, scores: Tensor = SCORES, groups: Tensor = GROUPS, **changes: object) -> list[float]:
+def estimate(
+    name: str, scores: Tensor = SCORES, groups: Tensor = GROUPS, **changes: object
+) -> list[float]:
     """One advantage per sample, each with two tokens, the reward on the last."""
     rewards = torch.stack([torch.zeros_like(scores), torch.zeros_like(scores), scores], 1)
     mask = torch.tensor([[False, True, True]] * len(scores))
-    advantages, _ = compute_advantages(config(advantage_estimator=name, **changes), rewards, mask, groups)
+    advantages, _ = compute_advantages(
+        config(advantage_estimator=name, **changes), rewards, mask, groups
+    )
     assert not advantages[:, 0].any()
     torch.testing.assert_close(advantages[:, 1], advantages[:, 2])
     return advantages[:, 1].tolist()
@@ -50,11 +54,22 @@ def test_grpo_without_std_is_dr_grpo() -> None:
 
 @pytest.mark.parametrize(("mean", "std"), [*itertools.product(LEVELS, LEVELS)])
 def test_the_matrix_normalises_over_what_it_names(mean: str, std: str) -> None:
-    pools = {"group": [SCORES[:3], SCORES[3:]], "batch": [SCORES, SCORES], "none": [torch.zeros(2), torch.zeros(2)]}
-    centred = torch.cat([half - pool.mean() for half, pool in zip(SCORES.split(3), pools[mean], strict=True)])
-    spreads = {"group": [half.std() for half in SCORES.split(3)], "none": [torch.ones(()), torch.ones(())]}
+    pools = {
+        "group": [SCORES[:3], SCORES[3:]],
+        "batch": [SCORES, SCORES],
+        "none": [torch.zeros(2), torch.zeros(2)],
+    }
+    centred = torch.cat(
+        [half - pool.mean() for half, pool in zip(SCORES.split(3), pools[mean], strict=True)]
+    )
+    spreads = {
+        "group": [half.std() for half in SCORES.split(3)],
+        "none": [torch.ones(()), torch.ones(())],
+    }
     spreads["batch"] = [centred.std(), centred.std()]
-    expected = torch.cat([half / spread for half, spread in zip(centred.split(3), spreads[std], strict=True)])
+    expected = torch.cat(
+        [half / spread for half, spread in zip(centred.split(3), spreads[std], strict=True)]
+    )
     torch.testing.assert_close(normalize(SCORES, GROUPS, mean=mean, std=std, eps=0.0), expected)
 
 
@@ -76,7 +91,9 @@ def test_a_group_of_one_gets_zero_unless_asked_to_keep_its_reward() -> None:
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e8 / 7])
-def test_rounding_gives_a_constant_group_no_advantage_however_small_the_epsilon(value: float) -> None:
+def test_rounding_gives_a_constant_group_no_advantage_however_small_the_epsilon(
+    value: float,
+) -> None:
     scores = torch.full((7,), value, dtype=torch.float32)
     assert not normalize(scores, torch.zeros(7, dtype=torch.long), eps=1e-30).any()
 
@@ -84,7 +101,9 @@ def test_rounding_gives_a_constant_group_no_advantage_however_small_the_epsilon(
 def test_a_sample_without_loss_tokens_still_counts_in_its_groups_baseline() -> None:
     rewards = torch.tensor([[0.0, 1.0], [0.0, 3.0]])
     mask = torch.tensor([[False, True], [False, False]])
-    advantages, _ = compute_advantages(config(advantage_estimator="dr_grpo"), rewards, mask, torch.zeros(2).long())
+    advantages, _ = compute_advantages(
+        config(advantage_estimator="dr_grpo"), rewards, mask, torch.zeros(2).long()
+    )
     assert advantages.tolist() == [[0, -1], [0, 0]]
 
 
@@ -94,7 +113,9 @@ def test_responses_that_are_masked_keep_their_length_in_the_optimal_baseline() -
     rewards = torch.zeros(3, 5, dtype=torch.float64)
     rewards[0, 2] = 1.0
     sampled, groups = torch.tensor([3, 5, 5]), torch.zeros(3, dtype=torch.int64)
-    advantages, _ = compute_advantages(config(advantage_estimator="opo"), rewards, mask, groups, lengths=sampled)
+    advantages, _ = compute_advantages(
+        config(advantage_estimator="opo"), rewards, mask, groups, lengths=sampled
+    )
     torch.testing.assert_close(advantages[0, :3], torch.full((3,), 1 - 3 / 13, dtype=torch.float64))
     rows = torch.tensor([0, 1, 2, 2])  # the last trajectory is two rows
     mask, rewards = torch.cat([mask, mask[:1] & False]), torch.cat([rewards, rewards[:1] * 0])
@@ -129,7 +150,9 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value() -> None:
     advantages, returns = gae(batch.rewards, batch.entropy, batch.loss_mask, gamma=0.9, lambd=1.0)
     expected = discounted_returns(batch.rewards, batch.loss_mask, gamma=0.9)
     torch.testing.assert_close(returns, expected)
-    torch.testing.assert_close(advantages, torch.where(batch.loss_mask, expected - batch.entropy, 0))
+    torch.testing.assert_close(
+        advantages, torch.where(batch.loss_mask, expected - batch.entropy, 0)
+    )
 
 
 def test_gae_with_lambda_zero_is_the_one_step_error() -> None:
@@ -142,7 +165,9 @@ def test_gae_with_lambda_zero_is_the_one_step_error() -> None:
 def test_gae_without_values_is_an_error() -> None:
     batch = random_batch()
     with pytest.raises(ValueError, match="critic"):
-        compute_advantages(config(advantage_estimator="gae"), batch.rewards, batch.loss_mask, batch.group_ids)
+        compute_advantages(
+            config(advantage_estimator="gae"), batch.rewards, batch.loss_mask, batch.group_ids
+        )
 
 
 @pytest.mark.parametrize("name", ["reinforce++", "reinforce++_baseline"])
@@ -178,7 +203,13 @@ def test_an_estimator_that_returns_no_pair_of_the_right_shape_is_an_error_that_n
 ) -> None:
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "mine", returned)
     rewards, rows = torch.ones(2, 3), torch.arange(2)
-    with pytest.raises(UserError, match=rf"'mine' must return a pair .*\(2, 3\); it returned {found}"):
+    with pytest.raises(
+        UserError, match=rf"'mine' must return a pair .*\(2, 3\); it returned {found}"
+    ):
         compute_advantages(
-            config(advantage_estimator="mine"), rewards, rewards > 0, rows, trajectory_ids=rows if joined else None
+            config(advantage_estimator="mine"),
+            rewards,
+            rewards > 0,
+            rows,
+            trajectory_ids=rows if joined else None,
         )

@@ -42,17 +42,23 @@ def loss_function(name: str, extra: dict[str, Any]) -> tuple[Callable[[Tensor], 
 
 
 @pytest.mark.parametrize(("name", "extra"), [*((name, {}) for name in LOSSES), *VARIANTS])
-def test_every_loss_passes_gradcheck(name: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_passes_gradcheck(
+    name: str, extra: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     function, start = loss_function(name, extra)
     detach = torch.Tensor.detach
 
     def with_fixed_gradients(current: Tensor) -> Tensor:
         """The loss with its stop-gradients fixed at ``start``: the function whose derivative the gradient is."""
         with monkeypatch.context() as patch:
-            patch.setattr(torch.Tensor, "detach", lambda t: start.clone() if t is current else detach(t))
+            patch.setattr(
+                torch.Tensor, "detach", lambda t: start.clone() if t is current else detach(t)
+            )
             return function(current)
 
-    assert torch.autograd.gradcheck(with_fixed_gradients, start.clone().requires_grad_(), eps=1e-6, atol=1e-7)
+    assert torch.autograd.gradcheck(
+        with_fixed_gradients, start.clone().requires_grad_(), eps=1e-6, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", DETACHED_WEIGHT)
@@ -68,10 +74,14 @@ def test_the_gradient_of_a_detached_weight_is_the_loss_over_the_logprob(name: st
 def test_kl_estimators_pass_gradcheck(name: str) -> None:
     batch = random_batch(seed=2)
     current = batch.current.clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda c: kl_estimate(c, batch.reference_logprobs, name), current)
+    assert torch.autograd.gradcheck(
+        lambda c: kl_estimate(c, batch.reference_logprobs, name), current
+    )
 
 
-@pytest.mark.parametrize("name", sorted(n for n in KL_ESTIMATORS.names() if n.endswith("straight_through")))
+@pytest.mark.parametrize(
+    "name", sorted(n for n in KL_ESTIMATORS.names() if n.endswith("straight_through"))
+)
 def test_straight_through_has_its_own_value_and_the_gradient_of_k2(name: str) -> None:
     batch = random_batch(seed=2)
     current = batch.current.clone().requires_grad_()

@@ -24,7 +24,9 @@ def split_rows(whole: torch.Tensor, parts: int = 2) -> torch.Tensor:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=8), seeds)
-def test_splitting_undoes_joining_whatever_the_order_of_the_rows(owners: list[int], seed: int) -> None:
+def test_splitting_undoes_joining_whatever_the_order_of_the_rows(
+    owners: list[int], seed: int
+) -> None:
     samples = JoinedRows(torch.tensor(owners))
     values = torch.rand(len(owners), 3, generator=torch.Generator().manual_seed(seed))
     joined = samples.join(values)

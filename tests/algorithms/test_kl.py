@@ -28,7 +28,9 @@ from tests.docs.pages import blocks
 def policies() -> tuple[Tensor, Tensor, Tensor]:
     """Logits of a policy (with gradient), log-probabilities of a reference and of a third policy, over 5 tokens."""
     generator = torch.Generator().manual_seed(0)
-    logits, reference, third = (torch.randn(5, dtype=torch.float64, generator=generator) for _ in range(3))
+    logits, reference, third = (
+        torch.randn(5, dtype=torch.float64, generator=generator) for _ in range(3)
+    )
     return logits.requires_grad_(), reference.log_softmax(0), third.log_softmax(0)
 
 
@@ -50,10 +52,14 @@ def test_value_is_unbiased_on_policy(name: str) -> None:
 @pytest.mark.parametrize(("name", "unbiased"), [
     ("k2", True), ("k1_straight_through", True), ("k3_straight_through", True), ("k1", False), ("k3", False),
 ])  # fmt: skip
-def test_as_a_loss_only_the_gradient_of_k2_is_that_of_the_divergence(name: str, unbiased: bool) -> None:
+def test_as_a_loss_only_the_gradient_of_k2_is_that_of_the_divergence(
+    name: str, unbiased: bool
+) -> None:
     logits, reference, _ = policies()
     logprobs = logits.log_softmax(0)
-    loss = (logprobs.exp().detach() * kl_estimate(logprobs, reference, name)).sum()  # sampling has no gradient
+    loss = (
+        logprobs.exp().detach() * kl_estimate(logprobs, reference, name)
+    ).sum()  # sampling has no gradient
     (slope,) = torch.autograd.grad(loss, logits)
     assert torch.allclose(slope, exact(logits, reference)[1]) == unbiased
 
@@ -80,14 +86,18 @@ def test_the_bound_clamps_the_value_and_leaves_a_straight_through_gradient() -> 
 
 def test_bernoulli_kl_is_the_divergence_of_two_coins() -> None:
     p, q = torch.tensor([0.3]).double(), torch.tensor([0.6]).double()
-    expected = 0.3 * torch.log(torch.tensor(0.5).double()) + 0.7 * torch.log(torch.tensor(1.75).double())
+    expected = 0.3 * torch.log(torch.tensor(0.5).double()) + 0.7 * torch.log(
+        torch.tensor(1.75).double()
+    )
     torch.testing.assert_close(bernoulli_kl(p.log(), q.log()), expected.unsqueeze(0))
 
 
 def test_rewards_lose_the_coefficient_times_the_kl_on_the_mask_only() -> None:
     mask = torch.tensor([[True, True, False], [True, False, False]])
     policy, reference = torch.full((2, 3), -1.0), torch.full((2, 3), -1.5)
-    rewards, mean = penalize_rewards(torch.ones(2, 3), policy, reference, mask, coef=0.1, estimator="k1")
+    rewards, mean = penalize_rewards(
+        torch.ones(2, 3), policy, reference, mask, coef=0.1, estimator="k1"
+    )
     torch.testing.assert_close(rewards, torch.tensor([[0.95, 0.95, 1.0], [0.95, 1.0, 1.0]]))
     torch.testing.assert_close(mean, torch.tensor(0.5))
 
@@ -103,13 +113,17 @@ def test_the_adaptive_controller_moves_towards_its_target_by_at_most_a_fifth() -
     assert controller.value == pytest.approx(0.12 * 0.95)
 
 
-def test_the_controller_of_the_page_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_controller_of_the_page_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (block,) = (block for block in blocks() if "class Halving(KLController)" in block.text)
     (tmp_path / "controllers.py").write_text(block.text)
     monkeypatch.chdir(tmp_path)
     reference = "trainer.algorithm.kl_ctrl.type=controllers.py:Halving"
     assert reference in block.text
-    cfg = load_config([reference, "trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_loss_coef=0.4"])
+    cfg = load_config(
+        [reference, "trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_loss_coef=0.4"]
+    )
     check_parts(cfg, [])
     controller = kl_controller(cfg.trainer.algorithm)
     controller.update(0.5, 8)
@@ -164,7 +178,9 @@ def test_a_wrong_controller_is_an_error_of_the_start_check(
 
 def test_an_unknown_controller_is_an_error_with_the_nearest_name() -> None:
     with pytest.raises(UserError, match="adaptive"):
-        load_config(["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_ctrl.type=adaptve"])
+        load_config(
+            ["trainer.algorithm.use_kl_in_reward=true", "trainer.algorithm.kl_ctrl.type=adaptve"]
+        )
 
 
 def test_the_fixed_controller_never_moves() -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from skyasync import algorithms
-from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, KL_ESTIMATORS, LOSS_REDUCTIONS, POLICY_LOSSES
+from skyasync.algorithms import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LOSS_REDUCTIONS,
+    POLICY_LOSSES,
+)
 from skyasync.algorithms.binding import parameters, setting
 from skyasync.algorithms.objective import Objective
 from skyasync.algorithms.presets import PRESETS, apply_preset
@@ -43,11 +49,15 @@ def test_table_and_decorators_agree(registry: Registry) -> None:
 
 def test_a_file_of_losses_needs_no_entry_in_a_list() -> None:
     files = Path(algorithms.__file__).with_name("losses").glob("[!_]*.py")
-    assert {home.rpartition(".")[2] for home in POLICY_LOSSES.homes} == {file.stem for file in files}
+    assert {home.rpartition(".")[2] for home in POLICY_LOSSES.homes} == {
+        file.stem for file in files
+    }
 
 
 @pytest.mark.parametrize(("registry", "name"), FUNCTIONS)
-def test_every_function_takes_known_tensors_and_says_what_it_computes(registry: str, name: str) -> None:
+def test_every_function_takes_known_tensors_and_says_what_it_computes(
+    registry: str, name: str
+) -> None:
     function = REGISTRIES[registry][name]
     assert set(parameters(function)[0]) <= TENSORS[registry]
     assert function.__doc__
@@ -88,7 +98,9 @@ def test_a_preset_sets_existing_keys_and_makes_an_objective(name: str) -> None:
 
 def test_presets_cover_every_pg_variant_of_roll() -> None:
     losses = {
-        PRESETS[n].settings["trainer.algorithm.policy_loss_type"] for n in PRESETS.names() if n.startswith("roll_")
+        PRESETS[n].settings["trainer.algorithm.policy_loss_type"]
+        for n in PRESETS.names()
+        if n.startswith("roll_")
     }
     assert losses == {"vanilla", "tis", "topr", "cispo", "kimi15", "ppo"}
 
@@ -111,7 +123,9 @@ def test_every_setting_has_a_sentence() -> None:
     def sentences(cls: type) -> list[str]:
         fields = dataclasses.fields(cls)
         nested = [f.default_factory for f in fields if dataclasses.is_dataclass(f.default_factory)]
-        return [f.metadata["doc"] for f in fields if "doc" in f.metadata] + [s for n in nested for s in sentences(n)]
+        return [f.metadata["doc"] for f in fields if "doc" in f.metadata] + [
+            s for n in nested for s in sentences(n)
+        ]
 
     assert all(text.endswith(".") for text in sentences(AlgorithmConfig))
 
@@ -119,16 +133,29 @@ def test_every_setting_has_a_sentence() -> None:
 def test_the_names_that_recipes_rely_on_exist() -> None:
     assert {"ppo", "dual_clip", "gspo", "cispo", "sapo", "topr", "tis", "kimi15", "vanilla", "decoupled_ppo", "m2po",
             "clip_cov", "kl_cov", "dppo", "rollout_is"} <= set(POLICY_LOSSES.names())  # fmt: skip
-    assert {"grpo", "dr_grpo", "rloo", "reinforce++", "reinforce++_baseline", "gae", "maxrl"} <= set(
-        ADVANTAGE_ESTIMATORS.names()
-    )
+    assert {
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "reinforce++",
+        "reinforce++_baseline",
+        "gae",
+        "maxrl",
+    } <= set(ADVANTAGE_ESTIMATORS.names())
     assert {"k1", "k2", "k3", "abs"} <= set(KL_ESTIMATORS.names())
-    assert {"token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"} <= set(LOSS_REDUCTIONS.names())
-    assert {"token_tis", "icepop", "sequence_mask_tis", "geometric_mask", "outlier_mask"} <= set(CORRECTIONS.names())
+    assert {"token_mean", "sequence_mean", "prompt_mean", "seq_mean_token_sum_norm"} <= set(
+        LOSS_REDUCTIONS.names()
+    )
+    assert {"token_tis", "icepop", "sequence_mask_tis", "geometric_mask", "outlier_mask"} <= set(
+        CORRECTIONS.names()
+    )
 
 
 def test_the_documentation_has_every_name() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    page = "".join(path.read_text() for path in (docs / "algorithms.md", *sorted((docs / "reference").glob("*.md"))))
+    page = "".join(
+        path.read_text()
+        for path in (docs / "algorithms.md", *sorted((docs / "reference").glob("*.md")))
+    )
     names = [key for _, key in FUNCTIONS] + PRESETS.names()
     assert not [name for name in names if f"`{name}`" not in page]

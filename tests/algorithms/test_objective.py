@@ -13,7 +13,14 @@ from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.kl import kl_estimate
 from skyasync.algorithms.objective import Objective
 from skyasync.errors import UserError
-from tests.algorithms.batches import config, gradient, objective_or_none, prepared, random_batch, token_loss
+from tests.algorithms.batches import (
+    config,
+    gradient,
+    objective_or_none,
+    prepared,
+    random_batch,
+    token_loss,
+)
 
 
 @pytest.mark.parametrize(("changes", "needs"), [
@@ -38,7 +45,9 @@ def test_needs_are_exactly_the_policies_that_enter(changes: dict, needs: set[str
 @pytest.mark.parametrize(("loss", "needs"), [
     ("ppo", set()), ("clip_cov", {"proximal"}), ("kl_cov", {"proximal"}), ("m2po", {"proximal", "behaviour"}),
 ])  # fmt: skip
-def test_losses_that_choose_tokens_need_their_policies_before_the_update(loss: str, needs: set[str]) -> None:
+def test_losses_that_choose_tokens_need_their_policies_before_the_update(
+    loss: str, needs: set[str]
+) -> None:
     objective = Objective(config(policy_loss_type=loss))
     assert objective.needs_before_update == needs
     assert objective.prepares == bool(needs)
@@ -47,7 +56,10 @@ def test_losses_that_choose_tokens_need_their_policies_before_the_update(loss: s
 def test_a_policy_that_does_not_enter_may_be_missing() -> None:
     cfg, batch = config(policy_loss_type="rollout_is"), random_batch()
     loss, _ = Objective(cfg).token_loss(
-        current=batch.current, behaviour=batch.behaviour_logprobs, advantages=batch.advantages, mask=batch.loss_mask
+        current=batch.current,
+        behaviour=batch.behaviour_logprobs,
+        advantages=batch.advantages,
+        mask=batch.loss_mask,
     )
     torch.testing.assert_close(loss, token_loss(cfg, batch)[0])
 
@@ -56,13 +68,17 @@ def test_a_missing_proximal_policy_is_the_current_one() -> None:
     cfg, batch = config(), random_batch()
     same = replace(batch, proximal_logprobs=batch.current)
     missing = replace(batch, proximal_logprobs=None)
-    torch.testing.assert_close(gradient(cfg, prepared(cfg, missing)), gradient(cfg, prepared(cfg, same)))
+    torch.testing.assert_close(
+        gradient(cfg, prepared(cfg, missing)), gradient(cfg, prepared(cfg, same))
+    )
 
 
 def test_a_missing_policy_that_enters_is_an_error_that_names_it() -> None:
     batch = random_batch()
     with pytest.raises(ValueError, match="needs behaviour"):
-        Objective(config()).token_loss(current=batch.current, advantages=batch.advantages, mask=batch.loss_mask)
+        Objective(config()).token_loss(
+            current=batch.current, advantages=batch.advantages, mask=batch.loss_mask
+        )
 
 
 def test_a_choice_among_all_tokens_is_never_made_on_a_micro_batch() -> None:
@@ -83,9 +99,12 @@ def test_weighing_by_the_behaviour_policy_twice_is_refused(changes: dict) -> Non
 @pytest.mark.parametrize("loss", ["decoupled_ppo", "rollout_is", "dppo", "m2po"])
 def test_auto_adds_no_weight_to_a_loss_that_corrects_itself(loss: str) -> None:
     batch = random_batch()
-    automatic, none = (config(policy_loss_type=loss, off_policy_correction=name) for name in ("auto", "none"))
+    automatic, none = (
+        config(policy_loss_type=loss, off_policy_correction=name) for name in ("auto", "none")
+    )
     torch.testing.assert_close(
-        token_loss(automatic, prepared(automatic, batch))[0], token_loss(none, prepared(none, batch))[0]
+        token_loss(automatic, prepared(automatic, batch))[0],
+        token_loss(none, prepared(none, batch))[0],
     )
 
 
@@ -95,7 +114,9 @@ def test_auto_is_truncated_importance_sampling_for_the_others() -> None:
     plain, _ = token_loss(config(off_policy_correction="none"), batch)
     weight = (batch.proximal_logprobs - batch.behaviour_logprobs).exp().clamp(max=2.0)
     torch.testing.assert_close(loss, plain * weight)
-    torch.testing.assert_close(statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask])
+    torch.testing.assert_close(
+        statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask]
+    )
 
 
 def test_the_correction_of_a_whole_batch_is_that_of_its_loss() -> None:
@@ -103,7 +124,9 @@ def test_the_correction_of_a_whole_batch_is_that_of_its_loss() -> None:
     cfg = config(off_policy_correction="icepop", icepop_high=1.2, off_policy_masks=["outlier_mask"])
     weight = Objective(cfg).correction_weights(batch)
     _, statistics = token_loss(cfg, batch)
-    torch.testing.assert_close(statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask])
+    torch.testing.assert_close(
+        statistics["correction_weight"][batch.loss_mask], weight[batch.loss_mask]
+    )
     assert torch.equal(statistics["correction_masked"], statistics["correction_weight"] == 0)
     assert statistics["correction_masked"].any()
     assert Objective(config(off_policy_correction="none")).correction_weights(batch) is None
@@ -114,11 +137,17 @@ def test_an_exponent_smooths_the_factors_of_the_correction_and_leaves_those_of_a
     weight = Objective(cfg).correction_weights(batch)
     assert weight is not None and (weight == 0).any()
     plain, _ = token_loss(config(off_policy_correction="none"), batch)
-    given = {"current": batch.current, "proximal": batch.proximal_logprobs, "behaviour": batch.behaviour_logprobs}
+    given = {
+        "current": batch.current,
+        "proximal": batch.proximal_logprobs,
+        "behaviour": batch.behaviour_logprobs,
+    }
     given |= {"advantages": batch.advantages, "mask": batch.loss_mask}
     loss, statistics = Objective(cfg).token_loss(**given, correction_exponent=0.5)
     torch.testing.assert_close(loss, plain * weight.sqrt())
-    assert torch.equal(statistics["correction_masked"][batch.loss_mask], (weight == 0)[batch.loss_mask])
+    assert torch.equal(
+        statistics["correction_masked"][batch.loss_mask], (weight == 0)[batch.loss_mask]
+    )
 
 
 def test_masks_multiply_onto_the_correction() -> None:
@@ -158,22 +187,29 @@ def test_statistics_are_maps_without_gradient(loss: str) -> None:
 def test_extra_sets_a_parameter_by_name_and_an_unused_one_is_refused() -> None:
     batch = random_batch()
     cfg = config(policy_loss_type="gspo", extra={"token_gradient": True})
-    torch.testing.assert_close(token_loss(cfg, batch)[0], token_loss(config(policy_loss_type="gspo"), batch)[0])
+    torch.testing.assert_close(
+        token_loss(cfg, batch)[0], token_loss(config(policy_loss_type="gspo"), batch)[0]
+    )
     assert not torch.allclose(
-        gradient(cfg, prepared(cfg, batch)), gradient(config(policy_loss_type="gspo"), prepared(cfg, batch))
+        gradient(cfg, prepared(cfg, batch)),
+        gradient(config(policy_loss_type="gspo"), prepared(cfg, batch)),
     )
     with pytest.raises(UserError, match="token_gradient"):
         Objective(config(policy_loss_type="gspo", extra={"tokn_gradient": True}))
 
 
-def test_a_users_loss_is_a_plain_function_and_its_signature_its_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_loss_is_a_plain_function_and_its_signature_its_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def mine(current, behaviour, advantages, *, sharpness: float = 1.0):  # type: ignore[no-untyped-def]
         return -sharpness * (current - behaviour) * advantages
 
     monkeypatch.setitem(POLICY_LOSSES, "mine", mine)
     cfg, batch = config(policy_loss_type="mine", extra={"sharpness": 2.0}), random_batch()
     assert Objective(cfg).needs == {"behaviour"}
-    expected = -2.0 * (batch.current - batch.behaviour_logprobs) * batch.advantages * batch.loss_mask
+    expected = (
+        -2.0 * (batch.current - batch.behaviour_logprobs) * batch.advantages * batch.loss_mask
+    )
     torch.testing.assert_close(token_loss(cfg, batch)[0], expected)
 
 
@@ -205,9 +241,15 @@ def test_an_entropy_of_coefficient_0_is_a_statistic_and_no_part_of_the_loss() ->
         for more in ({}, {"use_entropy_loss": True, "entropy_loss_coef": 0.0})
     ]  # fmt: skip
     assert torch.equal(found[0][0], found[1][0])
-    assert "entropy" not in found[0][1] and torch.equal(found[1][1]["entropy"], batch.entropy.detach())
-    objectives = [Objective(config(use_entropy_loss=True, entropy_loss_coef=coef)) for coef in (0.0, 0.1)]
-    assert [o.trains_entropy for o in objectives] == [False, True] and all("entropy" in o.needs for o in objectives)
+    assert "entropy" not in found[0][1] and torch.equal(
+        found[1][1]["entropy"], batch.entropy.detach()
+    )
+    objectives = [
+        Objective(config(use_entropy_loss=True, entropy_loss_coef=coef)) for coef in (0.0, 0.1)
+    ]
+    assert [o.trains_entropy for o in objectives] == [False, True] and all(
+        "entropy" in o.needs for o in objectives
+    )
 
 
 @pytest.mark.parametrize(("returned", "found"), [
@@ -218,7 +260,11 @@ def test_an_entropy_of_coefficient_0_is_a_statistic_and_no_part_of_the_loss() ->
 def test_a_loss_that_is_not_per_token_is_an_error_that_names_it(
     returned: Callable[[Tensor], object], found: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(POLICY_LOSSES, "mine", lambda current, advantages: returned(-current * advantages))
+    monkeypatch.setitem(
+        POLICY_LOSSES, "mine", lambda current, advantages: returned(-current * advantages)
+    )
     batch = random_batch()
-    with pytest.raises(UserError, match=rf"policy loss 'mine' must return one value per token.*it returned {found}"):
+    with pytest.raises(
+        UserError, match=rf"policy loss 'mine' must return one value per token.*it returned {found}"
+    ):
         token_loss(config(policy_loss_type="mine"), batch)

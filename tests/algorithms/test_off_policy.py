@@ -81,7 +81,9 @@ def test_the_older_a_token_the_nearer_its_proximal_policy_is_to_the_current_one(
     versions = torch.tensor([[-1, 5, 4, 2, 0]])
     proximal = approximate_proximal(current, behaviour, versions, current_version=6)
     torch.testing.assert_close(proximal, torch.tensor([[-1.0, -1.0, -0.5, -0.25, -1 / 6]]))
-    assert torch.equal(approximate_proximal(current, behaviour, versions, 6, method="rollout"), behaviour)
+    assert torch.equal(
+        approximate_proximal(current, behaviour, versions, 6, method="rollout"), behaviour
+    )
     with pytest.raises(ValueError, match="loglinear"):
         approximate_proximal(current, behaviour, versions, 6, method="cubic")
 
@@ -118,7 +120,9 @@ def test_metrics_of_no_tokens_are_none() -> None:
 
 def test_one_token_that_carries_everything_is_one_effective_sample() -> None:
     weights = torch.tensor([[1e6, 0.0, 0.0, 0.0]])
-    assert effective_sample_size(weights, torch.ones(1, 4, dtype=torch.bool)).item() == pytest.approx(0.25)
+    assert effective_sample_size(
+        weights, torch.ones(1, 4, dtype=torch.bool)
+    ).item() == pytest.approx(0.25)
 
 
 def _stale(value: int) -> Tensor:
@@ -168,13 +172,21 @@ def test_the_gap_by_position_counts_loss_tokens_alone() -> None:
         "off_policy/from_0/abs_log_ratio": 1.0,
         "off_policy/from_16/abs_log_ratio": 3.0,
     }
-    assert not any("from_" in name for name in off_policy_metrics(drift[:, :30], torch.zeros(2, 30), mask[:, :30]))
+    assert not any(
+        "from_" in name
+        for name in off_policy_metrics(drift[:, :30], torch.zeros(2, 30), mask[:, :30])
+    )
 
 
 @pytest.mark.parametrize("spread", [0.1, 0.5, 1.0, 3.0, 8.0])
 @pytest.mark.parametrize("least", [0.3, 0.5, 0.9])
-def test_weights_are_smoothed_as_little_as_their_effective_sample_size_needs(spread: float, least: float) -> None:
-    weights = (spread * torch.randn(50, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)).exp()
+def test_weights_are_smoothed_as_little_as_their_effective_sample_size_needs(
+    spread: float, least: float
+) -> None:
+    weights = (
+        spread
+        * torch.randn(50, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    ).exp()
     mask = torch.ones_like(weights, dtype=torch.bool)
     exponent = smoothing_exponent(weights, least)
     reached = float(effective_sample_size(weights.pow(exponent), mask))
@@ -182,7 +194,9 @@ def test_weights_are_smoothed_as_little_as_their_effective_sample_size_needs(spr
         assert exponent == 1.0
     else:
         assert reached == pytest.approx(least, abs=1e-3) and reached >= least - 1e-9
-        log_normal = math.sqrt(-math.log(least)) / spread  # the effective sample size is exp(-(exponent spread)^2)
+        log_normal = (
+            math.sqrt(-math.log(least)) / spread
+        )  # the effective sample size is exp(-(exponent spread)^2)
         assert exponent == pytest.approx(log_normal, rel=0.15 if spread < 2 else 0.5)
 
 

@@ -15,7 +15,11 @@ from skyasync.algorithms.binding import bind
 from skyasync.algorithms.objective import loss_weights
 from tests.algorithms.batches import Batch, config, gradient, prepared, random_batch, token_loss
 
-LOSSES, REDUCTIONS, ESTIMATORS = POLICY_LOSSES.names(), LOSS_REDUCTIONS.names(), ADVANTAGE_ESTIMATORS.names()
+LOSSES, REDUCTIONS, ESTIMATORS = (
+    POLICY_LOSSES.names(),
+    LOSS_REDUCTIONS.names(),
+    ADVANTAGE_ESTIMATORS.names(),
+)
 GROUP_RELATIVE = sorted(set(ESTIMATORS) - {"gae", "reinforce++", "reinforce++_baseline"})
 TERMS = {"use_kl_loss": True, "use_entropy_loss": True, "kl_importance_weighted": True}
 seeds = st.integers(0, 2**31)
@@ -33,7 +37,14 @@ def with_garbage(batch: Batch, columns: int, value: float) -> Batch:
     def spoil(tensor: torch.Tensor) -> torch.Tensor:
         return torch.where(mask, torch.nn.functional.pad(tensor, (0, columns)), value)
 
-    names = ("current", "proximal_logprobs", "behaviour_logprobs", "reference_logprobs", "advantages", "entropy")
+    names = (
+        "current",
+        "proximal_logprobs",
+        "behaviour_logprobs",
+        "reference_logprobs",
+        "advantages",
+        "entropy",
+    )
     padded = {name: spoil(getattr(batch, name)) for name in names}
     rewards = torch.nn.functional.pad(batch.rewards, (0, columns))
     return replace(batch, **padded, rewards=rewards, loss_mask=mask)
@@ -43,10 +54,14 @@ def with_garbage(batch: Batch, columns: int, value: float) -> Batch:
 @pytest.mark.parametrize("loss", LOSSES)
 @few
 @given(seed=seeds, columns=st.integers(0, 4))
-def test_what_stands_outside_the_mask_has_no_influence(loss: str, value: float, seed: int, columns: int) -> None:
+def test_what_stands_outside_the_mask_has_no_influence(
+    loss: str, value: float, seed: int, columns: int
+) -> None:
     if loss == "clip_cov":
         columns = 0  # its draw is random, and another shape is another draw
-    cfg = config(policy_loss_type=loss, max_seq_len=10, loss_reduction="seq_mean_token_sum_norm", **TERMS)
+    cfg = config(
+        policy_loss_type=loss, max_seq_len=10, loss_reduction="seq_mean_token_sum_norm", **TERMS
+    )
     batch = random_batch(seed=seed)
     torch.manual_seed(seed)
     clean = gradient(cfg, prepared(cfg, batch))
@@ -68,15 +83,27 @@ def test_garbage_outside_the_mask_does_not_reach_a_correction(correction: str, s
 @few
 @given(seed=seeds, order=st.permutations(range(6)))
 def test_permuting_the_batch_permutes_the_loss(loss: str, seed: int, order: list[int]) -> None:
-    cfg, batch, index = config(policy_loss_type=loss, **TERMS), random_batch(seed=seed), torch.tensor(order)
-    close(gradient(cfg, prepared(cfg, batch.rows(index))), gradient(cfg, prepared(cfg, batch))[index])
+    cfg, batch, index = (
+        config(policy_loss_type=loss, **TERMS),
+        random_batch(seed=seed),
+        torch.tensor(order),
+    )
+    close(
+        gradient(cfg, prepared(cfg, batch.rows(index))), gradient(cfg, prepared(cfg, batch))[index]
+    )
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @few
 @given(seed=seeds, order=st.permutations(range(6)))
-def test_permuting_the_batch_permutes_the_advantages(estimator: str, seed: int, order: list[int]) -> None:
-    cfg, batch, index = config(advantage_estimator=estimator), random_batch(seed=seed), torch.tensor(order)
+def test_permuting_the_batch_permutes_the_advantages(
+    estimator: str, seed: int, order: list[int]
+) -> None:
+    cfg, batch, index = (
+        config(advantage_estimator=estimator),
+        random_batch(seed=seed),
+        torch.tensor(order),
+    )
 
     def both(b: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         return compute_advantages(cfg, b.rewards, b.loss_mask, b.group_ids, values=b.entropy)
@@ -91,15 +118,23 @@ def test_permuting_the_batch_permutes_the_advantages(estimator: str, seed: int, 
 def test_padding_changes_no_advantage(estimator: str, seed: int, columns: int) -> None:
     cfg, batch = config(advantage_estimator=estimator), random_batch(seed=seed)
     wide = with_garbage(batch, columns, 7.0)
-    plain, _ = compute_advantages(cfg, batch.rewards, batch.loss_mask, batch.group_ids, values=batch.entropy)
-    padded, _ = compute_advantages(cfg, wide.rewards, wide.loss_mask, wide.group_ids, values=wide.entropy)
+    plain, _ = compute_advantages(
+        cfg, batch.rewards, batch.loss_mask, batch.group_ids, values=batch.entropy
+    )
+    padded, _ = compute_advantages(
+        cfg, wide.rewards, wide.loss_mask, wide.group_ids, values=wide.entropy
+    )
     close(padded, torch.nn.functional.pad(plain, (0, columns)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("estimator", GROUP_RELATIVE)
 @few
-@given(rewards=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2), size=st.integers(1, 9), seed=seeds)
+@given(
+    rewards=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=2),
+    size=st.integers(1, 9),
+    seed=seeds,
+)
 def test_a_group_of_equal_rewards_has_advantage_exactly_zero(
     estimator: str, dtype: torch.dtype, rewards: list[float], size: int, seed: int
 ) -> None:
@@ -114,9 +149,15 @@ def test_a_group_of_equal_rewards_has_advantage_exactly_zero(
 @pytest.mark.parametrize("correction", CORRECTIONS.names())
 @few
 @given(seed=seeds)
-def test_a_correction_is_the_identity_where_behaviour_is_proximal(correction: str, seed: int) -> None:
+def test_a_correction_is_the_identity_where_behaviour_is_proximal(
+    correction: str, seed: int
+) -> None:
     batch = random_batch(seed=seed)
-    tensors = {"proximal": batch.proximal_logprobs, "behaviour": batch.proximal_logprobs, "mask": batch.loss_mask}
+    tensors = {
+        "proximal": batch.proximal_logprobs,
+        "behaviour": batch.proximal_logprobs,
+        "mask": batch.loss_mask,
+    }
     weight = bind(CORRECTIONS[correction], config())(tensors | {"advantages": batch.advantages})
     assert (weight.expand_as(batch.current)[batch.loss_mask] == 1).all()
 

@@ -38,18 +38,24 @@ print(json.dumps(found))
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_a_worker_updates_packed_and_padded_without_ray_or_vllm():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 4 and len({case["tokens"] for case in found}) == 1
-    assert all(case["tokens"] > 100 and case["seconds"] > 0 and case["planned"] > 0 for case in found)
+    assert all(
+        case["tokens"] > 100 and case["seconds"] > 0 and case["planned"] > 0 for case in found
+    )
     packed, recomputed = (case["planned"] for case in found[:2])
     assert recomputed < packed, "the plan counts recomputation"
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(fork_socket, monkeypatch, capsys):
+def test_the_command_has_a_line_for_every_case_and_the_reason_of_one_that_fails(
+    fork_socket, monkeypatch, capsys
+):
     monkeypatch.setattr(sys, "executable", program(fork_socket))
     monkeypatch.setattr(sys, "argv", ["gpu", "--toy"])
     first, *_, last = gpu.cases("", toy=True)

@@ -13,7 +13,9 @@ def measured(rank, case, folder):
 @pytest.mark.matrix
 @pytest.mark.slow
 def test_two_ranks_find_what_one_finds(fork_socket, tmp_path):
-    one, *_, divided = [case for case in cases(toy=True, updates=1) if case.name == "mixture" and case.ranks < 4]
+    one, *_, divided = [
+        case for case in cases(toy=True, updates=1) if case.name == "mixture" and case.ranks < 4
+    ]
     assert divided.mesh == "tensor 2, expert 2"
     make(one, str(tmp_path))
     ranks = Ranks(2, fork_socket)

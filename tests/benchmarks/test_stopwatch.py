@@ -32,5 +32,10 @@ def test_an_evaluation_between_steps_is_not_one():
 
 
 def test_a_steps_time_is_that_between_two_ends_and_the_first_has_none():
-    rows = [{"step": 1, "time": 7.0}, {"step": 2, "time": 9.5}, {"step": 5, "time": 20.0}, {"step": 6, "time": 21.0}]
+    rows = [
+        {"step": 1, "time": 7.0},
+        {"step": 2, "time": 9.5},
+        {"step": 5, "time": 20.0},
+        {"step": 6, "time": 21.0},
+    ]
     assert step_times(rows) == pytest.approx({2: 2.5, 6: 1.0})

@@ -28,7 +28,9 @@ def test_every_way_to_update_has_its_seconds(small, monkeypatch, capsys, options
     head, *found = capsys.readouterr().out.splitlines()
     assert head.endswith("of them trained") and len(found) == lines
     assert all(" s " in line and line.endswith("tokens/s") for line in found)
-    assert [line.split(" s ")[1].split()[0] for line in found if line.startswith(update_speed.OWN)] == ["1.00"]
+    assert [
+        line.split(" s ")[1].split()[0] for line in found if line.startswith(update_speed.OWN)
+    ] == ["1.00"]
 
 
 def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsys):
@@ -36,12 +38,16 @@ def test_trees_compute_fewer_tokens_and_learn_the_same(small, monkeypatch, capsy
     update_speed.main()
     _, trees, rows, weights, *seconds = capsys.readouterr().out.splitlines()
     assert int(trees.split()[-3].replace(",", "")) < 0.5 * int(rows.split()[-3].replace(",", ""))
-    assert float(weights.split()[3]) < 1e-2  # Adam's first step divides each gradient, also a tiny one, by its size
+    assert (
+        float(weights.split()[3]) < 1e-2
+    )  # Adam's first step divides each gradient, also a tiny one, by its size
     assert len(seconds) == 3 and all(line.endswith("tokens/s") for line in seconds)
 
 
 @pytest.mark.matrix
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory"
+)
 def test_the_memory_of_every_pass_is_printed_with_the_plain_one(fork_socket, monkeypatch, capsys):
     monkeypatch.setattr(sys, "executable", program(fork_socket))
     monkeypatch.setattr(sys, "argv", ["lean_logprobs", "--tokens=512", "--vocabulary=20000"])

@@ -102,21 +102,40 @@ def cost_s(at: float, steps: Sequence[tuple[float, int]], usual: float) -> float
 def wrong_prompts(lines: Sequence[Mapping[str, object]]) -> list[str]:
     """Complaints on prompts of a ``ledger.jsonl`` that did not end exactly once."""
     twice = {name: ends for name, ends in audit(lines).items() if len(ends) != 1}
-    return _few([f"prompt {name} ended {len(ends)} times: {', '.join(ends)}" for name, ends in twice.items()])
+    return _few(
+        [
+            f"prompt {name} ended {len(ends)} times: {', '.join(ends)}"
+            for name, ends in twice.items()
+        ]
+    )
 
 
 def wrong_steps(steps: Sequence[int]) -> list[str]:
     """Complaints on the step numbers of a ``metrics.jsonl`` (0 is the evaluation before the first step)."""
     there = Counter(step for step in steps if step > 0)
-    twice = [f"step {step} is in the metrics {times} times" for step, times in sorted(there.items()) if times > 1]
-    gone = [f"step {step} is missing in the metrics" for step in range(1, max(there, default=0)) if step not in there]
+    twice = [
+        f"step {step} is in the metrics {times} times"
+        for step, times in sorted(there.items())
+        if times > 1
+    ]
+    gone = [
+        f"step {step} is missing in the metrics"
+        for step in range(1, max(there, default=0))
+        if step not in there
+    ]
     return _few(twice) + _few(gone)
 
 
 def unlike(ledger: Sequence[Mapping[str, object]], steps: Sequence[int]) -> list[str]:
     """Complaints on steps in the metrics without prompts in the ledger."""
     told = {line["step"] for line in ledger}
-    return _few([f"step {step} is not in the ledger" for step in sorted(set(steps)) if step > 0 and step not in told])
+    return _few(
+        [
+            f"step {step} is not in the ledger"
+            for step in sorted(set(steps))
+            if step > 0 and step not in told
+        ]
+    )
 
 
 def explained(seen: Seen) -> dict[Ending, Outcome]:
@@ -135,13 +154,22 @@ def explained(seen: Seen) -> dict[Ending, Outcome]:
 def unexplained(seen: Seen) -> list[str]:
     """Complaints on endings that no event explains."""
     why = explained(seen)
-    return [f"the run ended by itself after {e.at:.0f} s: {e}" for e in seen.endings if e not in why]
+    return [
+        f"the run ended by itself after {e.at:.0f} s: {e}" for e in seen.endings if e not in why
+    ]
 
 
 def unnoticed(seen: Seen) -> list[str]:
     """Complaints on damage that engines computed with although the run did not end."""
-    why, used = explained(seen).values(), [outcome for outcome in seen.outcomes if outcome.hit.endswith(USED)]
-    return [f"event {s.event.number} was not noticed: {s.event.kind}, {s.hit}" for s in used if s not in why]
+    why, used = (
+        explained(seen).values(),
+        [outcome for outcome in seen.outcomes if outcome.hit.endswith(USED)],
+    )
+    return [
+        f"event {s.event.number} was not noticed: {s.event.kind}, {s.hit}"
+        for s in used
+        if s not in why
+    ]
 
 
 def table(seen: Seen) -> list[str]:
@@ -150,13 +178,28 @@ def table(seen: Seen) -> list[str]:
     lines = list[tuple[float, str]]()
     for outcome in seen.outcomes:
         cost = cost_s(outcome.at, seen.steps, usual) if outcome.hit else None
-        told = "nothing was there" if not outcome.hit else "no step since" if cost is None else f"{cost:.1f} s"
+        told = (
+            "nothing was there"
+            if not outcome.hit
+            else "no step since"
+            if cost is None
+            else f"{cost:.1f} s"
+        )
         what = f"{in_words(outcome.event)} | {outcome.hit or '-'} | {told}"
         lines.append((outcome.at, f"| {outcome.event.number} | {outcome.at:.0f} s | {what} |"))
     for ending in seen.endings:
         because = f"by event {why[ending].event.number}" if ending in why else "by no event: wrong"
-        lines.append((ending.at, f"| - | {ending.at:.0f} s | the run ended by itself | {ending} | {because} |"))
-    return ["| # | at | event | hit | cost |", "|---|---|---|---|---|", *(line for _, line in sorted(lines))]
+        lines.append(
+            (
+                ending.at,
+                f"| - | {ending.at:.0f} s | the run ended by itself | {ending} | {because} |",
+            )
+        )
+    return [
+        "| # | at | event | hit | cost |",
+        "|---|---|---|---|---|",
+        *(line for _, line in sorted(lines)),
+    ]
 
 
 def costs(seen: Seen) -> dict[str, list[float]]:
@@ -171,7 +214,9 @@ def costs(seen: Seen) -> dict[str, list[float]]:
 
 def in_words(event: Event) -> str:
     """The kind of an event, and its duration if it has one."""
-    return event.kind + (" for good" if event.hangs else f" for {event.lasts:.1f} s" if event.lasts else "")
+    return event.kind + (
+        " for good" if event.hangs else f" for {event.lasts:.1f} s" if event.lasts else ""
+    )
 
 
 def _few(lines: list[str]) -> list[str]:

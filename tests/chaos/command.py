@@ -59,7 +59,9 @@ def chosen(only: Sequence[str], without: Sequence[str]) -> dict[str, float]:
         try:
             asked[name] = float(weight) if weight else getattr(KINDS.get(name), "weight", 1.0)
         except ValueError:
-            raise UserError(f"{each}: the weight of a kind of event is a number, as in kill-engine=2") from None
+            raise UserError(
+                f"{each}: the weight of a kind of event is a number, as in kill-engine=2"
+            ) from None
     weights_of(dict.fromkeys(without, 1.0) or None)
     return weights_of({name: weight for name, weight in asked.items() if name not in without})
 
@@ -91,9 +93,13 @@ def _real(options: argparse.Namespace, theirs: list[str], weights: dict[str, flo
     arguments = [*theirs, *added(cfg, run_name(options.seed), theirs)]
     cfg = configuration(arguments)
     if not keeps_checkpoints(cfg.trainer) or cfg.ray.address:
-        raise UserError("chaos needs a run that keeps checkpoints (trainer.ckpt_interval) and starts its own Ray")
+        raise UserError(
+            "chaos needs a run that keeps checkpoints (trainer.ckpt_interval) and starts its own Ray"
+        )
     if own:
-        weights = weights_of({name: 0.0 if KINDS[name].inside else weight for name, weight in weights.items()})
+        weights = weights_of(
+            {name: 0.0 if KINDS[name].inside else weight for name, weight in weights.items()}
+        )
     folder = Path(cfg.trainer.runs_dir).expanduser().resolve() / cfg.trainer.run_name
     scratch = scratch_folder()
     program = [options.program] if own else ["-m", "tests.chaos.program"]
@@ -150,7 +156,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train with the settings after --, and inject faults into the run at random moments.",
         epilog=f"kinds of events: {', '.join(KINDS)}",
     )
-    parser.add_argument("--every", type=float, default=30.0, metavar="S", help="seconds between events, on average")
+    parser.add_argument(
+        "--every", type=float, default=30.0, metavar="S", help="seconds between events, on average"
+    )
     parser.add_argument(
         "--minutes",
         type=float,
@@ -158,11 +166,27 @@ def _parser() -> argparse.ArgumentParser:
         metavar="M",
         help="how long there are events, starts of the command included",
     )
-    parser.add_argument("--grace", type=float, default=10.0, metavar="M", help="minutes that the run then has to end")
+    parser.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="minutes that the run then has to end",
+    )
     parser.add_argument("--seed", type=int, default=1, metavar="N")
-    parser.add_argument("--only", nargs="+", default=[], metavar="KIND", help="these alone; KIND=2: with that weight")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="KIND",
+        help="these alone; KIND=2: with that weight",
+    )
     parser.add_argument("--without", nargs="+", default=[], metavar="KIND", help="all but these")
-    parser.add_argument("--program", default="", metavar="FILE", help="a training program of your own, from outside")
+    parser.add_argument(
+        "--program", default="", metavar="FILE", help="a training program of your own, from outside"
+    )
     parser.add_argument("--virtual", action="store_true", help="all plans in simulation instead")
-    parser.add_argument("--schedules", type=int, default=1000, metavar="N", help="so many of them, with --virtual")
+    parser.add_argument(
+        "--schedules", type=int, default=1000, metavar="N", help="so many of them, with --virtual"
+    )
     return parser

@@ -38,7 +38,11 @@ MOST_ENDS = 4  # ends without a finished step in between, until the driver gives
 TERMINATED_S = 120.0
 ERROR = re.compile(r"^[A-Za-z_][\w.]*(\(\w+\))?: .+$", re.MULTILINE)  # the end of a traceback
 LONGEST = 400  # characters of the traceback
-ENVIRONMENT = (VARIABLE, "TMPDIR", "RAY_TMPDIR")  # environment of the program: its scratch folder, which is also Ray's
+ENVIRONMENT = (
+    VARIABLE,
+    "TMPDIR",
+    "RAY_TMPDIR",
+)  # environment of the program: its scratch folder, which is also Ray's
 
 
 def scratch_folder() -> Path:
@@ -111,7 +115,9 @@ class FaultDriver:
         environment = {**os.environ, **dict.fromkeys(ENVIRONMENT, str(self.command.scratch))}
         self.seen.starts.append((self.now, why))
         self._began = self.now
-        self._child = subprocess.Popen(self.command.program, env=environment, start_new_session=True)
+        self._child = subprocess.Popen(
+            self.command.program, env=environment, start_new_session=True
+        )
         self._driver_hit = self._up = False
         self._size = -1
 
@@ -185,7 +191,11 @@ class FaultDriver:
             self._child.terminate()
         try:
             status = self._child.wait(TERMINATED_S)
-            how = "" if not asked or status in (0, 128 + signal.SIGTERM, -signal.SIGTERM) else f"status {status}"
+            how = (
+                ""
+                if not asked or status in (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+                else f"status {status}"
+            )
         except subprocess.TimeoutExpired:
             how = f"still there {TERMINATED_S:g} s later"
             self._look(at_once=True)
@@ -193,11 +203,16 @@ class FaultDriver:
                 process.send(signal.SIGKILL)
             self._child.wait()
         if how:
-            self.seen.endings.append(Ending(self._began, self.now, f"at SIGTERM: {how}", self._error()))
+            self.seen.endings.append(
+                Ending(self._began, self.now, f"at SIGTERM: {how}", self._error())
+            )
         self._look(at_once=True)
         self._settle_orders(last=True)
         taken = self._orders.taken()  # more orders may have been reported since
-        met = [replace(outcome, hit=taken.get(outcome.event.number, outcome.hit)) for outcome in self.seen.outcomes]
+        met = [
+            replace(outcome, hit=taken.get(outcome.event.number, outcome.hit))
+            for outcome in self.seen.outcomes
+        ]
         self.seen.outcomes = sorted(met, key=lambda outcome: outcome.event.number)
         self.seen.seconds = self.now
 
@@ -220,7 +235,9 @@ class FaultDriver:
 
     def _meet(self, processes: Sequence[Process]) -> None:
         """Remember processes by their current titles; the parts of a new controller have to start first."""
-        controllers = {process for process in parts(processes).get("controller", []) if process.alive}
+        controllers = {
+            process for process in parts(processes).get("controller", []) if process.alive
+        }
         self._up &= not controllers or controllers == self._controllers
         self._controllers = controllers or self._controllers
         self.known.update({(process.number, process.born): process for process in processes})
@@ -262,10 +279,18 @@ class FaultDriver:
         own = family(self._child.pid)
         self._meet(own)
         if event.about.target == "driver":
-            found = [process for process in own if process.number == self._child.pid and "controller" in parts(own)]
+            found = [
+                process
+                for process in own
+                if process.number == self._child.pid and "controller" in parts(own)
+            ]
         else:
             frozen = {process for _, process in self._frozen}
-            found = [process for process in parts(own).get(event.about.target, []) if process not in frozen]
+            found = [
+                process
+                for process in parts(own).get(event.about.target, [])
+                if process not in frozen
+            ]
         return found[int(event.pick * len(found))] if found else None
 
     def _hit(self, event: Event, process: Process) -> None:

@@ -16,7 +16,9 @@ from skyasync.errors import UserError, unknown
 
 FOREVER = math.inf
 SHORT_S = 3.0  # mean duration of faults that end after some time
-HANGS = 0.3  # share of stopped processes that are never continued, if the library has to detect that
+HANGS = (
+    0.3  # share of stopped processes that are never continued, if the library has to detect that
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,9 @@ KINDS: dict[str, Kind] = {
     "freeze-driver": Kind("freeze", "driver", 0.5, passes=True),
     "drop-messages": Kind("drop", "messages", passes=True, inside=True),
     "delay-messages": Kind("delay", "messages", passes=True, inside=True),
-    "fill-disk": Kind("fill", "disk", passes=True, inside=True, ends="UserError: the checkpoint of step "),
+    "fill-disk": Kind(
+        "fill", "disk", passes=True, inside=True, ends="UserError: the checkpoint of step "
+    ),
     "flip-bit": Kind("flip a bit in", "weights", 0.5, inside=True, ends="WeightSyncError: "),
 }
 
@@ -98,13 +102,17 @@ def weights_of(names: Mapping[str, float] | None = None) -> dict[str, float]:
         if name not in KINDS:
             raise UserError(unknown("kind of event", name, KINDS))
         if not 0 <= weight < math.inf:
-            raise UserError(f"{name}={weight:g}: the weight of a kind of event is a number from 0 on")
+            raise UserError(
+                f"{name}={weight:g}: the weight of a kind of event is a number from 0 on"
+            )
     if not any(asked.values()):
         raise UserError("no kind of event is left: give at least one a weight above 0")
     return asked
 
 
-def endless(seed: int, mean_s: float, weights: Mapping[str, float] | None = None) -> Iterator[Event]:
+def endless(
+    seed: int, mean_s: float, weights: Mapping[str, float] | None = None
+) -> Iterator[Event]:
     """An endless series of events. Gaps are exponential, so no event predicts the time of the next one.
 
     Args:
@@ -118,13 +126,19 @@ def endless(seed: int, mean_s: float, weights: Mapping[str, float] | None = None
     for number in count(1):
         at += chance.expovariate(1 / mean_s)
         name = chance.choices(names, shares)[0]
-        lasts, hangs, pick = chance.expovariate(1 / SHORT_S), chance.random() < HANGS, chance.random()
+        lasts, hangs, pick = (
+            chance.expovariate(1 / SHORT_S),
+            chance.random() < HANGS,
+            chance.random(),
+        )
         kind = KINDS[name]
         end = FOREVER if kind.may_hang and hangs else lasts if kind.passes else 0.0
         yield Event(number, at, name, end, pick)
 
 
-def schedule(seed: int, mean_s: float, length_s: float, weights: Mapping[str, float] | None = None) -> list[Event]:
+def schedule(
+    seed: int, mean_s: float, length_s: float, weights: Mapping[str, float] | None = None
+) -> list[Event]:
     """The events of the first ``seconds``; see ``endless``."""
     events = []
     for event in endless(seed, mean_s, weights):

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from skyasync.trainer import RayPPOTrainer
 
 Method = Callable[..., Any]
-WRITING = ("transfer_weights", "write")  # a call of the ranks; engines read the weights of rank 0 after it
+WRITING = (
+    "transfer_weights",
+    "write",
+)  # a call of the ranks; engines read the weights of rank 0 after it
 
 
 class FaultyExperiment(BasePPOExp):
@@ -43,7 +46,11 @@ def take_orders(orders: Orders) -> None:
 
     _change(RayEngine, "progress", lambda own: _lossy(own, orders, "a heartbeat of an engine"))
     _change(RayEngine, "generate", lambda own: _late(own, orders, "answers of an engine"))
-    _change(RayTransport, "exchange", lambda own: _lossy(own, orders, "a message of an environment process"))
+    _change(
+        RayTransport,
+        "exchange",
+        lambda own: _lossy(own, orders, "a message of an environment process"),
+    )
     _change(RayWorkerDispatch, "save", lambda own: _full(own, orders))
     _change(RayWorkerDispatch, "begin_save", lambda own: _full(own, orders))
     flips = _Flips(orders)
@@ -108,7 +115,9 @@ class _Flips:
         @wraps(own)
         async def call(group: object, method: str, *args: object) -> list[Any]:
             ranks: list[Any] = await own(group, method, *args)
-            if (method, *args[1:2]) == WRITING and (order := self._orders.now("flip-bit", self._of, once=True)):
+            if (method, *args[1:2]) == WRITING and (
+                order := self._orders.now("flip-bit", self._of, once=True)
+            ):
                 self._order, said = order, ranks[0]
                 bare = isinstance(said, dict)
                 flip_bit(Path(said["path"] if bare else said[0]), order.pick, bare=bare)

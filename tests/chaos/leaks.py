@@ -26,7 +26,9 @@ def leftovers(known: Iterable[Process], mark: str, temporary: Path) -> list[str]
     known = list(known)
     left = _wait(lambda: _running(known, mark), PATIENCE_S)
     found = [f"process {p.number}: {p.title[:80]!r}" for p in left]
-    return found + shared_weights({process.number for process in known}) + temporary_files(temporary)
+    return (
+        found + shared_weights({process.number for process in known}) + temporary_files(temporary)
+    )
 
 
 def clean_up(known: Iterable[Process], mark: str) -> None:
@@ -41,16 +43,26 @@ def clean_up(known: Iterable[Process], mark: str) -> None:
 
 def shared_weights(numbers: set[int]) -> list[str]:
     """Weight files that one of these processes wrote."""
-    files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
+    files = (
+        f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*")
+    )
     written = ((f, f.name.removeprefix(shared_memory.PREFIX).split("-")[0]) for f in files)
-    return [f"shared memory {file}" for file, writer in written if writer.isdigit() and int(writer) in numbers]
+    return [
+        f"shared memory {file}"
+        for file, writer in written
+        if writer.isdigit() and int(writer) in numbers
+    ]
 
 
 def temporary_files(folder: Path) -> list[str]:
     """Files that are left in the folder for temporary files."""
     if not folder.is_dir():
         return []
-    return [f"temporary {_seen(path)}" for path in sorted(folder.iterdir()) if not path.name.startswith(KEPT)]
+    return [
+        f"temporary {_seen(path)}"
+        for path in sorted(folder.iterdir())
+        if not path.name.startswith(KEPT)
+    ]
 
 
 def _seen(path: Path) -> str:

@@ -87,7 +87,9 @@ def marked(mark: str) -> list[Process]:
     found = []
     for folder in PROC.glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes() and (process := read(int(folder.name))):
+            if mark.encode() in (folder / "environ").read_bytes() and (
+                process := read(int(folder.name))
+            ):
                 found.append(process)
     return found
 

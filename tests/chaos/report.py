@@ -33,7 +33,13 @@ def complaints(seen: Seen, folder: Path) -> list[str]:
     """What is wrong, in words; empty if the run passed."""
     steps = [int(row["step"]) for row in read_rows(folder / "metrics.jsonl")]
     ledger = read_rows(folder / "ledger.jsonl")
-    found = unexplained(seen) + unnoticed(seen) + wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps)
+    found = (
+        unexplained(seen)
+        + unnoticed(seen)
+        + wrong_steps(steps)
+        + wrong_prompts(ledger)
+        + unlike(ledger, steps)
+    )
     if not seen.steps:
         found.append("no step was finished")
     if seen.ended.startswith("given up"):
@@ -86,7 +92,12 @@ def _score(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _fine(folder: Path) -> str:
     lines = read_rows(folder / "ledger.jsonl")
-    prompts = sum(len(line[end]) for line in lines for end in ("trained", "rejected", "given_up") if end in line)
+    prompts = sum(
+        len(line[end])
+        for line in lines
+        for end in ("trained", "rejected", "given_up")
+        if end in line
+    )
     return (
         f"Nothing is wrong: {prompts} prompts ended once each, no step number is missing or there twice, the run did "
         f"not end by itself but by an event, and nothing was left of processes, shared memory or temporary files."

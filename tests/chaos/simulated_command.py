@@ -27,7 +27,14 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.weight_sync.colocation import Colocation
 from skyasync.weight_sync.sync import WeightSync
 from tests.chaos.events import Event
-from tests.chaos.simulated_processes import SILENCE_S, Engine, Host, Letters, SimulatedProcess, digest
+from tests.chaos.simulated_processes import (
+    SILENCE_S,
+    Engine,
+    Host,
+    Letters,
+    SimulatedProcess,
+    digest,
+)
 from tests.chaos.simulated_ranks import Disk, Ranks
 
 if TYPE_CHECKING:
@@ -67,8 +74,12 @@ class Virtual(RayPPOTrainer):
         for group in groups:
             for trajectory in group.trajectories:
                 oldest = int(min(trajectory.versions, default=step - 1))
-                assert step - 1 - oldest <= self._allowed, f"{trajectory.id} is of version {oldest} in step {step}"
-                assert len(trajectory.actions) == 2, f"{trajectory.id} has {len(trajectory.actions)} turns"
+                assert step - 1 - oldest <= self._allowed, (
+                    f"{trajectory.id} is of version {oldest} in step {step}"
+                )
+                assert len(trajectory.actions) == 2, (
+                    f"{trajectory.id} has {len(trajectory.actions)} turns"
+                )
         assert trainer.train_batch_size >= len(groups)
         return cast("TrainingBatch", Batch([content(group) for group in groups]))
 
@@ -102,7 +113,12 @@ class Command:
     """
 
     def __init__(
-        self, cfg: Config, plan: type[RayPPOTrainer], prompts: Sequence[Prompt], folder: Path, seed: int
+        self,
+        cfg: Config,
+        plan: type[RayPPOTrainer],
+        prompts: Sequence[Prompt],
+        folder: Path,
+        seed: int,
     ) -> None:
         self._cfg, self._plan, self._prompts, self._folder = deepcopy(cfg), plan, prompts, folder
         self._disk, self._hosts = Disk(), list[Host]()
@@ -128,7 +144,12 @@ class Command:
             limit_s=600, colocation=self._colocation,
         )  # fmt: skip
         self._generator = EpisodeGenerator(
-            self._client, self._pool, cast(Any, Letters()), 1024, EpisodeLimits(), apply_chat_template=False
+            self._client,
+            self._pool,
+            cast(Any, Letters()),
+            1024,
+            EpisodeLimits(),
+            apply_chat_template=False,
         )
 
     def _host(self, settings: EnvSettings) -> Host:
@@ -145,7 +166,9 @@ class Command:
         self._task = asyncio.create_task(self._to_the_end())
         try:
             await asyncio.wait([self._task])
-            self.error = asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+            self.error = (
+                asyncio.CancelledError() if self._task.cancelled() else self._task.exception()
+            )
         finally:
             await self._close()
         if isinstance(self.error, AssertionError):
@@ -173,7 +196,9 @@ class Command:
             await self._ranks.start()
             if self._colocation is not None:
                 self._colocation.restart(cast(Any, self._ranks))
-            self._sync.restart(self._colocation.source if self._colocation else cast(Any, self._ranks))
+            self._sync.restart(
+                self._colocation.source if self._colocation else cast(Any, self._ranks)
+            )
             trainer = self._trainer()
 
     def _trainer(self) -> RayPPOTrainer:
@@ -218,7 +243,12 @@ class Command:
     def _inject_into_process(self, event: Event) -> bool:
         engines = [cast(Engine, engine).process for engine in self._client.engines]
         hosts = [cast(Host, link.worker).process for link in self._pool.pool.processes]
-        of = {"engine": engines, "rank": [self._ranks.process], "environment": hosts, "messages": [*engines, *hosts]}
+        of = {
+            "engine": engines,
+            "rank": [self._ranks.process],
+            "environment": hosts,
+            "messages": [*engines, *hosts],
+        }
         running = [process for process in of[event.about.target] if not process.killed.is_set()]
         if not running:
             return False
@@ -242,4 +272,9 @@ def _delay(process: SimulatedProcess, event: Event) -> None:
     asyncio.get_running_loop().call_later(event.lasts, setattr, process, "late_s", 0.0)
 
 
-DEEDS = {"kill": lambda process, event: process.kill(), "freeze": _freeze, "drop": _drop, "delay": _delay}
+DEEDS = {
+    "kill": lambda process, event: process.kill(),
+    "freeze": _freeze,
+    "drop": _drop,
+    "delay": _delay,
+}

@@ -77,7 +77,9 @@ class Engine(InferenceEngine):
         self.process = SimulatedProcess(EngineFailedError, "an engine")
         self.version, self.weights_digest, self._paused, self._made = 0, "", False, 0
         self._wire = asyncio.Lock()  # messages arrive in the order in which they were sent
-        self._rows: dict[str, list[tuple[int, int]]] = {}  # request -> its tokens, each with its version
+        self._rows: dict[
+            str, list[tuple[int, int]]
+        ] = {}  # request -> its tokens, each with its version
         self._told: dict[str, int] = {}
         self._prompts: dict[str, GenerationRequest] = {}
         self._ended: set[str] = set()
@@ -93,7 +95,9 @@ class Engine(InferenceEngine):
         async with asyncio.timeout(START_LIMIT_S):
             await self.process.spend(START_S)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         await self._receive()
         assert not self._asleep, "an engine that sleeps has no memory for a request"
         mine = [request.request_id for request in requests]
@@ -134,13 +138,19 @@ class Engine(InferenceEngine):
             table.pop(name, None)
         self._ended.discard(name)
 
-    def _output(self, name: str, start: int, reason: FinishReason | None = None) -> GenerationOutput:
+    def _output(
+        self, name: str, start: int, reason: FinishReason | None = None
+    ) -> GenerationOutput:
         row = np.array(self._rows[name][start:], np.int32).reshape(-1, 2)
         return GenerationOutput(name, row[:, 0], floats([-0.5] * len(row)), row[:, 1], reason)
 
     async def progress(self) -> list[GenerationOutput]:
         await self._receive()
-        progress = [self._output(name, self._told.get(name, 0)) for name in self._rows if name not in self._ended]
+        progress = [
+            self._output(name, self._told.get(name, 0))
+            for name in self._rows
+            if name not in self._ended
+        ]
         self._told = {name: len(row) for name, row in self._rows.items()}
         return [each for each in progress if len(each.token_ids)]
 
@@ -160,7 +170,9 @@ class Engine(InferenceEngine):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         await self._receive()
-        self._ended.update(name for name in self._rows if request_ids is None or name in request_ids)
+        self._ended.update(
+            name for name in self._rows if request_ids is None or name in request_ids
+        )
 
     async def update_weights(self, update: WeightUpdate) -> None:
         await self._receive(SYNC_S)
@@ -225,7 +237,12 @@ class Turns(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1
-        return {"observations": "?", "reward": float(self.turns == 2), "done": self.turns == 2, "metadata": {}}
+        return {
+            "observations": "?",
+            "reward": float(self.turns == 2),
+            "done": self.turns == 2,
+            "metadata": {},
+        }
 
 
 class Letters:

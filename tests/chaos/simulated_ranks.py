@@ -94,7 +94,9 @@ class Ranks(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         await self._call(PUBLISH_S)
-        assert self.steps == version, f"the weights of {self.steps} steps are published as version {version}"
+        assert self.steps == version, (
+            f"the weights of {self.steps} steps are published as version {version}"
+        )
         sound, self.flip = not self.flip, False
         return WeightUpdate(version, "shared_memory", {"sound": sound, "weights": self.weights})
 

@@ -48,7 +48,11 @@ ENDS = re.compile(
     "|the checkpoint of step |the process that runs the environment (was not ready|ended while it was loading)"
 )
 #: Kinds that have a target in simulation: a stopped program or controller would stop the clock itself.
-WEIGHTS = {name: kind.weight for name, kind in KINDS.items() if name not in ("freeze-driver", "freeze-controller")}
+WEIGHTS = {
+    name: kind.weight
+    for name, kind in KINDS.items()
+    if name not in ("freeze-driver", "freeze-controller")
+}
 
 
 @dataclass
@@ -68,9 +72,15 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
     """A configuration drawn from the seed, and the number of prompts."""
     chance, cfg = random.Random(f"settings {seed}"), Config()
     trainer, generator = cfg.trainer, cfg.generator
-    batch, trainer.epochs, staleness = chance.randint(1, 3), chance.randint(1, 2), chance.randint(0, 3)
+    batch, trainer.epochs, staleness = (
+        chance.randint(1, 3),
+        chance.randint(1, 2),
+        chance.randint(0, 3),
+    )
     trainer.plan, trainer.train_batch_size, trainer.max_staleness = plan, batch, staleness
-    trainer.sync_interval = chance.randint(1, staleness + 1) if plan in ("fully_async", "hybrid_async") else 1
+    trainer.sync_interval = (
+        chance.randint(1, staleness + 1) if plan in ("fully_async", "hybrid_async") else 1
+    )
     trainer.placement.colocate_all = plan == "colocated_async"
     trainer.partial_rollout = chance.choice(["keep", "wait", "recompute"])
     trainer.async_queue_size = chance.randint(1, 2)
@@ -79,7 +89,10 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
     trainer.policy_mini_batch_size = 0
     trainer.eval_before_train, trainer.allow_uncorrected, trainer.save_samples = False, True, 0
     trainer.seed = chance.randrange(1000)
-    generator.n_samples_per_prompt, generator.num_inference_engines = chance.randint(1, 2), chance.randint(1, 3)
+    generator.n_samples_per_prompt, generator.num_inference_engines = (
+        chance.randint(1, 2),
+        chance.randint(1, 3),
+    )
     generator.sampling_params.max_generate_length = 8
     generator.hybrid_engines = chance.randint(1, 2) if plan == "hybrid_async" else 0
     generator.max_concurrent_rollouts = chance.choice([0, batch])
@@ -92,7 +105,9 @@ def settings_of(seed: int, plan: str) -> tuple[Config, int]:
 def play(seed: int, plan: str) -> Play:
     """One schedule on one plan; ``wrong`` has the broken invariants."""
     played = _played(seed, plan, CHAOS_S)
-    saves = settings_of(seed, plan)[0].trainer.ckpt_rollouts  # else a resumed run generates them by newer weights
+    saves = settings_of(seed, plan)[
+        0
+    ].trainer.ckpt_rollouts  # else a resumed run generates them by newer weights
     if plan in REPRODUCIBLE and not played.wrong and (saves or plan != "one_step_off"):
         undisturbed = _played(seed, plan, 0.0)
         played.wrong += undisturbed.wrong
@@ -107,15 +122,22 @@ def _played(seed: int, plan: str, events_s: float) -> Play:
         try:
             run_virtual(_operate(played, folder, events_s))
             played.wrong += _audited(played, folder / "run")
-        except Exception as error:  # a deadlock, an assertion, or an error that ended the command every time
+        except (
+            Exception
+        ) as error:  # a deadlock, an assertion, or an error that ended the command every time
             played.wrong.append(headline(error))
     return played
 
 
 async def _operate(played: Play, folder: Path, events_s: float) -> None:
     cfg, rows = settings_of(played.seed, played.plan)
-    prompts = [Prompt(PromptId(0, row), [{"role": "user", "content": chr(97 + row)}], _env()) for row in range(rows)]
-    events = schedule(played.seed, random.Random(played.seed).choice([5.0, 20.0, 60.0]), events_s, WEIGHTS)
+    prompts = [
+        Prompt(PromptId(0, row), [{"role": "user", "content": chr(97 + row)}], _env())
+        for row in range(rows)
+    ]
+    events = schedule(
+        played.seed, random.Random(played.seed).choice([5.0, 20.0, 60.0]), events_s, WEIGHTS
+    )
     plan = type("Virtual", (Virtual, cast(type[RayPPOTrainer], PLANS.find(played.plan))), {})
     command: Command | None = None
     striking = asyncio.create_task(_strike(played, events, lambda: command))
@@ -128,10 +150,14 @@ async def _operate(played: Play, folder: Path, events_s: float) -> None:
                     played.weights = command.weights
                     break
                 if not ENDS.search(said := headline(command.error or RuntimeError())):
-                    played.wrong.append(f"a command ended by itself by what no event explains: {said}")
+                    played.wrong.append(
+                        f"a command ended by itself by what no event explains: {said}"
+                    )
                 played.restarts += command.restarts
             else:
-                raise RuntimeError(f"{MOST_COMMANDS} times the command had ended: {command and command.error}")
+                raise RuntimeError(
+                    f"{MOST_COMMANDS} times the command had ended: {command and command.error}"
+                )
     finally:
         striking.cancel()
         await asyncio.gather(striking, return_exceptions=True)
@@ -159,7 +185,9 @@ def _audited(played: Play, folder: Path) -> list[str]:
     if max(steps, default=0) != total:
         wrong.append(f"the last of {total} steps in the metrics is {max(steps, default=0)}")
     epochs = range(cfg.trainer.epochs)
-    missing = {str(PromptId(epoch, row)) for epoch in epochs for row in range(rows)} - audit(ledger).keys()
+    missing = {str(PromptId(epoch, row)) for epoch in epochs for row in range(rows)} - audit(
+        ledger
+    ).keys()
     return wrong + [f"prompt {name} is nowhere in the ledger" for name in sorted(missing)]
 
 
@@ -179,7 +207,9 @@ def play_all(count: int, seed: int, say: Callable[[str], None]) -> int:
             say(f"{played.plan}, seed {played.seed}: {line}")
         if (number + 1) % 1000 == 0:
             say(f"{number + 1} schedules, {broken} of them broken")
-    say("| plan | schedules | events that met something | workers started again | command started again |")
+    say(
+        "| plan | schedules | events that met something | workers started again | command started again |"
+    )
     for name, (schedules, events, restarts, commands) in by_plan.items():
         say(f"| {name} | {schedules} | {events} | {restarts} | {commands} |")
     say(", ".join(f"{kind} {times}" for kind, times in sorted(kinds.items())))

@@ -31,7 +31,9 @@ def test_a_cost_is_how_much_later_than_usual_the_next_steps_were_finished():
     assert cost_s(15.0, steps, 2.0) == 14.0
     assert cost_s(31.5, steps, 2.0) == 0.0
     assert cost_s(33.5, steps, 2.0) is None
-    assert cost_s(13.5, steps, 2.0) == 13.5, "the current step did not need the failed part any more"
+    assert cost_s(13.5, steps, 2.0) == 13.5, (
+        "the current step did not need the failed part any more"
+    )
     assert cost_s(9.0, [*steps, (99.0, 6)], 2.0) == 0.0, "later delays have other reasons"
 
 
@@ -63,11 +65,16 @@ def test_steps_that_are_missing_or_there_twice_are_found(last, gone, twice):
     gone, twice = gone & set(whole[:-1]), (twice & set(whole)) - gone
     steps = [0, *(step for step in whole if step not in gone), *twice]
     assert bool(wrong_steps(steps)) == bool(gone | twice)
-    assert all(any(f"step {step} " in line for line in wrong_steps(steps)) for step in sorted(gone)[:5])
+    assert all(
+        any(f"step {step} " in line for line in wrong_steps(steps)) for step in sorted(gone)[:5]
+    )
 
 
 def test_prompts_that_ended_twice_and_steps_without_a_line_are_found():
-    lines = [{"step": 1, "trained": ["a", "b"]}, {"step": 2, "trained": ["b"], "given_up": {"c": "why"}}]
+    lines = [
+        {"step": 1, "trained": ["a", "b"]},
+        {"step": 2, "trained": ["b"], "given_up": {"c": "why"}},
+    ]
     assert wrong_prompts(lines[:1]) == []
     assert wrong_prompts(lines) == ["prompt b ended 2 times: trained@1, trained@2"]
     assert unlike(lines, [0, 1, 2]) == []
@@ -78,7 +85,9 @@ DEFECT = "AttributeError: 'NoneType' object has no attribute 'progress'"
 FLIPPED = "skyasync.weight_sync.update.WeightSyncError: an engine holds other weights"
 
 
-def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its_error(tmp_path: Path) -> None:
+def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its_error(
+    tmp_path: Path,
+) -> None:
     seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
     seen.outcomes = [Outcome(Event(1, 12.0, "kill-engine"), 12.0, "engine 77"),
                     Outcome(Event(2, 60.0, "flip-bit"), 60.0, "the weights of version 2")]  # fmt: skip
@@ -87,14 +96,23 @@ def test_a_run_that_ends_by_itself_is_wrong_by_name_unless_an_event_explains_its
     assert complaints(seen, tmp_path)[0] == wrong
     lines = summary(seen, tmp_path, [wrong])
     assert f"- {wrong}" in lines
-    assert f"| - | 13 s | the run ended by itself | status 1, {DEFECT} | by no event: wrong |" in lines
+    assert (
+        f"| - | 13 s | the run ended by itself | status 1, {DEFECT} | by no event: wrong |" in lines
+    )
     assert f"| - | 61 s | the run ended by itself | status 1, {FLIPPED} | by event 2 |" in lines
 
 
 def test_a_flipped_bit_that_engines_took_is_wrong_unless_it_ends_the_run(tmp_path: Path) -> None:
     seen = Seen(steps=[(10.0, 1), (70.0, 2)], ended="the command was done")
-    hits = [f"the weights of version 1{USED}", f"the weights of version 2{USED}", "the weights of version 3"]
-    seen.outcomes = [Outcome(Event(n, 10.0 * n, "flip-bit"), 10.0 * n, hit) for n, hit in enumerate(hits, start=1)]
+    hits = [
+        f"the weights of version 1{USED}",
+        f"the weights of version 2{USED}",
+        "the weights of version 3",
+    ]
+    seen.outcomes = [
+        Outcome(Event(n, 10.0 * n, "flip-bit"), 10.0 * n, hit)
+        for n, hit in enumerate(hits, start=1)
+    ]
     seen.endings = [Ending(0.0, 12.0, "status 1", FLIPPED)]
     assert complaints(seen, tmp_path) == [
         "event 2 was not noticed: flip-bit, the weights of version 2, which the engines took"
@@ -106,10 +124,20 @@ def test_a_flipped_bit_that_engines_took_is_wrong_unless_it_ends_the_run(tmp_pat
     st.booleans(),
     st.floats(0, 200),
     st.integers(1, 3),
-    st.sampled_from([FLIPPED, "skyasync.errors.UserError: the checkpoint of step 4 could not be saved", DEFECT, ""]),
+    st.sampled_from(
+        [
+            FLIPPED,
+            "skyasync.errors.UserError: the checkpoint of step 4 could not be saved",
+            DEFECT,
+            "",
+        ]
+    ),
 )
 def test_an_event_explains_one_ending_of_its_own_kind_that_it_met(kind, hit, at, times, error):
     seen = Seen(outcomes=[Outcome(Event(1, at, kind), at, "something" if hit else "")])
     seen.endings = [Ending(50.0, 100.0, f"status {number}", error) for number in range(times)]
-    of_its_kind = (kind, error[:24]) in {("flip-bit", FLIPPED[:24]), ("fill-disk", "skyasync.errors.UserErro")}
+    of_its_kind = (kind, error[:24]) in {
+        ("flip-bit", FLIPPED[:24]),
+        ("fill-disk", "skyasync.errors.UserErro"),
+    }
     assert len(unexplained(seen)) == times - (hit and of_its_kind and 30.0 <= at <= 100.0)

@@ -68,7 +68,9 @@ def test_a_command_that_ends_by_itself_is_started_again_and_its_end_is_told(tmp_
     folder, scratch, said = tmp_path / "run", tmp_path / "scratch", list[str]()
     scratch.mkdir()
     command = Command([sys.executable, str(tmp_path / "run.py"), str(folder)], folder, scratch)
-    seen = FaultDriver(command, iter([Event(1, 1e9, "kill-rank")]), seconds=60, grace_s=10, say=said.append).run()
+    seen = FaultDriver(
+        command, iter([Event(1, 1e9, "kill-rank")]), seconds=60, grace_s=10, say=said.append
+    ).run()
     assert (seen.ended, len(seen.starts)) == ("the command was done", 2)
     assert [str(ending) for ending in seen.endings] == ["status 1, skyasync.errors.Of: a part"]
     assert "skyasync.errors.Of: a part" in seen.starts[1][1]
@@ -86,7 +88,10 @@ def test_processes_are_signalled_and_the_same_command_is_started_again(tmp_path:
     try:
         found = {outcome.event.number: outcome.hit.partition(" ")[0] for outcome in seen.outcomes}
         assert found == {1: "rank", 2: "driver", 3: "rank", 4: ""}, "this process takes no orders"
-        assert [why.partition(";")[0] for _, why in seen.starts] == ["the beginning", "its driver was killed"]
+        assert [why.partition(";")[0] for _, why in seen.starts] == [
+            "the beginning",
+            "its driver was killed",
+        ]
         assert seen.endings == []
         assert seen.ended == "the command was done" and seen.steps[-1][1] == STEPS
         assert wrong_steps([row["step"] for row in read_rows(folder / "metrics.jsonl")]) == []

@@ -17,7 +17,9 @@ from tests.chaos.events import FOREVER, KINDS, schedule, weights_of
 SEEDS = st.integers(0, 2**32 - 1)
 WEIGHTS = st.one_of(
     st.none(),
-    st.dictionaries(st.sampled_from(sorted(KINDS)), st.floats(0, 10), min_size=1).filter(lambda w: any(w.values())),
+    st.dictionaries(st.sampled_from(sorted(KINDS)), st.floats(0, 10), min_size=1).filter(
+        lambda w: any(w.values())
+    ),
 )
 
 
@@ -51,14 +53,20 @@ def test_gaps_have_the_mean_and_kinds_their_shares():
     assert mean(gap > 30.0 for gap in gaps) == pytest.approx(0.368, abs=0.02), "exponential"
     total = sum(kind.weight for kind in KINDS.values())
     for name, kind in KINDS.items():
-        assert mean(event.kind == name for event in events) == pytest.approx(kind.weight / total, abs=0.02)
+        assert mean(event.kind == name for event in events) == pytest.approx(
+            kind.weight / total, abs=0.02
+        )
     frozen = [event.lasts for event in events if event.about.may_hang]
     assert mean(lasts == FOREVER for lasts in frozen) == pytest.approx(0.3, abs=0.03)
 
 
 @pytest.mark.parametrize(
     ("names", "says"),
-    [({"kill-engin": 1.0}, "kill-engine"), ({"kill-rank": -1.0}, "from 0 on"), ({"kill-rank": 0.0}, "at least one")],
+    [
+        ({"kill-engin": 1.0}, "kill-engine"),
+        ({"kill-rank": -1.0}, "from 0 on"),
+        ({"kill-rank": 0.0}, "at least one"),
+    ],
 )
 def test_what_cannot_be_is_refused(names, says):
     with pytest.raises(UserError, match=says):
@@ -68,5 +76,8 @@ def test_what_cannot_be_is_refused(names, says):
 
 
 def test_a_setting_that_is_given_is_not_added_though_it_is_the_default():
-    left = {each.partition("=")[0] for each in added(Config(), "run", ["generator.engine_start_timeout_s=300"])}
+    left = {
+        each.partition("=")[0]
+        for each in added(Config(), "run", ["generator.engine_start_timeout_s=300"])
+    }
     assert left == {*SETTINGS, "trainer.run_name"} - {"generator.engine_start_timeout_s"}

@@ -48,11 +48,15 @@ def test_rays_folder_is_a_temporary_file_and_reported_only_if_it_stays(scratch: 
 
 def test_a_watchdog_may_end_its_work_before_what_is_left_is_killed(scratch: Path) -> None:
     mark = f"{ENVIRONMENT[0]}={scratch}"
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, str(Path.cwd())], stdout=subprocess.PIPE, text=True)
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(Path.cwd())], stdout=subprocess.PIPE, text=True
+    )
     assert program.stdout is not None
     folder = Path(program.stdout.readline().strip())
     assert folder.parent == scratch
-    while len(marked(mark)) < 3:  # program, watchdog, part: a process that has just started has no environment to read
+    while (
+        len(marked(mark)) < 3
+    ):  # program, watchdog, part: a process that has just started has no environment to read
         time.sleep(0.01)
     program.kill()
     program.wait()

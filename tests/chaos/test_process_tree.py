@@ -45,7 +45,9 @@ def test_ray_titles_say_what_a_process_is(title, target):
 
 
 def test_only_descendants_are_found_and_signalled():
-    root = subprocess.Popen([sys.executable, "-c", TREE], stdout=subprocess.PIPE, env={**os.environ, "MARK": "m-4711"})
+    root = subprocess.Popen(
+        [sys.executable, "-c", TREE], stdout=subprocess.PIPE, env={**os.environ, "MARK": "m-4711"}
+    )
     try:
         assert root.stdout is not None
         child = int(root.stdout.readline())
@@ -54,7 +56,9 @@ def test_only_descendants_are_found_and_signalled():
         assert {process.number for process in marked("m-4711")} == {root.pid, child}
         assert os.getpid() not in found
         stale = Process(child, "1")
-        assert not stale.alive and not stale.send(signal.SIGKILL), "another process has this number now"
+        assert not stale.alive and not stale.send(signal.SIGKILL), (
+            "another process has this number now"
+        )
         assert found[child].alive and found[child].send(signal.SIGKILL)
         root.wait(10)
         assert not found[child].alive and not found[child].send(signal.SIGKILL)

@@ -35,15 +35,23 @@ def test_no_prompt_is_lost_or_trained_twice_no_step_is_missing_nothing_hangs_and
 @pytest.mark.parametrize(
     "seed, plan",
     [
-        (4318, "one_step_off"),  # the command ended between a checkpoint and its step's line in the metrics
-        (3039, "streamed"),  # an episode starts again before the former one of its name has been closed
+        (
+            4318,
+            "one_step_off",
+        ),  # the command ended between a checkpoint and its step's line in the metrics
+        (
+            3039,
+            "streamed",
+        ),  # an episode starts again before the former one of its name has been closed
     ],
 )
 def test_what_was_broken_once(seed: int, plan: str) -> None:
     assert play(seed, plan).wrong == []
 
 
-def test_other_tokens_after_a_failure_of_an_engine_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_after_a_failure_of_an_engine_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An engine that begins a stream of random numbers with each request, as vLLM."""
     token = Engine._token
 
@@ -88,8 +96,14 @@ def test_the_same_seed_plays_the_same() -> None:
     assert play(11, "fully_async") == play(11, "fully_async")
 
 
-def test_a_run_that_skips_a_prompt_or_a_step_when_it_goes_on_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_skips_a_prompt_or_a_step_when_it_goes_on_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found, resumed = [], Progress.resumed
-    monkeypatch.setattr(Progress, "resumed", lambda self, step, place, trained: resumed(self, step, place + 1, trained))
+    monkeypatch.setattr(
+        Progress,
+        "resumed",
+        lambda self, step, place, trained: resumed(self, step, place + 1, trained),
+    )
     assert play_all(8, 40, found.append) == 1
     assert any("is nowhere in the ledger" in line for line in found)

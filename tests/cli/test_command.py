@@ -15,7 +15,18 @@ from skyasync.__main__ import command
 from skyasync.cli.commands import SUBCOMMANDS, whole_number
 from skyasync.errors import UserError
 
-HEAVY = {"torch", "ray", "transformers", "datasets", "matplotlib", "numpy", "omegaconf", "rich", "yaml", "jinja2"}
+HEAVY = {
+    "torch",
+    "ray",
+    "transformers",
+    "datasets",
+    "matplotlib",
+    "numpy",
+    "omegaconf",
+    "rich",
+    "yaml",
+    "jinja2",
+}
 
 
 def imported_by(*argv: str) -> tuple[str, set[str]]:
@@ -24,7 +35,9 @@ def imported_by(*argv: str) -> tuple[str, set[str]]:
         "import sys\nfrom skyasync.__main__ import command\ntry:\n    command(sys.argv[1:])\nexcept SystemExit: pass\n"
         "print('MODULES', *sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, *argv], capture_output=True, text=True, check=True
+    )
     said, _, modules = done.stdout.rpartition("MODULES ")
     return said, {name.partition(".")[0] for name in modules.split()}
 
@@ -35,14 +48,18 @@ def test_help_lists_every_verb_and_imports_nothing_heavy() -> None:
     assert modules & HEAVY == set()
 
 
-@pytest.mark.parametrize("subcommand", ["export", "report", "runs", "rollout", "evaluate", "replay"])
+@pytest.mark.parametrize(
+    "subcommand", ["export", "report", "runs", "rollout", "evaluate", "replay"]
+)
 def test_help_of_a_subcommand_imports_no_model_library(subcommand: str) -> None:
     said, modules = imported_by(subcommand, "--help")
     assert f"skyasync {subcommand}" in said
     assert modules & {"torch", "ray", "transformers", "datasets", "matplotlib"} == set()
 
 
-@pytest.mark.parametrize("subcommand", [name for name, subcommand in SUBCOMMANDS.items() if subcommand.needs])
+@pytest.mark.parametrize(
+    "subcommand", [name for name, subcommand in SUBCOMMANDS.items() if subcommand.needs]
+)
 def test_a_verb_without_the_arguments_that_it_needs_shows_its_help_as_an_error(
     subcommand: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,17 +89,26 @@ def test_evaluate_names_the_run_that_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "sort-1").mkdir(parents=True)
-    for name, hint in (("runs/none", "folder\n"), ("runs/sort", "did you mean runs/sort-1?"), ("mine", "folder\n")):
+    for name, hint in (
+        ("runs/none", "folder\n"),
+        ("runs/sort", "did you mean runs/sort-1?"),
+        ("mine", "folder\n"),
+    ):
         with pytest.raises(SystemExit) as ended:
             command(["evaluate", "--of", name])
         assert ended.value.code == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: --of {name}: there is no such run, checkpoint or model folder") and hint in said
+        assert (
+            said.startswith(f"error: --of {name}: there is no such run, checkpoint or model folder")
+            and hint in said
+        )
 
 
 def test_a_reader_that_ends_early_is_no_error() -> None:
     program = [sys.executable, "-u", "-m", "skyasync", "--help"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as done:
+    with subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as done:
         assert done.stdout is not None and done.stderr is not None
         done.stdout.close()
         assert done.stderr.read() == ""
@@ -103,7 +129,8 @@ def test_every_verb_has_a_home(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "right"), [("simulat", "simulate"), ("evalute", "evaluate"), ("trian", "train"), ("show-runs", "runs")]
+    ("wrong", "right"),
+    [("simulat", "simulate"), ("evalute", "evaluate"), ("trian", "train"), ("show-runs", "runs")],
 )
 def test_an_unknown_verb_is_answered_with_the_nearest(
     wrong: str, right: str, capsys: pytest.CaptureFixture[str]
@@ -114,7 +141,9 @@ def test_an_unknown_verb_is_answered_with_the_nearest(
     assert f"unknown subcommand {wrong!r}: did you mean {right!r}" in capsys.readouterr().err
 
 
-def test_without_a_verb_settings_train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_verb_settings_train(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for argv in (["trainer.sed=1"], ["train", "trainer.sed=1"]):
         with pytest.raises(SystemExit):
             command(argv)

@@ -41,7 +41,11 @@ def test_engines_are_added_and_removed(tmp_path: Path, capsys: pytest.CaptureFix
     ],
 )
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], there: list[str], words: list[str], said: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    there: list[str],
+    words: list[str],
+    said: str,
 ) -> None:
     if there:
         write_engine_list(tmp_path / FILE, there)

@@ -15,7 +15,9 @@ from skyasync.utils import manifest
 def test_a_run_that_is_not_there_is_named_and_the_nearest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "first").mkdir(parents=True)
-    with pytest.raises(UserError, match=r"--of runs/frist: there is no such run, .*: did you mean runs/first"):
+    with pytest.raises(
+        UserError, match=r"--of runs/frist: there is no such run, .*: did you mean runs/first"
+    ):
         evaluate(["--of", "runs/frist"])
 
 
@@ -34,7 +36,10 @@ def test_checkpoints_of_a_run_are_where_its_settings_have_put_them(tmp_path, mon
     monkeypatch.setattr("skyasync.cli.export.write", lambda *_: None)
     assert find_checkpoint(str(run)) == _checkpoint(run, 3) == checkpoint
     with ExitStack() as stack:
-        assert _settings_of(str(run), stack, best=False)[:2] == ["--config", str(run / "config.yaml")]
+        assert _settings_of(str(run), stack, best=False)[:2] == [
+            "--config",
+            str(run / "config.yaml"),
+        ]
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,15 @@ from skyasync.utils import manifest
     ("options", "line"),
     [
         (["--out", "file"], "^file is a file: name a new folder with --out$"),
-        (["--model", "nowhere"], "--model='nowhere' is neither a local folder nor a Hugging Face name"),
+        (
+            ["--model", "nowhere"],
+            "--model='nowhere' is neither a local folder nor a Hugging Face name",
+        ),
         (["--model", "."], r"--model='\.' is a folder without config\.json"),
-        (["--best"], "^--best chooses among the checkpoints of a run, and step_000003 is one checkpoint$"),
+        (
+            ["--best"],
+            "^--best chooses among the checkpoints of a run, and step_000003 is one checkpoint$",
+        ),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -31,6 +37,9 @@ def test_wrong_arguments_are_one_line(
     (checkpoint / "state.json").write_text('{"step": 3}')
     recorded = {"config": {"trainer": {"policy": {"model": {"path": "owner/name"}}}}}
     (checkpoint / "config.json").write_text(json.dumps(recorded))
-    manifest.write(checkpoint, {name: manifest.sum_of(checkpoint / name) for name in ("state.json", "config.json")})
+    manifest.write(
+        checkpoint,
+        {name: manifest.sum_of(checkpoint / name) for name in ("state.json", "config.json")},
+    )
     with pytest.raises(UserError, match=line):
         export(["step_000003", *options])

@@ -33,7 +33,10 @@ def test_it_serves_until_ctrl_c(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["--live", "--every", "5"], "--every has no effect with --live: the page is served, not written"),
+        (
+            ["--live", "--every", "5"],
+            "--every has no effect with --live: the page is served, not written",
+        ),
         (["--live", "--port", "many"], "--port many: "),
         (["--live", "--port", "99999999"], "--port 99999999: a port is a number up to 65535"),
         (["--port", "9100"], "--port needs --live"),

@@ -13,12 +13,22 @@ from skyasync.config import Config, load_config
 from skyasync.config.load import dump_config
 
 
-def test_nothing_of_the_recorded_run_is_written_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_recorded_run_is_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, taken = tmp_path / "runs" / "first", list[str]()
-    exports = {"trainer.export_path": tmp_path / "policy", "trainer.critic.export_path": tmp_path / "critic"}
+    exports = {
+        "trainer.export_path": tmp_path / "policy",
+        "trainer.critic.export_path": tmp_path / "critic",
+    }
     own = [f"{key}={folder}" for key, folder in exports.items()]
     cfg: Config = load_config(
-        [*own, "trainer.policy.model.path=x", "data.train_data=[x]", "trainer.algorithm.advantage_estimator=gae"]
+        [
+            *own,
+            "trainer.policy.model.path=x",
+            "data.train_data=[x]",
+            "trainer.algorithm.advantage_estimator=gae",
+        ]
     )
     run.mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(cfg, secrets=False))

@@ -44,12 +44,16 @@ def difference(run: LocalRun) -> str:
     return cast(ReplayTrainer, run.trainer).difference
 
 
-async def test_an_asynchronous_run_is_trained_again_to_the_same_weights(model: str, tmp_path: Path) -> None:
+async def test_an_asynchronous_run_is_trained_again_to_the_same_weights(
+    model: str, tmp_path: Path
+) -> None:
     run = await recorded(FULLY_ASYNC, settings(model), tmp_path / "run")
     again = await replayed(FULLY_ASYNC, settings(model), tmp_path / "run")
     assert same(weights(run), weights(again)) and difference(again) == ""
     rows = read_rows(tmp_path / "run-replay" / "metrics.jsonl")
-    assert [(row["step"], row["replay/same"]) for row in rows] == [(step, 1.0) for step in range(1, 6)]
+    assert [(row["step"], row["replay/same"]) for row in rows] == [
+        (step, 1.0) for step in range(1, 6)
+    ]
 
 
 class InTwoParts(StreamedRayPPOTrainer):
@@ -71,14 +75,20 @@ async def test_a_plan_that_trains_in_parts_has_the_same_parts(model: str, tmp_pa
     assert same(weights(run), weights(again)) and difference(again) == ""
 
 
-async def test_a_replay_begins_with_a_checkpoint_and_ends_after_a_step(model: str, tmp_path: Path) -> None:
+async def test_a_replay_begins_with_a_checkpoint_and_ends_after_a_step(
+    model: str, tmp_path: Path
+) -> None:
     checkpoints = {"ckpt_interval": 2, "ckpt_path": str(tmp_path / "checkpoints"), "ckpt_keep": 0}
     cfg = settings(model, **checkpoints)
     run = await recorded(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run")
     cfg.trainer.ckpt_interval, cfg.trainer.ckpt_path = 0, str(tmp_path / "again")
     cfg.trainer.resume_mode = str(tmp_path / "checkpoints" / "step_000002")
     end = await replayed(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run")
-    assert [row["step"] for row in read_rows(tmp_path / "run-replay" / "metrics.jsonl")] == [3, 4, 5]
+    assert [row["step"] for row in read_rows(tmp_path / "run-replay" / "metrics.jsonl")] == [
+        3,
+        4,
+        5,
+    ]
     assert same(weights(run), weights(end)) and difference(end) == ""
     cfg.trainer.resume_mode = "none"
     before = await replayed(FULLY_ASYNC, deepcopy(cfg), tmp_path / "run", final_step=4)
@@ -87,7 +97,9 @@ async def test_a_replay_begins_with_a_checkpoint_and_ends_after_a_step(model: st
     assert before.trainer.global_step == 4 and same(weights(before), weights(after))
 
 
-async def test_another_learning_rate_is_reported_as_the_first_difference(model: str, tmp_path: Path) -> None:
+async def test_another_learning_rate_is_reported_as_the_first_difference(
+    model: str, tmp_path: Path
+) -> None:
     await recorded(FULLY_ASYNC, settings(model), tmp_path / "run")
     cfg = settings(model)
     cfg.trainer.policy.optimizer_config.lr = 3e-2
@@ -106,8 +118,12 @@ async def test_a_step_of_a_plans_own_way_is_rejected(model: str, tmp_path: Path)
         await replayed(RayPPOTrainer, settings(model, steps=1), tmp_path / "run")
 
 
-@pytest.mark.parametrize("mode, own", [("none", False), ("/runs/one/checkpoints/step_000003", True)])
-def test_a_replay_from_a_checkpoint_has_the_runs_own_length_and_prompts(mode: str, own: bool) -> None:
+@pytest.mark.parametrize(
+    "mode, own", [("none", False), ("/runs/one/checkpoints/step_000003", True)]
+)
+def test_a_replay_from_a_checkpoint_has_the_runs_own_length_and_prompts(
+    mode: str, own: bool
+) -> None:
     cfg = Config()
     cfg.trainer.resume_mode, cfg.trainer.max_training_steps = mode, 10
     cfg.environment.domains = {"sums": {"proportion": 0.5}}
@@ -118,5 +134,7 @@ def test_a_replay_from_a_checkpoint_has_the_runs_own_length_and_prompts(mode: st
 
 def test_a_replay_that_would_end_before_it_begins_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("trainer: {plan: sync}")
-    with pytest.raises(UserError, match=r"--step 3: a replay from the checkpoint of step 5 begins with step 6"):
+    with pytest.raises(
+        UserError, match=r"--step 3: a replay from the checkpoint of step 5 begins with step 6"
+    ):
         replay([str(tmp_path), "--from", "5", "--step", "3"])

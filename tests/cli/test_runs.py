@@ -20,8 +20,15 @@ def folder(tmp_path: Path) -> Path:
         run = tmp_path / name
         run.mkdir()
         (run / "config.yaml").write_text(f"trainer:\n  plan: {plan}\n  max_training_steps: 3\n")
-        rows = [{"step": step, "time": 100.0 + step, "reward/mean": step / 10} for step in range(1, last + 1)]
-        rows = [{"step": 0, "time": 99.0, "eval/score": 0.25}, *rows, {"step": last, "eval/score": 0.2}]
+        rows = [
+            {"step": step, "time": 100.0 + step, "reward/mean": step / 10}
+            for step in range(1, last + 1)
+        ]
+        rows = [
+            {"step": 0, "time": 99.0, "eval/score": 0.25},
+            *rows,
+            {"step": last, "eval/score": 0.2},
+        ]
         (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "no_run").mkdir()
     return tmp_path
@@ -51,10 +58,16 @@ def test_runs_of_other_users_are_left_out(
     command(["runs", str(folder)])
     said = capsys.readouterr()
     assert "first" in said.out and "second" not in said.out
-    assert said.err == f"note: folders in {folder} that cannot be read: 1 (runs are private to their users)\n"
+    assert (
+        said.err
+        == f"note: folders in {folder} that cannot be read: 1 (runs are private to their users)\n"
+    )
     with pytest.raises(SystemExit):
         command(["report", str(folder / "second")])
-    assert capsys.readouterr().err == f"error: {folder / 'second' / 'metrics.jsonl'}: Permission denied\n"
+    assert (
+        capsys.readouterr().err
+        == f"error: {folder / 'second' / 'metrics.jsonl'}: Permission denied\n"
+    )
 
 
 def test_a_run_that_was_resumed_and_lost_before_a_step_took_no_negative_time(folder: Path) -> None:
@@ -79,7 +92,9 @@ def test_the_settings_that_differ_are_shown_and_runs_are_sorted_by_a_metric(
         (folder / name / "origins.json").write_text(json.dumps({LR: "command line"}))
     monkeypatch.setenv("COLUMNS", "120")
     command(["runs", "--sort=reward/mean", str(folder)])
-    first, second = (line.strip() for line in capsys.readouterr().out.splitlines() if "Replaying" in line)
+    first, second = (
+        line.strip() for line in capsys.readouterr().out.splitlines() if "Replaying" in line
+    )
     assert first.startswith("first") and "lr=0.001 epochs=10" in first and "0.300" in first
     assert second.startswith("second") and "lr=0.0003 epochs=3" in second and "seed" not in second
     command(["runs", "--json", str(folder)])
@@ -100,7 +115,9 @@ def test_the_list_is_there_for_programs(folder: Path, capsys: pytest.CaptureFixt
     assert (other["name"], other["state"], other["seconds"]) == ("second", "unknown", None)
 
 
-def test_a_folder_without_runs_says_what_a_run_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_runs_says_what_a_run_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         command(["runs", str(tmp_path)])
     assert "there is no run in" in capsys.readouterr().err
@@ -119,4 +136,7 @@ def test_the_best_run_alone(folder: Path, capsys: pytest.CaptureFixture[str]) ->
         (folder / run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     with pytest.raises(SystemExit):
         command(["runs", str(folder), "--best"])
-    assert "no run has a held-out score (data.val_data); name a metric with --sort" in capsys.readouterr().err
+    assert (
+        "no run has a held-out score (data.val_data); name a metric with --sort"
+        in capsys.readouterr().err
+    )

@@ -19,7 +19,9 @@ from tests.rollout.episodes import action, prompt, trajectory
 
 
 def group(row: int, *rewards: float, eval_set: str = "") -> Group:
-    played = [trajectory(action([2], reward), row=row, repetition=n) for n, reward in enumerate(rewards)]
+    played = [
+        trajectory(action([2], reward), row=row, repetition=n) for n, reward in enumerate(rewards)
+    ]
     return Group(replace(prompt(row), eval_set=eval_set), played)
 
 
@@ -33,18 +35,30 @@ def test_a_score_has_the_error_of_its_prompts() -> None:
 def test_a_set_has_its_own() -> None:
     groups = [group(0, 1.0), group(1, 1.0, eval_set="aime"), group(2, 0.0, eval_set="aime")]
     found = scores(groups, [prompt_scores(each, [1]) for each in groups])
-    assert (found["eval/prompts"], found["eval/aime/prompts"], found["eval/aime/score"]) == (3, 2, 0.5)
+    assert (found["eval/prompts"], found["eval/aime/prompts"], found["eval/aime/score"]) == (
+        3,
+        2,
+        0.5,
+    )
     assert found["eval/aime/score_error"] == pytest.approx(np.std([1.0, 0.0], ddof=1) / np.sqrt(2))
 
 
 def test_a_metric_that_is_no_number_is_printed_too() -> None:
-    assert [figure(value) for value in (16.0, 0.25, float("nan"), float("inf"))] == ["16", "0.2500", "nan", "inf"]
+    assert [figure(value) for value in (16.0, 0.25, float("nan"), float("inf"))] == [
+        "16",
+        "0.2500",
+        "nan",
+        "inf",
+    ]
 
 
 def test_a_full_disk_takes_no_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     groups, tokenizer = [group(0, 1.0, 0.0)], SimpleNamespace(decode=lambda tokens, **_: "text")
     experiment: Any = SimpleNamespace(
-        cfg=Config(), play=lambda prompts: groups, prompts=lambda most: [], get_tokenizer=lambda: tokenizer
+        cfg=Config(),
+        play=lambda prompts: groups,
+        prompts=lambda most: [],
+        get_tokenizer=lambda: tokenizer,
     )
     out = (tmp_path / "episodes.jsonl").open("w")
     with files_end_at(10):

@@ -36,8 +36,17 @@ WARM_UP = (
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    small = {"hidden": 64, "head_dim": 32, "intermediate": 128, "batch_size": 8, "steps": 1, "corpus_size": 512}
-    return build(out=tmp_path_factory.mktemp("models") / "tied", progress=False, rarest_merge=20, **small)
+    small = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 128,
+        "batch_size": 8,
+        "steps": 1,
+        "corpus_size": 512,
+    }
+    return build(
+        out=tmp_path_factory.mktemp("models") / "tied", progress=False, rarest_merge=20, **small
+    )
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +69,9 @@ def learn(folder: Path, model: str, data: Path, name: str, *more: str) -> Traine
 
 
 @pytest.fixture(scope="module")
-def whole(ray_session: None, model: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def whole(
+    ray_session: None, model: str, data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Trained:
     """On two ranks."""
     ranks = "trainer.placement.policy_num_gpus_per_node=2"
     return learn(tmp_path_factory.mktemp("runs"), model, data, "whole", ranks, "trainer.ckpt_interval=2",
@@ -73,7 +84,9 @@ def test_two_ranks_have_the_loss_of_a_plain_loop_at_every_step(whole: Trained, m
     from skyasync.rollout.types import Prompt, PromptId
 
     rows, cfg = demonstrations(), settings(model)
-    stream = PromptStream([Prompt(PromptId(0, n), [], "") for n in range(len(rows))], BATCH, 42, BATCH * STEPS)
+    stream = PromptStream(
+        [Prompt(PromptId(0, n), [], "") for n in range(len(rows))], BATCH, 42, BATCH * STEPS
+    )
     order = [stream.prompt(n).id.row for n in range(BATCH * STEPS)]
     assert whole.series("sft/loss") == pytest.approx(plain(model, cfg, order, rows), abs=1e-6)
 
@@ -87,7 +100,9 @@ def test_a_resumed_run_makes_the_very_same_updates(whole: Trained, model: str, d
     assert [row["step"] for row in again.metrics] == [3, 4]
     for name in ("sft/loss", "policy/grad_norm"):
         assert again.series(name) == whole.series(name)[2:], name
-    first, second = ((run.folder / "model" / "model.safetensors").read_bytes() for run in (whole, again))
+    first, second = (
+        (run.folder / "model" / "model.safetensors").read_bytes() for run in (whole, again)
+    )
     assert first == second
 
 
@@ -115,7 +130,9 @@ def test_reinforcement_learning_starts_from_the_written_model(whole: Trained) ->
         ({"messages": [{"role": "assistant", "content": "a"}]}, "must have a message of the role 'assistant', after"),
     ],
 )  # fmt: skip
-def test_a_wrong_row_is_one_line(row: dict[str, Any], line: str, model: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_wrong_row_is_one_line(
+    row: dict[str, Any], line: str, model: str, tmp_path: Path, capsys: Any
+) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
     with pytest.raises(SystemExit) as ended:
@@ -129,9 +146,18 @@ def test_a_wrong_row_is_one_line(row: dict[str, Any], line: str, model: str, tmp
 @pytest.mark.parametrize(
     ("setting", "line"),
     [
-        ("generator.n_samples_per_prompt=8", "generator.n_samples_per_prompt has no effect with skyasync sft"),
-        ("environment.reward_funcs=[exact_match]", "environment.reward_funcs has no effect with skyasync sft"),
-        ("trainer.algorithm.use_kl_loss=true", "trainer.algorithm.use_kl_loss has no effect with skyasync sft"),
+        (
+            "generator.n_samples_per_prompt=8",
+            "generator.n_samples_per_prompt has no effect with skyasync sft",
+        ),
+        (
+            "environment.reward_funcs=[exact_match]",
+            "environment.reward_funcs has no effect with skyasync sft",
+        ),
+        (
+            "trainer.algorithm.use_kl_loss=true",
+            "trainer.algorithm.use_kl_loss has no effect with skyasync sft",
+        ),
         ("trainer.max_staleness=1", "trainer.max_staleness"),
         ("--dry-run", "unknown option --dry-run"),
     ],
@@ -156,7 +182,9 @@ def test_the_settings_that_a_run_writes_repeat_it_and_are_those_of_its_evaluatio
     again = load_config(["--config", str(tmp_path / "run" / "config.yaml")])
     check_settings(again)
     assert again.generator.sampling_params.max_generate_length == 9
-    assert again.generator.num_inference_engines == 1 and again.trainer.algorithm == AlgorithmConfig()
+    assert (
+        again.generator.num_inference_engines == 1 and again.trainer.algorithm == AlgorithmConfig()
+    )
     assert SupervisedExperiment(again).cfg.trainer.algorithm == experiment.cfg.trainer.algorithm
 
 
@@ -166,12 +194,20 @@ def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Pat
     """One answer for each of two images, to the same question."""
     model, file = save_tiny("qwen3_vl", tmp_path / "model"), tmp_path / "rows.jsonl"
     urls = [data_url(noise(i)) for i in range(3)]
-    rows = [{"prompt": "How many discs?", "images": [urls[i % 2]], "completion": str(i % 2)} for i in range(24)]
+    rows = [
+        {"prompt": "How many discs?", "images": [urls[i % 2]], "completion": str(i % 2)}
+        for i in range(24)
+    ]
     part = {"type": "image_url", "image_url": {"url": urls[2]}}
     later = {"role": "user", "content": [part, {"type": "text", "text": "How many discs?"}]}
-    turns = [{"role": "user", "content": "<image>How many discs?"}, {"role": "assistant", "content": "1"}]
+    turns = [
+        {"role": "user", "content": "<image>How many discs?"},
+        {"role": "assistant", "content": "1"},
+    ]
     whole = {"messages": [*turns, later, turns[1]], "images": [urls[1]]}
-    (read,) = load_demonstrations(["x"], settings(model), load_tokenizer(model), known={"x": [whole]})
+    (read,) = load_demonstrations(
+        ["x"], settings(model), load_tokenizer(model), known={"x": [whole]}
+    )
     (segments,) = read.sequences
     assert [segment.images for segment in segments] == [(noise(1),), (), (noise(2),), ()]
     assert len(segments[0].tokens) == len(prompt(model, (noise(1),)))
@@ -187,7 +223,13 @@ def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Pat
 @pytest.mark.slow
 def test_the_tiny_models_warm_start_is_the_commands(ray_session: None, tmp_path: Path) -> None:
     """Of rows that are one batch: the command shuffles them."""
-    small: dict[str, Any] = {"hidden": 64, "head_dim": 32, "intermediate": 128, "corpus_size": 512, "rarest_merge": 20}
+    small: dict[str, Any] = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 128,
+        "corpus_size": 512,
+        "rarest_merge": 20,
+    }
     start = build(out=tmp_path / "start", progress=False, steps=0, **small)
     rows = tiny_demonstrations(BATCH)
     fine_tune(Path(start), tmp_path / "made", cycle(rows), SFTSteps(STEPS, BATCH, lr=2e-3))
@@ -195,7 +237,8 @@ def test_the_tiny_models_warm_start_is_the_commands(ray_session: None, tmp_path:
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     trained = learn(tmp_path, start, data, "run", f"trainer.epochs={STEPS}", *WARM_UP)
     found, expected = (
-        load_file(folder / "model.safetensors") for folder in (trained.folder / "model", tmp_path / "made")
+        load_file(folder / "model.safetensors")
+        for folder in (trained.folder / "model", tmp_path / "made")
     )
     assert found.keys() == expected.keys()
     for name, weight in expected.items():

@@ -27,7 +27,14 @@ VAL = "data.val_data=tests.end_to_end.parts:train_prompts"
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    small = {"hidden": 64, "head_dim": 32, "intermediate": 128, "batch_size": 64, "steps": 20, "tasks": ("sort",)}
+    small = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 128,
+        "batch_size": 64,
+        "steps": 20,
+        "tasks": ("sort",),
+    }
     return build(out=tmp_path_factory.mktemp("models") / "tied", progress=False, tied=True, **small)
 
 
@@ -44,13 +51,26 @@ def run(ray_session: None, model: str, tmp_path_factory: pytest.TempPathFactory)
 def test_a_replay_makes_the_very_same_updates(run: Trained) -> None:
     command(["replay", str(run.folder), "trainer.report=false"])
     again = Trained(run.folder.with_name("run-replay"))
-    for name in ("policy/loss", "policy/grad_norm", "policy/lr", "off_policy/ratio_max", "staleness/mean"):
+    for name in (
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/lr",
+        "off_policy/ratio_max",
+        "staleness/mean",
+    ):
         assert again.series(name) == run.series(name), name
 
 
 @pytest.mark.matrix
 def test_a_replay_may_change_what_is_learnt_from_the_same_samples(run: Trained) -> None:
-    command(["replay", str(run.folder), "trainer.policy.optimizer_config.lr=0", "trainer.run_name=still"])
+    command(
+        [
+            "replay",
+            str(run.folder),
+            "trainer.policy.optimizer_config.lr=0",
+            "trainer.run_name=still",
+        ]
+    )
     still = Trained(run.folder.with_name("still"))
     assert still.series("reward/mean") == run.series("reward/mean")
     assert still.series("policy/lr") == [0.0] * 3
@@ -63,7 +83,9 @@ def test_a_run_leaves_its_page_and_its_status(run: Trained) -> None:
     assert json.loads((run.folder / "status.json").read_text())["state"] == "finished"
 
 
-def test_an_export_is_the_policy_of_the_checkpoint(run: Trained, tmp_path: Path, capsys: Any) -> None:
+def test_an_export_is_the_policy_of_the_checkpoint(
+    run: Trained, tmp_path: Path, capsys: Any
+) -> None:
     command(["export", str(run.folder), f"--out={tmp_path / 'hf'}", "--dtype", "float32"])
     assert capsys.readouterr().out.strip() == str(tmp_path / "hf")
     made, final = (
@@ -83,11 +105,20 @@ def test_an_export_replaces_nothing(run: Trained, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        (["export", "runs/nowhere"], "there is no folder runs/nowhere: name a checkpoint's, or a run's that has some"),
-        (["export", "{run}", "--dtype=int8"], "unknown --dtype 'int8': allowed: auto, bfloat16, float32"),
+        (
+            ["export", "runs/nowhere"],
+            "there is no folder runs/nowhere: name a checkpoint's, or a run's that has some",
+        ),
+        (
+            ["export", "{run}", "--dtype=int8"],
+            "unknown --dtype 'int8': allowed: auto, bfloat16, float32",
+        ),
         (["export", "{run}", "--ouf=x"], "unknown option --ouf: did you mean --out?"),
         (["evaluate", "--of={run}", "--k", "0"], "--k 0: not a whole number of at least 1"),
-        (["evaluate", "--of={run}", "--k", "4", VAL], "--k 4 needs as many samples: set generator.eval_n_samples_per_"),
+        (
+            ["evaluate", "--of={run}", "--k", "4", VAL],
+            "--k 4 needs as many samples: set generator.eval_n_samples_per_",
+        ),
         (
             ["evaluate", "--of={run}", VAL, "--out=/no/such"],
             "--out /no/such cannot be written: No such file",
@@ -99,15 +130,22 @@ def test_an_export_replaces_nothing(run: Trained, tmp_path: Path) -> None:
         (["rollout", "--prompts", "some"], "--prompts some: not a whole number of at least 1"),
     ],
 )
-def test_wrong_arguments_are_one_line(argv: list[str], line: str, run: Trained, capsys: Any) -> None:
+def test_wrong_arguments_are_one_line(
+    argv: list[str], line: str, run: Trained, capsys: Any
+) -> None:
     with pytest.raises(SystemExit) as ended:
         command([argument.replace("{run}", str(run.folder)) for argument in argv])
     assert ended.value.code == 2
     assert line in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, tmp_path: Path, capsys: Any) -> None:
-    sampled = ["generator.eval_n_samples_per_prompt=4", "generator.eval_sampling_params.temperature=null"]
+def test_a_checkpoint_is_evaluated_with_its_runs_settings(
+    run: Trained, tmp_path: Path, capsys: Any
+) -> None:
+    sampled = [
+        "generator.eval_n_samples_per_prompt=4",
+        "generator.eval_sampling_params.temperature=null",
+    ]
     command(["evaluate", f"--of={run.folder}", "--best", "--prompts=6", "--json", "--passing=0.5", VAL, *sampled,
              f"--out={tmp_path / 'samples.jsonl'}"])  # fmt: skip
     found = json.loads(capsys.readouterr().out)
@@ -122,25 +160,40 @@ def test_a_checkpoint_is_evaluated_with_its_runs_settings(run: Trained, tmp_path
 def test_prompts_are_played_without_a_run_folder(
     ray_session: None, model: str, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = [s for s in arguments(runs=tmp_path / "runs", model=model) if "n_samples_per_prompt" not in s]
+    settings = [
+        s for s in arguments(runs=tmp_path / "runs", model=model) if "n_samples_per_prompt" not in s
+    ]
     command(["rollout", "--prompts", "2", "--samples=3", "--json", *settings])
-    episodes = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
-    assert [episode["id"] for episode in episodes] == [f"e0-i{row}-r{n}" for row in (0, 1) for n in range(3)]
+    episodes = [
+        json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")
+    ]
+    assert [episode["id"] for episode in episodes] == [
+        f"e0-i{row}-r{n}" for row in (0, 1) for n in range(3)
+    ]
     assert all(episode["segments"][0]["kind"] == "prompt" for episode in episodes)
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("subcommand", ["rollout", "evaluate"])
 def test_an_environment_that_raises_is_one_line_that_names_the_episode_and_where_the_traceback_is(
-    subcommand: str, ray_session: None, model: str, tmp_path: Path, capfd: Any, monkeypatch: pytest.MonkeyPatch
+    subcommand: str,
+    ray_session: None,
+    model: str,
+    tmp_path: Path,
+    capfd: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    settings = arguments(f"environment.env_class={__name__}:Unfinished", VAL, runs=tmp_path / "runs", model=model)
+    settings = arguments(
+        f"environment.env_class={__name__}:Unfinished", VAL, runs=tmp_path / "runs", model=model
+    )
     with pytest.raises(SystemExit) as ended:
         command([subcommand, "--prompts=2", *settings])
     assert ended.value.code == 1
     shown = capfd.readouterr()
-    assert "Traceback" not in shown.out + shown.err and "Loading weights" not in shown.out + shown.err
+    assert (
+        "Traceback" not in shown.out + shown.err and "Loading weights" not in shown.out + shown.err
+    )
     last = shown.err.splitlines()[-1]
     found = re.fullmatch(
         r"error: NotImplementedError: to be written, while playing the episode \S+-i\d+-r\d+ "
@@ -156,7 +209,9 @@ class Unfinished(BaseTextEnv):
         raise NotImplementedError("to be written")
 
 
-def test_prompts_are_shown_without_starting_anything(model: str, tmp_path: Path, capsys: Any) -> None:
+def test_prompts_are_shown_without_starting_anything(
+    model: str, tmp_path: Path, capsys: Any
+) -> None:
     command(["rollout", "--show-prompts", "--prompts=1", *arguments(runs=tmp_path, model=model)])
     out = capsys.readouterr().out
     assert "<|im_start|>user" in out and "tokens" in out
@@ -170,7 +225,9 @@ def test_episodes_are_shown_token_by_token(run: Trained, capsys: Any) -> None:
     assert "step 3" in capsys.readouterr().out
 
 
-def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_path: Path, capsys: Any) -> None:
+def test_without_recorded_trajectories_the_samples_are_shown(
+    run: Trained, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "config.yaml").write_text((run.folder / "config.yaml").read_text())
     rows = read_lines(run.folder / "samples.jsonl")
     for row in rows:
@@ -182,7 +239,9 @@ def test_without_recorded_trajectories_the_samples_are_shown(run: Trained, tmp_p
     assert not {"\x1b", "\x07", "\x9b"} & set(out), "a terminal would carry them out"
     with pytest.raises(SystemExit):
         command(["replay", str(tmp_path)])
-    assert "has recorded no trajectories (trainer.dump_trajectories=true)" in capsys.readouterr().err
+    assert (
+        "has recorded no trajectories (trainer.dump_trajectories=true)" in capsys.readouterr().err
+    )
 
 
 def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
@@ -192,4 +251,6 @@ def test_every_metric_of_a_run_stands_in_the_reference(run: Trained) -> None:
 
 
 def test_what_a_run_wrote_has_its_tokens(run: Trained) -> None:
-    assert all("trainer_logprobs" in row["tokens"] for row in read_lines(run.folder / "samples.jsonl"))
+    assert all(
+        "trainer_logprobs" in row["tokens"] for row in read_lines(run.folder / "samples.jsonl")
+    )

@@ -19,7 +19,9 @@ def holds(text: str, cfg: Config) -> bool:
     """Whether an alternative holds, in the notation of help: ``a.b``, ``a.b=c|d``, ``not a.b``."""
     path, _, values = text.removeprefix("not ").partition("=")
     value = attrgetter(path)(cfg)
-    return (written(value) in values.split("|") if values else bool(value)) is not text.startswith("not ")
+    return (written(value) in values.split("|") if values else bool(value)) is not text.startswith(
+        "not "
+    )
 
 
 def some(key: Key) -> object:
@@ -28,7 +30,9 @@ def some(key: Key) -> object:
         return not key.default
     if options := key.options():
         return next(option for option in reversed(options) if option != key.default)
-    return {str: "x", int: 1, float: 1.0}.get(key.type, ["x"] if isinstance(key.default, list) else {"x": 1})
+    return {str: "x", int: 1, float: 1.0}.get(
+        key.type, ["x"] if isinstance(key.default, list) else {"x": 1}
+    )
 
 
 @given(st.sampled_from(CONDITIONS), st.data())

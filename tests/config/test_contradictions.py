@@ -202,7 +202,9 @@ NOT_READ = ["trainer.algorithm.off_policy_correction=none", "trainer.allow_uncor
         (["trainer.policy.optimizer_config.adam_betas=[0.9]"], ["adam_betas has 1 entries", "[0.9,0.999]"]),
     ],
 )  # fmt: skip
-def test_a_contradiction_names_both_keys_and_the_way_out(overrides: list[str], named: list[str]) -> None:
+def test_a_contradiction_names_both_keys_and_the_way_out(
+    overrides: list[str], named: list[str]
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(overrides)
     for text in named:
@@ -238,28 +240,44 @@ PRINTED = [
 
 
 @pytest.mark.parametrize("more", [(), ("trainer.algorithm.use_kl_loss=true",)])
-def test_a_reference_on_the_policys_devices_may_repeat_the_number_of_its_ranks(more: tuple[str, ...]) -> None:
+def test_a_reference_on_the_policys_devices_may_repeat_the_number_of_its_ranks(
+    more: tuple[str, ...],
+) -> None:
     config = load_config(["trainer.policy.model.path=m", "data.train_data=[d]", "trainer.plan=one_step_off", *PRINTED,
                           *more])  # fmt: skip
     assert config.trainer.placement.ref_num_gpus_per_node == 4
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off"])
-def test_a_plans_key_in_a_users_file_is_checked_even_at_its_default(plan: str, tmp_path: Path) -> None:
+def test_a_plans_key_in_a_users_file_is_checked_even_at_its_default(
+    plan: str, tmp_path: Path
+) -> None:
     file = tmp_path / "mine.yaml"
-    written = {"trainer": {"policy": {"model": {"path": "m"}}, "plan": plan, "partial_rollout": "keep"}}
+    written = {
+        "trainer": {"policy": {"model": {"path": "m"}}, "plan": plan, "partial_rollout": "keep"}
+    }
     file.write_text(yaml.safe_dump(written))
-    with pytest.raises(ConfigError, match=rf"partial_rollout=keep has no effect with trainer\.plan={plan}"):
+    with pytest.raises(
+        ConfigError, match=rf"partial_rollout=keep has no effect with trainer\.plan={plan}"
+    ):
         load_config(["--config", str(file)])
     load_config(["--config", str(file), "trainer.plan=fully_async"])
-    file.write_text(dump_config(load_config(["trainer.policy.model.path=m", f"trainer.plan={plan}"])))
+    file.write_text(
+        dump_config(load_config(["trainer.policy.model.path=m", f"trainer.plan={plan}"]))
+    )
     load_config(["--config", str(file)])  # a dumped configuration has all keys
 
 
 def test_sharing_devices_is_for_plans_that_take_turns() -> None:
     load_config(["trainer.placement.colocate_all=true"])
     with pytest.raises(ConfigError, match="colocate_all"):
-        load_config(["trainer.placement.colocate_all=true", "trainer.plan=fully_async", "trainer.max_staleness=0"])
+        load_config(
+            [
+                "trainer.placement.colocate_all=true",
+                "trainer.plan=fully_async",
+                "trainer.max_staleness=0",
+            ]
+        )
 
 
 def test_a_synchronous_run_needs_no_correction() -> None:
@@ -267,13 +285,17 @@ def test_a_synchronous_run_needs_no_correction() -> None:
 
 
 def test_a_plan_fixed_by_the_experiment_counts_instead_of_the_key() -> None:
-    with pytest.raises(ConfigError, match="this experiment's plan, one_step_off, is asynchronous") as refused:
+    with pytest.raises(
+        ConfigError, match="this experiment's plan, one_step_off, is asynchronous"
+    ) as refused:
         load_config(["trainer.algorithm.off_policy_correction=none"], plan="one_step_off")
     assert "trainer.plan=" not in str(refused.value)
     load_config(UNCORRECTED, plan="sync")
 
 
-def test_a_users_registered_loss_is_checked_by_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_registered_loss_is_checked_by_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def with_behaviour(current, behaviour, advantages): ...
     def with_anchor(current, anchor, advantages): ...
 
@@ -281,9 +303,15 @@ def test_a_users_registered_loss_is_checked_by_its_parameters(monkeypatch: pytes
     monkeypatch.setitem(POLICY_LOSSES, "anchored", with_anchor)
     load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=mine"])
     load_config(
-        [*UNCORRECTED, "trainer.algorithm.policy_loss_type=anchored", "trainer.algorithm.ratio_anchor=behaviour"]
+        [
+            *UNCORRECTED,
+            "trainer.algorithm.policy_loss_type=anchored",
+            "trainer.algorithm.ratio_anchor=behaviour",
+        ]
     )
-    with pytest.raises(ConfigError, match="policy_loss_type=anchored does not use the behaviour log-probabilities"):
+    with pytest.raises(
+        ConfigError, match="policy_loss_type=anchored does not use the behaviour log-probabilities"
+    ):
         load_config([*UNCORRECTED, "trainer.algorithm.policy_loss_type=anchored"])
 
 
@@ -294,11 +322,15 @@ def test_a_model_that_every_run_settles_for_the_critic_is_no_slip() -> None:
         load_config([paths[0], "trainer.critic.model.path=b"])
 
 
-def test_an_estimator_of_ones_own_that_takes_values_has_a_critic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimator_of_ones_own_that_takes_values_has_a_critic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def mine(rewards, values, mask): ...
 
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS, "mine", mine)
-    cfg = load_config(["trainer.algorithm.advantage_estimator=mine", "trainer.critic.value_clip=0.5"])
+    cfg = load_config(
+        ["trainer.algorithm.advantage_estimator=mine", "trainer.critic.value_clip=0.5"]
+    )
     assert [role.name for role in roles_with_ranks(cfg)] == ["policy", "critic"]
 
 
@@ -310,4 +342,7 @@ def test_gae_streams_without_whitening_and_without_groups() -> None:
 @pytest.mark.parametrize("preset", PRESETS.names())
 def test_every_preset_is_free_of_contradictions(preset: str) -> None:
     teacher = ["trainer.teacher.model.path=a/b"] if preset == "distill" else []
-    assert load_config([f"trainer.algorithm.preset={preset}", *teacher]).trainer.algorithm.preset == preset
+    assert (
+        load_config([f"trainer.algorithm.preset={preset}", *teacher]).trainer.algorithm.preset
+        == preset
+    )

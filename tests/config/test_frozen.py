@@ -22,7 +22,9 @@ def test_a_write_names_the_key_and_where_it_is_set():
     with pytest.raises(UserError) as caught:
         settled().trainer.algorithm.eps_clip_low = 0.5
     line = str(caught.value)
-    assert "\n" not in line and line.startswith("trainer.algorithm.eps_clip_low cannot be changed any more")
+    assert "\n" not in line and line.startswith(
+        "trainer.algorithm.eps_clip_low cannot be changed any more"
+    )
     assert "trainer.algorithm.eps_clip_low=VALUE" in line and "before super().prepare()" in line
 
 
@@ -37,7 +39,10 @@ def test_groups_as_a_whole_and_names_that_are_no_keys_are_refused():
 
 
 def test_it_reads_as_before():
-    cfg, free = settled(), load_config(["trainer.policy.model.path=x", "environment.env_config.deep={a: [1]}"])
+    cfg, free = (
+        settled(),
+        load_config(["trainer.policy.model.path=x", "environment.env_config.deep={a: [1]}"]),
+    )
     assert cfg == free and asdict(cfg) == asdict(free) and dump_config(cfg) == dump_config(free)
 
 

@@ -23,7 +23,9 @@ def help_text(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_names_every_key_with_its_sentence(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_names_every_key_with_its_sentence(
+    flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = help_text([flag], capsys)
     words = " ".join(text.split())
     assert all(f"{key.path} " in words for key in KEYS)
@@ -31,7 +33,9 @@ def test_help_names_every_key_with_its_sentence(flag: str, capsys: pytest.Captur
 
 
 def test_help_for_a_group_shows_that_group_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    text = " ".join(help_text(["--help", "generator.sampling_params", "trainer.seed=1"], capsys).split())
+    text = " ".join(
+        help_text(["--help", "generator.sampling_params", "trainer.seed=1"], capsys).split()
+    )
     assert "generator.sampling_params.top_p float = 1.0" in text
     assert "Greater than 0 and at most 1." in text
     assert "generator.eval_sampling_params" not in text
@@ -40,7 +44,10 @@ def test_help_for_a_group_shows_that_group_alone(capsys: pytest.CaptureFixture[s
 
 def test_help_for_one_key_lists_the_names_it_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     words = " ".join(help_text(["--help", "generator.backend"], capsys).split())
-    assert "One of: auto, sglang_server, transformers, vllm, vllm_server, or module:attribute." in words
+    assert (
+        "One of: auto, sglang_server, transformers, vllm, vllm_server, or module:attribute."
+        in words
+    )
     words = " ".join(help_text(["--help", "trainer.logger"], capsys).split())
     assert "jsonl" in words.split("One of:")[1]
 
@@ -66,6 +73,10 @@ def test_no_key_is_both_given_and_refused_for_a_foreign_name() -> None:
 )
 def test_the_written_page_is_current(module: str, page: str) -> None:
     made = subprocess.run(
-        [sys.executable, "-m", *module.split()], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", *module.split()],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
     )
     assert (DOCS / page).read_text() == made.stdout, f"run: python -m {module} > docs/{page}"

@@ -61,7 +61,12 @@ def write(folder: Path, text: str, name: str = "settings.yaml") -> str:
 
 
 def test_a_mapping_may_have_names_that_look_like_numbers() -> None:
-    cfg = load_config(["generator.sampling_params.logit_bias={15: -2.0}", "generator.sampling_params.logit_bias.7=1"])
+    cfg = load_config(
+        [
+            "generator.sampling_params.logit_bias={15: -2.0}",
+            "generator.sampling_params.logit_bias.7=1",
+        ]
+    )
     assert cfg.generator.sampling_params.logit_bias == {"15": -2.0, "7": 1}
 
 
@@ -137,13 +142,19 @@ def test_a_subclassed_group_keeps_its_defaults_bounds_and_hints() -> None:
 
 
 def test_a_key_without_default_must_be_given() -> None:
-    with pytest.raises(ConfigError, match=r"^token has no value and no default: write token=VALUE$"):
+    with pytest.raises(
+        ConfigError, match=r"^token has no value and no default: write token=VALUE$"
+    ):
         load_config([], schema=Required)
     assert load_config(["token=x"], schema=Required).token == "x"
 
 
 def test_entries_of_a_free_mapping_are_set_one_by_one_in_any_order() -> None:
-    arguments = ["environment.env_config.deep.b=2", "environment.env_config={a: 1}", "environment.env_config.c=x"]
+    arguments = [
+        "environment.env_config.deep.b=2",
+        "environment.env_config={a: 1}",
+        "environment.env_config.c=x",
+    ]
     for order in (arguments, arguments[::-1]):
         assert load_config(order).environment.env_config == {"a": 1, "deep": {"b": 2}, "c": "x"}
 
@@ -159,15 +170,28 @@ def test_a_free_mapping_is_replaced_as_a_whole_by_a_later_layer(tmp_path: Path) 
     first = write(tmp_path, "environment: {env_config: {a: 1, b: 2}}")
     second = write(tmp_path, "environment: {env_config: {c: 3}}", "second.yaml")
     assert load_config(["--config", first, "--config", second]).environment.env_config == {"c": 3}
-    assert load_config(["--config", first, "environment.env_config.b=4"]).environment.env_config == {"a": 1, "b": 4}
+    assert load_config(
+        ["--config", first, "environment.env_config.b=4"]
+    ).environment.env_config == {"a": 1, "b": 4}
 
 
-def test_a_text_with_references_is_a_list_of_one_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_text_with_references_is_a_list_of_one_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("DATA", "/data")
-    file = write(tmp_path, "data: {train_data: '${oc.env:DATA}/train.parquet', val_data: '${data.train_data}'}")
-    assert (data := load_config(["--config", file]).data).train_data == data.val_data == ["/data/train.parquet"]
+    file = write(
+        tmp_path,
+        "data: {train_data: '${oc.env:DATA}/train.parquet', val_data: '${data.train_data}'}",
+    )
+    assert (
+        (data := load_config(["--config", file]).data).train_data
+        == data.val_data
+        == ["/data/train.parquet"]
+    )
     assert load_config(["data.train_data=${trainer.runs_dir}"]).data.train_data == ["runs"]
-    with pytest.raises(ConfigError, match=r"trainer\.eval_k: Invalid value assigned: int is not a ListConfig"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.eval_k: Invalid value assigned: int is not a ListConfig"
+    ):
         load_config(["trainer.eval_k=${trainer.seed}"])
 
 
@@ -180,7 +204,11 @@ def test_the_path_of_a_file_may_have_an_equals_sign(tmp_path: Path) -> None:
 
 def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Path) -> None:
     first = write(tmp_path, "trainer:\n  seed: 1\n  epochs: 2\n  train_batch_size: 8\n")
-    second = write(tmp_path, "trainer:\n  seed: 2\n  epochs: 3\ngenerator.backend: transformers\n", "second.yaml")
+    second = write(
+        tmp_path,
+        "trainer:\n  seed: 2\n  epochs: 3\ngenerator.backend: transformers\n",
+        "second.yaml",
+    )
     cfg = load_config(["trainer.seed=3", "--config", first, f"--config={second}"])
     assert (cfg.trainer.seed, cfg.trainer.epochs, cfg.trainer.train_batch_size) == (3, 3, 8)
     assert cfg.generator.backend == "transformers"
@@ -207,7 +235,9 @@ def test_overrides_win_over_files_and_later_files_over_earlier_ones(tmp_path: Pa
         ("- 1\n", "settings.yaml: expected groups and keys"),
     ],
 )  # fmt: skip
-def test_a_problem_in_a_file_is_reported_with_its_line(text: str, hint: str, tmp_path: Path) -> None:
+def test_a_problem_in_a_file_is_reported_with_its_line(
+    text: str, hint: str, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(["--config", write(tmp_path, text)])
     assert len(refused.value.problems) == 1
@@ -238,12 +268,17 @@ def test_the_tiny_examples_recipe_is_taken_whole_or_not_at_all_and_a_line_says_s
     whole = configuration(["trainer.plan=one_step_off"])
     assert whole.data.val_data and whole.generator.sampling_params.max_generate_length == 9
     line = about_recipe(whole)
-    assert re.match(r"neither a model nor data.train_data is named: 1\d settings are those of the tiny example", line)
+    assert re.match(
+        r"neither a model nor data.train_data is named: 1\d settings are those of the tiny example",
+        line,
+    )
     given = ["data.train_data=mine.jsonl", "environment.env_class=e"]
     mine = configuration(given)
     expected = load_config([f"trainer.policy.model.path={whole.trainer.policy.model.path}", *given])
     assert mine == expected and mine.data.val_data == []
-    assert about_recipe(mine).startswith("no model is named: the tiny example model is trained on data.train_data")
+    assert about_recipe(mine).startswith(
+        "no model is named: the tiny example model is trained on data.train_data"
+    )
     assert about_recipe(expected) == ""
 
 
@@ -279,7 +314,11 @@ class PresetConfig(Config):
 def presets(monkeypatch: pytest.MonkeyPatch) -> None:
     """A table of presets instead of the library's: one valid, one with an unknown key."""
     tables = {
-        "wide": {"trainer.algorithm.eps_clip_low": 0.3, "trainer.algorithm.eps_clip_high": 1e-6, "trainer.seed": 1},
+        "wide": {
+            "trainer.algorithm.eps_clip_low": 0.3,
+            "trainer.algorithm.eps_clip_high": 1e-6,
+            "trainer.seed": 1,
+        },
         "broken": {"trainer.sed": 1},
     }
 
@@ -297,7 +336,9 @@ def presets(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_preset_lies_above_the_default_file_and_below_files_and_overrides(tmp_path: Path) -> None:
     default = Path(write(tmp_path, "trainer: {seed: 5, epochs: 2, algorithm: {eps_clip_low: 0.1}}"))
     preset = "trainer.algorithm.preset=wide"
-    cfg = load_config([preset, "trainer.algorithm.eps_clip_high=0.4"], schema=PresetConfig, default_config=default)
+    cfg = load_config(
+        [preset, "trainer.algorithm.eps_clip_high=0.4"], schema=PresetConfig, default_config=default
+    )
     assert (cfg.trainer.algorithm.eps_clip_low, cfg.trainer.algorithm.eps_clip_high) == (0.3, 0.4)
     assert (cfg.trainer.seed, cfg.trainer.epochs) == (1, 2)
     file = write(tmp_path, "trainer: {seed: 9, algorithm: {preset: wide}}", "file.yaml")
@@ -309,11 +350,15 @@ def test_a_preset_lies_above_the_default_file_and_below_files_and_overrides(tmp_
 def test_an_unknown_preset_and_a_preset_with_a_wrong_key_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"preset=wid: unknown preset 'wid'"):
         load_config(["trainer.algorithm.preset=wid"], schema=PresetConfig)
-    with pytest.raises(ConfigError, match=r"preset broken: unknown key 'trainer\.sed': did you mean trainer\.seed"):
+    with pytest.raises(
+        ConfigError, match=r"preset broken: unknown key 'trainer\.sed': did you mean trainer\.seed"
+    ):
         load_config(["trainer.algorithm.preset=broken"], schema=PresetConfig)
 
 
-def test_parse_or_exit_prints_one_line_per_problem_and_leaves_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parse_or_exit_prints_one_line_per_problem_and_leaves_with_status_2(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(SystemExit) as end:
         parse_or_exit(["trainer.seed=x", "lr=1"])
     assert end.value.code == 2
@@ -323,7 +368,9 @@ def test_parse_or_exit_prints_one_line_per_problem_and_leaves_with_status_2(caps
 
 
 def test_parse_or_exit_returns_what_load_config_returns() -> None:
-    assert parse_or_exit(["trainer.seed=3"], schema=MyConfig) == load_config(["trainer.seed=3"], schema=MyConfig)
+    assert parse_or_exit(["trainer.seed=3"], schema=MyConfig) == load_config(
+        ["trainer.seed=3"], schema=MyConfig
+    )
 
 
 def test_the_defaults_do_not_contradict_each_other() -> None:

@@ -30,7 +30,9 @@ def test_the_run_resumes_in_the_newest_folder_with_checkpoints(tmp_path: Path) -
     checkpoint(tmp_path, "mine-other", 99.0)
     cfg = trainer(tmp_path)
     line = settle_run_name(cfg)
-    assert line == "the run mine ended before its first checkpoint, and mine-2 is its newest attempt"
+    assert (
+        line == "the run mine ended before its first checkpoint, and mine-2 is its newest attempt"
+    )
     assert cfg.run_name == "mine-2" and Resume.of(cfg).requested
     assert "going on with the run mine-2" in settle_resume_mode(cfg)
 
@@ -39,13 +41,21 @@ def test_a_name_whose_folder_was_deleted_is_free_for_a_new_run(tmp_path: Path) -
     checkpoint(tmp_path, "mine-2", 50.0)
     cfg = trainer(tmp_path)
     line = settle_run_name(cfg)
-    assert line == "a new run mine, since it has no folder; trainer.run_name=mine-2 continues mine-2"
+    assert (
+        line == "a new run mine, since it has no folder; trainer.run_name=mine-2 continues mine-2"
+    )
     assert cfg.run_name == "mine" and not Resume.of(cfg).requested
     assert settle_resume_mode(cfg) == ""
 
 
 @pytest.mark.parametrize(
-    "settings", [{"resume_mode": "none"}, {"resume_mode": "latest"}, {"run_name": ""}, {"ckpt_path": "elsewhere"}]
+    "settings",
+    [
+        {"resume_mode": "none"},
+        {"resume_mode": "latest"},
+        {"run_name": ""},
+        {"ckpt_path": "elsewhere"},
+    ],
 )
 def test_only_where_the_command_leaves_it_open(settings: dict[str, str], tmp_path: Path) -> None:
     checkpoint(tmp_path, "mine-2", 50.0)

@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 KEYS = Keys.of(Config)
 
 # "???" is OmegaConf's "no value"; unpaired surrogates are no text.
-TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(lambda text: text != "???")
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=12).filter(
+    lambda text: text != "???"
+)
 TRICKY = st.sampled_from(
     ["null", "true", "1e-6", "001", "${", "\\${x}", "${trainer.seed}", "a: b", "[", "'", "\\", "~"]
 )
@@ -47,7 +49,9 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     simple: dict[Any, st.SearchStrategy[Any]] = {
         bool: st.booleans(),
         int: st.integers(int(low or 0), 10**6),
-        float: st.floats(low, high, allow_nan=False, allow_infinity=None if key.infinite else False).filter(key.allows),
+        float: st.floats(
+            low, high, allow_nan=False, allow_infinity=None if key.infinite else False
+        ).filter(key.allows),
         str: STRINGS,
         list[str]: st.lists(STRINGS, max_size=3),
         list[int]: st.lists(st.integers(int(low or 0), 10**6), max_size=3),
@@ -94,7 +98,11 @@ def consistent(config: Config) -> Config:
     trainer.critic.warmup_steps, trainer.reward.model.path, trainer.reward.models = 0, "", {}
     trainer.parallel, trainer.policy.fsdp_size = plain.trainer.parallel, 0
     trainer.policy.torch_compile, trainer.policy.router_replay = False, "none"
-    trainer.policy.cpu_offload, trainer.policy.lora.base_dtype, trainer.critic.backbone = "none", "", "own"
+    trainer.policy.cpu_offload, trainer.policy.lora.base_dtype, trainer.critic.backbone = (
+        "none",
+        "",
+        "own",
+    )
     trainer.algorithm.off_policy_correction = "auto"
     trainer.policy_mini_batch_size = 0
     trainer.placement.colocate_all = trainer.algorithm.use_kl_loss = False
@@ -114,7 +122,11 @@ def consistent(config: Config) -> Config:
     generator.n_samples_per_prompt = max(2, generator.n_samples_per_prompt)
     generator.max_model_len = 0
     generator.sampling_params.min_tokens = plain.generator.sampling_params.min_tokens
-    config.environment.reward_funcs, config.environment.reward_weights, config.environment.domains = [], [], {}
+    (
+        config.environment.reward_funcs,
+        config.environment.reward_weights,
+        config.environment.domains,
+    ) = [], [], {}
     config.data.reasoning_gym = config.data.val_sets = config.environment.judges = {}
     trainer.eval_k, trainer.eval_answer = [], "auto"
     generator.agent_program = generator.agent_func_path = ""
@@ -126,7 +138,9 @@ def consistent(config: Config) -> Config:
 
 
 @pytest.mark.matrix
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(
+    max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 @given(configs().map(consistent))
 def test_what_is_dumped_loads_back_equal(config: Config) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -146,7 +160,12 @@ def test_quoted_text_on_the_command_line_arrives_unchanged_but_for_references(te
 @settings(max_examples=60, deadline=None)
 @given(st.floats(0, 1e300))
 def test_python_s_own_spelling_of_a_float_is_read_exactly(number: float) -> None:
-    assert load_config([f"trainer.policy.optimizer_config.lr={number!r}"]).trainer.policy.optimizer_config.lr == number
+    assert (
+        load_config(
+            [f"trainer.policy.optimizer_config.lr={number!r}"]
+        ).trainer.policy.optimizer_config.lr
+        == number
+    )
 
 
 def test_the_dump_holds_every_key_in_the_schema_s_order() -> None:

@@ -24,7 +24,9 @@ SAMPLING = "generator.sampling_params"
         ([f"{SAMPLING}.min_tokens=4"], ["min_tokens=4", "in the engine's log-probabilities alone"]),
     ],
 )  # fmt: skip
-def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(overrides: list[str], named: list[str]) -> None:
+def test_what_biases_the_ratio_to_the_behaviour_policy_is_said(
+    overrides: list[str], named: list[str]
+) -> None:
     (warning,) = config_warnings(load_config(overrides))
     assert all(text in warning for text in named)
 
@@ -48,19 +50,30 @@ def test_no_warning_where_the_ratio_is_right_or_not_used(overrides: list[str]) -
 
 
 def test_every_setting_arrives_at_the_engines() -> None:
-    cfg = SamplingConfig(max_generate_length=9, logit_bias={"15": 2}, seed=3, allowed_token_ids=[1, 15])
+    cfg = SamplingConfig(
+        max_generate_length=9, logit_bias={"15": 2}, seed=3, allowed_token_ids=[1, 15]
+    )
     found = sampling_params(cfg)
-    assert (found.max_tokens, found.logit_bias, found.seed, found.allowed_token_ids) == (9, {15: 2.0}, 3, (1, 15))
+    assert (found.max_tokens, found.logit_bias, found.seed, found.allowed_token_ids) == (
+        9,
+        {15: 2.0},
+        3,
+        (1, 15),
+    )
     assert sampling_params(SamplingConfig()).seed is None
     ours = set(vars(cfg)) - {"max_generate_length"}
     assert ours == set(vars(found)) - {"max_tokens"}
-    assert {n for about in ENGINES.builtins().values() for n in about.can["sampling"]} | set(FILTERS) | set(
-        (*HISTORY, *UNMIRRORED)
-    ) <= ours
+    assert {n for about in ENGINES.builtins().values() for n in about.can["sampling"]} | set(
+        FILTERS
+    ) | set((*HISTORY, *UNMIRRORED)) <= ours
 
 
 def test_samples_of_a_seed_differ_and_are_the_same_in_every_run() -> None:
-    seeds = [request_seed(7, "e0-i0-r0-t0"), request_seed(7, "e0-i0-r1-t0"), request_seed(8, "e0-i0-r0-t0")]
+    seeds = [
+        request_seed(7, "e0-i0-r0-t0"),
+        request_seed(7, "e0-i0-r1-t0"),
+        request_seed(8, "e0-i0-r0-t0"),
+    ]
     assert len(set(seeds)) == 3 and all(0 <= seed < 2**56 for seed in seeds if seed is not None)
     assert request_seed(7, "e0-i0-r0-t0") == seeds[0] and request_seed(None, "e0-i0-r0-t0") is None
 
@@ -73,12 +86,28 @@ def test_auto_means_the_engine_that_is_there(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_evaluation_leaves_open_is_as_in_training_but_for_the_temperature() -> None:
-    cfg = load_config([f"{SAMPLING}.max_generate_length=1024", f"{SAMPLING}.temperature=0.7", f"{SAMPLING}.stop=[x]"])
+    cfg = load_config(
+        [
+            f"{SAMPLING}.max_generate_length=1024",
+            f"{SAMPLING}.temperature=0.7",
+            f"{SAMPLING}.stop=[x]",
+        ]
+    )
     assert evaluation(cfg.generator) == replace(cfg.generator.sampling_params, temperature=0.0)
     evaluating = "generator.eval_sampling_params"
-    cfg = load_config([f"{evaluating}.temperature=null", f"{evaluating}.logit_bias.15=-2", f"{SAMPLING}.top_p=0.9"])
-    assert evaluation(cfg.generator) == replace(cfg.generator.sampling_params, logit_bias={"15": -2})
-    with pytest.raises(ConfigError, match=r"eval_sampling_params\.top_p=2.*must be greater than 0 and at most 1"):
+    cfg = load_config(
+        [
+            f"{evaluating}.temperature=null",
+            f"{evaluating}.logit_bias.15=-2",
+            f"{SAMPLING}.top_p=0.9",
+        ]
+    )
+    assert evaluation(cfg.generator) == replace(
+        cfg.generator.sampling_params, logit_bias={"15": -2}
+    )
+    with pytest.raises(
+        ConfigError, match=r"eval_sampling_params\.top_p=2.*must be greater than 0 and at most 1"
+    ):
         load_config([f"{evaluating}.top_p=2"])
 
 

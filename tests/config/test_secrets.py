@@ -17,7 +17,12 @@ from skyasync.observability.run_dir import RunDirectory
 from skyasync.run.logs import ProcessLogs
 from skyasync.trainer.checkpoint.settings_check import CONFIG, check_recorded, record
 
-KEY, PASSWORD, TOKEN, OF_ENVIRONMENT = "sk-3f1c99a2b7", "pa55-word-xyz", "tok-8d77e6f1", "env-5ce9d1037a"
+KEY, PASSWORD, TOKEN, OF_ENVIRONMENT = (
+    "sk-3f1c99a2b7",
+    "pa55-word-xyz",
+    "tok-8d77e6f1",
+    "env-5ce9d1037a",
+)
 GIVEN = [
     "trainer.policy.model.path=/nowhere",
     f"environment.env_config={{api_key: {KEY}, size: 4, nested: {{password: {PASSWORD}}}, max_tokens: 7}}",
@@ -26,12 +31,16 @@ GIVEN = [
 ]
 
 
-@pytest.mark.parametrize("name", ["api_key", "API_KEY", "openai_api_key", "token", "hf_token", "db_password", "secret"])
+@pytest.mark.parametrize(
+    "name", ["api_key", "API_KEY", "openai_api_key", "token", "hf_token", "db_password", "secret"]
+)
 def test_names_of_secrets(name: str) -> None:
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", ["api_key_env", "max_tokens", "stop_token", "tokenizer", "keys", "key", "passes", ""])
+@pytest.mark.parametrize(
+    "name", ["api_key_env", "max_tokens", "stop_token", "tokenizer", "keys", "key", "passes", ""]
+)
 def test_names_of_others(name: str) -> None:
     assert not is_secret(name)
 
@@ -42,7 +51,11 @@ def test_what_is_written_down_of_a_configuration_has_no_secret(tmp_path: Path) -
     (tmp_path / CONFIG).write_text(json.dumps(record(cfg), default=str))
     for text in (written, (tmp_path / CONFIG).read_text()):
         assert not [secret for secret in (KEY, PASSWORD, TOKEN) if secret in text]
-        assert "size" in text and "max_tokens" in text and "http://user:***@judge:5000/get_reward?token=***&n=1" in text
+        assert (
+            "size" in text
+            and "max_tokens" in text
+            and "http://user:***@judge:5000/get_reward?token=***&n=1" in text
+        )
     assert KEY in dump_config(cfg)
     assert check_recorded(tmp_path, cfg) == [], "a hidden secret is no change"
 
@@ -50,7 +63,11 @@ def test_what_is_written_down_of_a_configuration_has_no_secret(tmp_path: Path) -
     file.write_text(written)
     with pytest.raises(UserError) as refused:
         load_config([f"--config={file}"])
-    for key in ("environment.env_config.api_key", "environment.env_config.nested.password", "environment.reward_funcs"):
+    for key in (
+        "environment.env_config.api_key",
+        "environment.env_config.nested.password",
+        "environment.reward_funcs",
+    ):
         assert f"{key} is a secret that a run's config.yaml does not hold" in str(refused.value)
 
 
@@ -65,7 +82,10 @@ def test_a_secret_variable_is_hidden_under_any_key_and_config_yaml_refers_to_it(
         "environment: {env_config: {key: '${oc.env:SERPER_KEY}', n: 1}}\n"
     )
     cfg = load_config([f"--config={file}"])
-    assert (cfg.trainer.project_name, cfg.environment.env_config["key"]) == (f"a-{OF_ENVIRONMENT}", KEY)
+    assert (cfg.trainer.project_name, cfg.environment.env_config["key"]) == (
+        f"a-{OF_ENVIRONMENT}",
+        KEY,
+    )
     shown = dump_config(cfg, secrets=False)
     recorded = json.dumps(record(cfg), default=str)
     trackers = str(hidden(asdict(cfg)))
@@ -79,7 +99,10 @@ def test_a_secret_variable_is_hidden_under_any_key_and_config_yaml_refers_to_it(
 
 def test_what_is_no_secret_is_written_as_it_is() -> None:
     cfg = load_config(
-        ["trainer.policy.model.path=/nowhere", "environment.env_config={a: '***', b: 'http://h:1/x?n=2'}"]
+        [
+            "trainer.policy.model.path=/nowhere",
+            "environment.env_config={a: '***', b: 'http://h:1/x?n=2'}",
+        ]
     )
     assert dump_config(cfg, secrets=False) == dump_config(cfg)
     assert hidden({"a": [1, None, True, "x@y"]}) == {"a": [1, None, True, "x@y"]}
@@ -94,7 +117,10 @@ def test_text_has_none_either(tmp_path: Path, capsys: Any) -> None:
         "TOKENIZERS_BACKEND": "huggingface",
         "AUTHOR": "somebody1",
     }
-    asked = [*GIVEN, "environment.judges={j: {base_url: 'http://h/v1', model: m, api_key_env: JUDGE}}"]
+    asked = [
+        *GIVEN,
+        "environment.judges={j: {base_url: 'http://h/v1', model: m, api_key_env: JUDGE}}",
+    ]
     secrets = Secrets.of(load_config(asked), environment)
     said = f"{KEY} {PASSWORD} {OF_ENVIRONMENT} judge-key-4242 at http://a:b@h/ ?"
     assert secrets.hide_all(said) == "*** *** *** *** at http://a:***@h/ ?"
@@ -111,6 +137,8 @@ def test_text_has_none_either(tmp_path: Path, capsys: Any) -> None:
     assert len(files) == 3
     for path in files:
         assert "***" in path.read_text()
-        assert not [secret for secret in (KEY, PASSWORD, OF_ENVIRONMENT) if secret in path.read_text()]
+        assert not [
+            secret for secret in (KEY, PASSWORD, OF_ENVIRONMENT) if secret in path.read_text()
+        ]
     assert capsys.readouterr().out == "asking with ***\n"
     assert stat.S_IMODE(run.path.stat().st_mode) == 0o700

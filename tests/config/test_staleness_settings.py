@@ -9,7 +9,9 @@ from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 
 
-def problems(plan: str, *, fixed: str | None = None, batch: int = 64, **settings: object) -> list[str]:
+def problems(
+    plan: str, *, fixed: str | None = None, batch: int = 64, **settings: object
+) -> list[str]:
     cfg = Config()
     cfg.trainer.plan, cfg.trainer.train_batch_size = plan, batch
     for name, value in settings.items():
@@ -21,9 +23,14 @@ def problems(plan: str, *, fixed: str | None = None, batch: int = 64, **settings
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off"])
 @pytest.mark.parametrize("partial_rollout", ["recompute", "wait"])
-def test_partial_rollout_needs_a_plan_with_requests_in_flight(plan: str, partial_rollout: str) -> None:
+def test_partial_rollout_needs_a_plan_with_requests_in_flight(
+    plan: str, partial_rollout: str
+) -> None:
     (problem,) = problems(plan, partial_rollout=partial_rollout)
-    assert f"trainer.partial_rollout={partial_rollout}" in problem and f"trainer.plan={plan}" in problem
+    assert (
+        f"trainer.partial_rollout={partial_rollout}" in problem
+        and f"trainer.plan={plan}" in problem
+    )
     assert "set trainer.plan=fully_async" in problem
     assert problems("fully_async", partial_rollout=partial_rollout) == []
 
@@ -35,10 +42,15 @@ def test_the_generation_ratio_needs_the_staleness_that_it_causes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "way_out"), [(63, "is not between trainer.train_batch_size=64"), (193, "trainer.max_staleness to 3")]
+    ("size", "way_out"),
+    [(63, "is not between trainer.train_batch_size=64"), (193, "trainer.max_staleness to 3")],
 )
-def test_prompts_in_flight_are_a_batch_at_least_and_what_staleness_allows_at_most(size: int, way_out: str) -> None:
-    (problem,) = problems("fully_async", generate_batch_size=size, max_staleness=2 if size > 64 else 1)
+def test_prompts_in_flight_are_a_batch_at_least_and_what_staleness_allows_at_most(
+    size: int, way_out: str
+) -> None:
+    (problem,) = problems(
+        "fully_async", generate_batch_size=size, max_staleness=2 if size > 64 else 1
+    )
     assert f"generator.generate_batch_size={size}" in problem and way_out in problem
 
 
@@ -57,19 +69,28 @@ def test_without_staleness_no_correction_is_needed() -> None:
 def test_plans_that_share_devices_say_which() -> None:
     shared = ["trainer.placement.colocate_all=true"]
     with pytest.raises(
-        ConfigError, match=r"colocated_async lets policy and engines .* set trainer.placement.colocate_"
+        ConfigError,
+        match=r"colocated_async lets policy and engines .* set trainer.placement.colocate_",
     ):
         load_config(["trainer.plan=colocated_async"])
     load_config(["trainer.plan=colocated_async", "trainer.max_staleness=2", *shared])
     with pytest.raises(ConfigError, match=r"trainer.partial_rollout=wait has no effect"):
         load_config(["trainer.plan=colocated_async", "trainer.partial_rollout=wait", *shared])
-    load_config(["trainer.plan=hybrid_async", "generator.hybrid_engines=1", "trainer.max_staleness=2"])
+    load_config(
+        ["trainer.plan=hybrid_async", "generator.hybrid_engines=1", "trainer.max_staleness=2"]
+    )
     for count in (0, 2):
-        with pytest.raises(ConfigError, match=f"generator.hybrid_engines={count}: set it to 1, for the one rank"):
+        with pytest.raises(
+            ConfigError, match=f"generator.hybrid_engines={count}: set it to 1, for the one rank"
+        ):
             load_config(["trainer.plan=hybrid_async", f"generator.hybrid_engines={count}"])
-    with pytest.raises(ConfigError, match=r"generator.hybrid_engines=1 has no effect .* trainer.plan=hybrid_async"):
+    with pytest.raises(
+        ConfigError, match=r"generator.hybrid_engines=1 has no effect .* trainer.plan=hybrid_async"
+    ):
         load_config(["trainer.plan=fully_async", "generator.hybrid_engines=1"])
-    with pytest.raises(ConfigError, match=r"generator.hybrid_engines=1 sleep then: use .*=shared_memory"):
+    with pytest.raises(
+        ConfigError, match=r"generator.hybrid_engines=1 sleep then: use .*=shared_memory"
+    ):
         load_config(
             ["trainer.plan=hybrid_async", "generator.hybrid_engines=1", "generator.backend=vllm",
              "generator.weight_sync_backend=nccl"]

@@ -104,7 +104,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("override", "hint"), WRONG, ids=[override for override, _ in WRONG])
-def test_a_wrong_override_is_refused_in_one_line_with_the_right_hint(override: str, hint: str) -> None:
+def test_a_wrong_override_is_refused_in_one_line_with_the_right_hint(
+    override: str, hint: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config([override])
     assert len(refused.value.problems) == 1
@@ -112,24 +114,41 @@ def test_a_wrong_override_is_refused_in_one_line_with_the_right_hint(override: s
     assert hint in refused.value.problems[0]
 
 
-def test_the_last_value_of_a_key_counts_and_a_line_names_them(caplog: pytest.LogCaptureFixture) -> None:
-    cfg = load_config(["trainer.seed=1", "trainer.logger=[jsonl, none]", "trainer.seed=2", "trainer.logger=console"])
+def test_the_last_value_of_a_key_counts_and_a_line_names_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    cfg = load_config(
+        [
+            "trainer.seed=1",
+            "trainer.logger=[jsonl, none]",
+            "trainer.seed=2",
+            "trainer.logger=console",
+        ]
+    )
     assert (cfg.trainer.seed, cfg.trainer.logger) == (2, ["console"])
     assert caplog.messages == [
         "trainer.seed is given several times, as 1, 2: the last one counts",
         "trainer.logger is given several times, as [jsonl, none], console: the last one counts",
     ]
     caplog.clear()
-    assert load_config(["trainer.seed=1", "trainer.seed=1"]).trainer.seed == 1 and not caplog.messages
+    assert (
+        load_config(["trainer.seed=1", "trainer.seed=1"]).trainer.seed == 1 and not caplog.messages
+    )
 
 
 def test_an_entry_after_its_mapping_is_added_and_a_second_mapping_replaces_the_first() -> None:
-    entries = ["environment.env_config={a: 1}", "environment.env_config.b=2", "environment.env_config.b=3"]
+    entries = [
+        "environment.env_config={a: 1}",
+        "environment.env_config.b=2",
+        "environment.env_config.b=3",
+    ]
     assert load_config(entries).environment.env_config == {"a": 1, "b": 3}
 
 
 def test_a_flag_of_another_system_with_its_value_is_answered_with_our_key() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option --lr: .*trainer\.policy\.optimizer_config\.lr"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option --lr: .*trainer\.policy\.optimizer_config\.lr"
+    ):
         load_config(["--lr=1e-5"])
 
 
@@ -167,8 +186,12 @@ except SystemExit as end:
         ("trainer.logger=wandbb", "'wandb'"),
     ],
 )
-def test_a_refused_command_line_loads_nothing_heavy_and_prints_no_traceback(override: str, hint: str) -> None:
-    ran = subprocess.run([sys.executable, "-c", PROBE, override], capture_output=True, text=True, timeout=20)
+def test_a_refused_command_line_loads_nothing_heavy_and_prints_no_traceback(
+    override: str, hint: str
+) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", PROBE, override], capture_output=True, text=True, timeout=20
+    )
     assert json.loads(ran.stdout) == {"status": 2, "heavy": []}
     assert ran.stderr.startswith("error: ")
     assert len(ran.stderr.splitlines()) == 1

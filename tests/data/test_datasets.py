@@ -13,7 +13,10 @@ HERE = "tests.data.test_datasets"
 
 
 def rows_of_a_function():
-    return [{"prompt": "sort 3 1", "answer": "1 3"}, {"prompt": [{"role": "user", "content": "x"}], "env_class": "own"}]
+    return [
+        {"prompt": "sort 3 1", "answer": "1 3"},
+        {"prompt": [{"role": "user", "content": "x"}], "env_class": "own"},
+    ]
 
 
 def no_prompt():
@@ -21,7 +24,14 @@ def no_prompt():
 
 
 def problems():
-    return [{"problem": "2 + 2", "solution": {"final": "4", "steps": "none"}, "subject": "sums", "prompt": "other"}]
+    return [
+        {
+            "problem": "2 + 2",
+            "solution": {"final": "4", "steps": "none"},
+            "subject": "sums",
+            "prompt": "other",
+        }
+    ]
 
 
 def no_conversation():
@@ -80,9 +90,18 @@ def test_columns_of_other_names():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("data.prompt_key=problm", r"'problm' \(data.prompt_key\); it has: .*; did you mean 'problem'\?"),
-        ("data.label_key=solution.fnal", r"'solution.fnal' \(data.label_key\); .* did you mean 'solution.final'\?"),
-        ("data.domain_key=subjects", r"'subjects' \(data.domain_key\); .* did you mean 'subject'\?"),
+        (
+            "data.prompt_key=problm",
+            r"'problm' \(data.prompt_key\); it has: .*; did you mean 'problem'\?",
+        ),
+        (
+            "data.label_key=solution.fnal",
+            r"'solution.fnal' \(data.label_key\); .* did you mean 'solution.final'\?",
+        ),
+        (
+            "data.domain_key=subjects",
+            r"'subjects' \(data.domain_key\); .* did you mean 'subject'\?",
+        ),
     ],
 )
 def test_a_wrong_column_name_is_answered_with_the_nearest(setting, message):
@@ -91,12 +110,16 @@ def test_a_wrong_column_name_is_answered_with_the_nearest(setting, message):
 
 
 def test_a_row_without_a_prompt_is_named():
-    with pytest.raises(UserError, match=r"data row 1 has no column 'prompt' .*; it has: promt, answer; .* 'promt'"):
+    with pytest.raises(
+        UserError, match=r"data row 1 has no column 'prompt' .*; it has: promt, answer; .* 'promt'"
+    ):
         load("no_prompt", GSM8K)
 
 
 def test_a_prompt_that_is_no_conversation_is_refused():
-    with pytest.raises(UserError, match="data row 0: 'prompt' must be a string, or a list of messages"):
+    with pytest.raises(
+        UserError, match="data row 0: 'prompt' must be a string, or a list of messages"
+    ):
         load("no_conversation", GSM8K)
 
 
@@ -105,19 +128,26 @@ def test_reward_functions_are_the_environment_of_rows_that_name_none():
 
 
 def test_a_domains_reward_functions_are_the_environment_too():
-    rows = load("two_domains", *(f"environment.domains.{name}.reward_funcs=gsm8k" for name in ("even", "odd")))
+    rows = load(
+        "two_domains",
+        *(f"environment.domains.{name}.reward_funcs=gsm8k" for name in ("even", "odd")),
+    )
     assert {p.env_class for p in rows} == {"reward"}
 
 
 def test_reward_functions_that_would_judge_no_row_are_refused():
-    with pytest.raises(UserError, match=r"exact_match would judge no row.*\(gsm8k\).*env_class_from_rows=false"):
+    with pytest.raises(
+        UserError, match=r"exact_match would judge no row.*\(gsm8k\).*env_class_from_rows=false"
+    ):
         load("all_name_an_environment", REWARD)
     (found,) = load("all_name_an_environment", REWARD, "environment.env_class_from_rows=false")
     assert found.env_class == "reward"
 
 
 def test_a_row_without_an_environment_needs_a_default():
-    with pytest.raises(UserError, match=r"data row 0 names no env_class and environment\.env_class is empty"):
+    with pytest.raises(
+        UserError, match=r"data row 0 names no env_class and environment\.env_class is empty"
+    ):
         load("rows_of_a_function")
 
 
@@ -128,14 +158,17 @@ def test_a_system_prompt_stands_in_front_where_there_is_none():
 
 def test_raw_text_takes_no_conversation():
     assert load("two_domains", GSM8K, "data.apply_chat_template=false")
-    with pytest.raises(UserError, match=r"data row 1 holds a conversation, and data\.apply_chat_template=false"):
+    with pytest.raises(
+        UserError, match=r"data row 1 holds a conversation, and data\.apply_chat_template=false"
+    ):
         load("rows_of_a_function", GSM8K, "data.apply_chat_template=false")
 
 
 def test_a_domain_with_settings_must_be_some_rows_domain():
     settings = [GSM8K, "environment.domains.evn.scale=2"]
     with pytest.raises(
-        UserError, match=r"environment.domains.evn: no training row has this domain.*did you mean 'even'"
+        UserError,
+        match=r"environment.domains.evn: no training row has this domain.*did you mean 'even'",
     ):
         load("two_domains", *settings)
     assert load("two_domains", *settings, is_eval=True)  # a held-out set may lack some of them
@@ -160,8 +193,16 @@ JUDGE = ["environment.judges.j.engine=policy", "environment.judges.j.prompt='{ru
 @pytest.mark.parametrize(
     ("row", "more", "line"),
     [
-        ({"rubrik": "x"}, JUDGE, r"data row 1: the prompt of judge j shows {rubric}, .* did you mean {rubrik}\?"),
-        ({"rubric": "x", "reward_funcs": ["judge:k"]}, JUDGE, "data row 1: unknown judge 'k': allowed: j"),
+        (
+            {"rubrik": "x"},
+            JUDGE,
+            r"data row 1: the prompt of judge j shows {rubric}, .* did you mean {rubrik}\?",
+        ),
+        (
+            {"rubric": "x", "reward_funcs": ["judge:k"]},
+            JUDGE,
+            "data row 1: unknown judge 'k': allowed: j",
+        ),
         (
             {"reward_funcs": "instruction_following"},
             [],
@@ -171,8 +212,13 @@ JUDGE = ["environment.judges.j.engine=policy", "environment.judges.j.prompt='{ru
 )
 def test_a_row_that_nothing_could_judge_is_told_before_the_run(row, more, line):
     funcs = "judge:j" if more else "exact_match"
-    cfg = load_config(["trainer.policy.model.path=a/b", f"environment.reward_funcs=[{funcs}]", *more])
-    rows = [{"prompt": "a", "label": "b", "rubric": "be kind"}, {"prompt": "c", "label": "d", **row}]
+    cfg = load_config(
+        ["trainer.policy.model.path=a/b", f"environment.reward_funcs=[{funcs}]", *more]
+    )
+    rows = [
+        {"prompt": "a", "label": "b", "rubric": "be kind"},
+        {"prompt": "c", "label": "d", **row},
+    ]
     for is_eval in (False, True):
         with pytest.raises(UserError, match=line):
             load_prompts(["mine"], cfg, tokenizer(), is_eval=is_eval, known={"mine": rows})
@@ -192,7 +238,9 @@ def test_a_metric_that_no_reward_function_reports_is_told_before_the_run(metric,
     if known:
         assert load_prompts(["mine"], cfg, tokenizer(), known=rows)
     else:
-        with pytest.raises(UserError, match=f"data row 0: unknown metric in .*dynamic_sampling.metric '{metric}': "):
+        with pytest.raises(
+            UserError, match=f"data row 0: unknown metric in .*dynamic_sampling.metric '{metric}': "
+        ):
             load_prompts(["mine"], cfg, tokenizer(), known=rows)
 
 
@@ -201,4 +249,10 @@ def test_held_out_sets_are_numbered_through_and_bear_their_names():
                        "data.val_sets={aime: [mine, more]}"])  # fmt: skip
     known = {"mine": [{"prompt": "a"}, {"prompt": "b"}], "more": [{"prompt": "c"}]}
     found = load_eval_prompts(cfg, tokenizer(), known=known)
-    assert [(p.id.row, p.eval_set) for p in found] == [(0, ""), (1, ""), (2, "aime"), (3, "aime"), (4, "aime")]
+    assert [(p.id.row, p.eval_set) for p in found] == [
+        (0, ""),
+        (1, ""),
+        (2, "aime"),
+        (3, "aime"),
+        (4, "aime"),
+    ]

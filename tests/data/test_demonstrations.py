@@ -27,7 +27,9 @@ TALK = [
 ]
 
 
-def load(*rows: dict[str, Any], template: str = "", apply: bool = True, limit: int = 512) -> list[Demonstration]:
+def load(
+    *rows: dict[str, Any], template: str = "", apply: bool = True, limit: int = 512
+) -> list[Demonstration]:
     cfg, speaks = Config(), copy(tokenizer())
     cfg.data.apply_chat_template, cfg.trainer.max_prompt_length = apply, limit
     cfg.generator.sampling_params.max_generate_length = 1
@@ -40,7 +42,9 @@ def shown(sequence: list[Segment]) -> list[tuple[str, str]]:
 
 
 def test_text_and_messages_are_the_same_demonstration() -> None:
-    text, messages = load({"prompt": "a", "response": "b"}, {"prompt": TALK[:1], "completion": TALK[1:2], "other": 1})
+    text, messages = load(
+        {"prompt": "a", "response": "b"}, {"prompt": TALK[:1], "completion": TALK[1:2], "other": 1}
+    )
     assert shown(text.sequences[0]) == [
         ("prompt", "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"), ("action", "b<|im_end|>\n"),
     ]  # fmt: skip
@@ -48,7 +52,9 @@ def test_text_and_messages_are_the_same_demonstration() -> None:
     assert text.messages == messages.messages == TALK[:2]
 
 
-def test_all_messages_of_the_assistant_are_learnt_of_a_conversation_and_the_last_of_a_prompt() -> None:
+def test_all_messages_of_the_assistant_are_learnt_of_a_conversation_and_the_last_of_a_prompt() -> (
+    None
+):
     whole, last = load({"messages": TALK}, {"prompt": TALK[:3], "completion": "d"})
     kinds = [[segment.kind for segment in each.sequences[0]] for each in (whole, last)]
     assert kinds == [["prompt", "action", "observation", "action"], ["prompt", "action"]]
@@ -58,7 +64,9 @@ def test_all_messages_of_the_assistant_are_learnt_of_a_conversation_and_the_last
 
 def test_turns_that_the_template_shows_differently_later_are_sequences_of_their_own() -> None:
     (row,) = load({"messages": TALK}, template=FORGETS)
-    assert [[kind for kind, _ in shown(sequence)] for sequence in row.sequences] == [["prompt", "action"]] * 2
+    assert [[kind for kind, _ in shown(sequence)] for sequence in row.sequences] == [
+        ["prompt", "action"]
+    ] * 2
     assert [shown(sequence)[1][1] for sequence in row.sequences] == ["b<|im_end|>", "d<|im_end|>"]
 
 
@@ -71,12 +79,17 @@ def test_long_rows_are_left_out_and_counted(caplog: pytest.LogCaptureFixture) ->
     short, long = {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "9" * 50}
     with caplog.at_level(logging.WARNING):
         assert [row.id.row for row in load(long, short, limit=40)] == [1]
-    assert "1 of 2 rows have more than trainer.max_prompt_length + generator.sampling_params" in caplog.text
+    assert (
+        "1 of 2 rows have more than trainer.max_prompt_length + generator.sampling_params"
+        in caplog.text
+    )
     with pytest.raises(UserError, match="= 6 tokens: the shortest of 1 has"):
         load(long, limit=5)
 
 
 def test_a_template_that_changes_the_prompt_is_one_line() -> None:
     template = "{{ messages | length }}{% if add_generation_prompt %}:{% endif %}"
-    with pytest.raises(UserError, match="data row 0: the chat template shows '1:' before the response, and with"):
+    with pytest.raises(
+        UserError, match="data row 0: the chat template shows '1:' before the response, and with"
+    ):
         load({"prompt": "a", "completion": "b"}, template=template)

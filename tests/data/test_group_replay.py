@@ -28,7 +28,9 @@ def group(row: int, rewards: list[float], version: int = 0) -> Group:
     prompt = PromptId(0, row)
 
     def trajectory(number: int, reward: float) -> Trajectory:
-        action = Segment("action", ints([5, 6]), torch.zeros(2).numpy(), ints([version, version + 1]), reward)
+        action = Segment(
+            "action", ints([5, 6]), torch.zeros(2).numpy(), ints([version, version + 1]), reward
+        )
         return Trajectory(TrajectoryId(prompt, number), [Segment("prompt", ints([1])), action])
 
     return Group(Prompt(prompt, [], ""), [trajectory(*each) for each in enumerate(rewards)])
@@ -40,7 +42,15 @@ def rows(groups: list[Group]) -> list[int]:
 
 def test_what_few_samples_have_solved_is_replayed_once_and_the_most_difficult_first() -> None:
     solved = SolvedGroups(DataConfig(replay_groups=2))
-    solved.trained([group(0, [0, 0, 0, 0]), group(1, [1, 1, 1, 0]), group(2, [1, 1, 0, 0]), group(3, [0, 0, 0, 1])], 1)
+    solved.trained(
+        [
+            group(0, [0, 0, 0, 0]),
+            group(1, [1, 1, 1, 0]),
+            group(2, [1, 1, 0, 0]),
+            group(3, [0, 0, 0, 1]),
+        ],
+        1,
+    )
     solved.trained([group(4, [0, 1, 0, 0]), group(5, [0.9, 0.9, 0, 0])], 2)
     assert rows(solved.draw(2)) == [3, 4]
     assert rows(solved.own([group(6, [1, 0]), *solved.drawn])) == [6]
@@ -54,7 +64,9 @@ def test_groups_with_tokens_that_are_too_old_are_not_replayed() -> None:
         assert rows(solved.draw(step)) == drawn
 
 
-def test_groups_of_undone_steps_and_those_with_rewards_that_are_not_finite_are_not_replayed() -> None:
+def test_groups_of_undone_steps_and_those_with_rewards_that_are_not_finite_are_not_replayed() -> (
+    None
+):
     solved = SolvedGroups(DataConfig(replay_groups=9))
     for step in range(1, 5):
         solved.trained([group(step, [0, 1]), group(10 + step, [0, 0, 1, nan])], step)
@@ -81,14 +93,26 @@ def test_a_checkpoint_keeps_the_groups_that_are_left(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings, message",
     [
-        (["trainer.algorithm.off_policy_correction=none"], r"data\.replay_groups=2 is asynchronous|uncorrected"),
+        (
+            ["trainer.algorithm.off_policy_correction=none"],
+            r"data\.replay_groups=2 is asynchronous|uncorrected",
+        ),
         (["trainer.plan=streamed"], r"data\.replay_groups=2 needs the whole batch"),
         (["data.streaming=true", "trainer.max_training_steps=3"], r"data\.replay_groups"),
     ],
 )
-def test_a_run_that_could_not_correct_or_replay_them_is_rejected(settings: list[str], message: str) -> None:
+def test_a_run_that_could_not_correct_or_replay_them_is_rejected(
+    settings: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
-        load_config(["data.replay_groups=2", "trainer.policy.model.path=m", "data.train_data=d.jsonl", *settings])
+        load_config(
+            [
+                "data.replay_groups=2",
+                "trainer.policy.model.path=m",
+                "data.train_data=d.jsonl",
+                *settings,
+            ]
+        )
 
 
 # ---------------------------------------------------------------- in runs
@@ -142,12 +166,16 @@ async def test_replayed_groups_are_trained_with_their_log_probabilities_and_a_re
     with pytest.raises(Broken):
         await first.train()
     resumed = await run("cut", resume_mode="latest").train()
-    assert [int(resumed.tracker.rows[step]["sampler/replayed"]) for step in (3, 4, 5)] == replayed[2:]
+    assert [int(resumed.tracker.rows[step]["sampler/replayed"]) for step in (3, 4, 5)] == replayed[
+        2:
+    ]
     assert same(weights(whole), weights(resumed))
 
 
 @pytest.mark.slow
-async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_trained(model: str, tmp_path: Path) -> None:
+async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_trained(
+    model: str, tmp_path: Path
+) -> None:
     class LeavesOut(RayPPOTrainer):
         """The first new group of each step, and every replayed one."""
 
@@ -156,7 +184,10 @@ async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_traine
 
     await recorded(LeavesOut, replaying(model), tmp_path / "run")
     ledger = read_rows(tmp_path / "run" / "ledger.jsonl")
-    assert sum(row.get("sampler/replayed", 0) for row in read_rows(tmp_path / "run" / "metrics.jsonl")) >= 1
+    assert (
+        sum(row.get("sampler/replayed", 0) for row in read_rows(tmp_path / "run" / "metrics.jsonl"))
+        >= 1
+    )
     assert len(audit(ledger)) == 5 * 4
     assert [len(row.get("rejected", ())) for row in ledger] == [1] * 5
 
@@ -166,6 +197,9 @@ async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_traine
 @pytest.mark.parametrize("plan", ["sync", "fully_async"])
 async def test_a_replay_draws_the_same_groups(plan: str, model: str, tmp_path: Path) -> None:
     run, again = await both(plan, replaying(model, max_staleness=2), tmp_path / "run")
-    assert sum(row.get("sampler/replayed", 0) for row in read_rows(tmp_path / "run" / "metrics.jsonl")) >= 1
+    assert (
+        sum(row.get("sampler/replayed", 0) for row in read_rows(tmp_path / "run" / "metrics.jsonl"))
+        >= 1
+    )
     assert again.trainer.difference == ""  # type: ignore[attr-defined]
     assert same(weights(run), weights(again))

@@ -22,7 +22,9 @@ def drawn(found):
 
 
 @given(st.integers(1, 12), st.integers(1, 30), st.floats(0.2, 0.8), st.integers(0, 3))
-def test_every_pass_has_the_shares_and_no_row_comes_twice_before_all_came_once(small, large, share, seed):
+def test_every_pass_has_the_shares_and_no_row_comes_twice_before_all_came_once(
+    small, large, share, seed
+):
     size = small + large
     counts = round(share * size)
     if not 0 < counts < size:
@@ -54,7 +56,11 @@ def test_rows_without_a_share_divide_the_rest_by_their_number():
     ("sizes", "proportions", "message"),
     [
         ({"a": 4}, {"a": 0.5}, "sum to 0.5, and every row belongs to one of these domains"),
-        ({"a": 4, "b": 4}, {"a": 1.0}, "the other domains has 4 rows, and its proportion of 8 prompts rounds to 0"),
+        (
+            {"a": 4, "b": 4},
+            {"a": 1.0},
+            "the other domains has 4 rows, and its proportion of 8 prompts rounds to 0",
+        ),
         (
             {"a": 4, "b": 4},
             {"a": 0.01},

@@ -75,7 +75,12 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 def test_what_a_prompt_says_travels_with_it():
     stream = PromptStream([prompt(0, "mine", answer=3)], 1, 0, 2)
     found = stream.prompt(1)
-    assert (found.id.epoch, found.id.row, found.env_class, found.extras) == (1, 0, "mine", {"answer": 3})
+    assert (found.id.epoch, found.id.row, found.env_class, found.extras) == (
+        1,
+        0,
+        "mine",
+        {"answer": 3},
+    )
 
 
 def test_an_empty_dataset_is_refused_with_its_key():
@@ -92,7 +97,9 @@ def test_a_runs_stream_is_the_one_that_the_configuration_asks_for():
     assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 10))
     cfg.trainer.max_training_steps = 2
     cfg.environment.domains = {"sums": {"proportion": 0.5}}
-    assert ids(PromptStream.of_run(cfg, dataset)) == ids(PromptStream(dataset, 4, 7, 8, {"sums": 0.5}))
+    assert ids(PromptStream.of_run(cfg, dataset)) == ids(
+        PromptStream(dataset, 4, 7, 8, {"sums": 0.5})
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,10 +129,16 @@ def test_steps_win_unless_epochs_are_set_and_a_line_says_where_the_data_is_short
     assert caplog.messages == ([line] if line else [])
 
 
-@pytest.mark.parametrize("epochs, batch, total", [(0, 4, 24 + 14 * 4), (0, 8, 24 + 14 * 8), (5, 8, 50)])
+@pytest.mark.parametrize(
+    "epochs, batch, total", [(0, 4, 24 + 14 * 4), (0, 8, 24 + 14 * 8), (5, 8, 50)]
+)
 def test_a_resumed_run_has_the_steps_that_are_left_of_batches_of_any_size(epochs, batch, total):
     cfg = Config()
-    cfg.trainer.train_batch_size, cfg.trainer.epochs, cfg.trainer.max_training_steps = batch, epochs, 20
+    cfg.trainer.train_batch_size, cfg.trainer.epochs, cfg.trainer.max_training_steps = (
+        batch,
+        epochs,
+        20,
+    )
     stream = PromptStream.of_run(cfg, [prompt(row) for row in range(10)])
     stream.resumed(cfg.trainer, 6, 24)
     assert stream.total == total

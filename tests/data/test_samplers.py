@@ -67,7 +67,10 @@ def test_a_pool_judges_prompts_that_have_not_been_sampled() -> None:
     sampler = PassRateSampler(config(sampler_pool_key="level"))
     for row in range(30):
         sampler.observe(prompt(row, level="easy"), [1.0] * 8)
-    assert sampler.chance(prompt(99, level="easy")) < 0.2 and sampler.chance(prompt(99, level="hard")) == 1.0
+    assert (
+        sampler.chance(prompt(99, level="easy")) < 0.2
+        and sampler.chance(prompt(99, level="hard")) == 1.0
+    )
     assert PassRateSampler(config()).pass_rate(prompt(0)) == 0.5
 
 
@@ -77,18 +80,24 @@ def test_a_sample_counts_as_right_from_the_passing_reward_on() -> None:
     assert sampler.pass_rate(prompt(0)) == 0.5
 
 
-RESULTS = st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), min_size=5, max_size=30)
+RESULTS = st.lists(
+    st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=4), min_size=5, max_size=30
+)
 
 
 @settings(max_examples=50, deadline=None)
 @given(RESULTS, st.data())
-def test_a_resumed_stream_gives_the_same_prompts_each_once(results: list[list[float]], data: st.DataObject) -> None:
+def test_a_resumed_stream_gives_the_same_prompts_each_once(
+    results: list[list[float]], data: st.DataObject
+) -> None:
     whole = stream()
     stop = data.draw(st.integers(0, len(results) - 1))
     resumed, taken, again = stream(), [], []
     for position, rewards in enumerate(results):
         if position == stop:
-            whole.prompt(position + data.draw(st.integers(0, 8)))  # prompts that have been admitted early
+            whole.prompt(
+                position + data.draw(st.integers(0, 8))
+            )  # prompts that have been admitted early
             resumed.load_state_dict(json.loads(json.dumps(whole.state_dict())))
         taken.append(whole.prompt(position))
         whole.observe([(taken[-1], rewards)], position + 1)
@@ -106,7 +115,9 @@ def test_prompts_that_are_always_right_or_wrong_are_passed_over_and_tried_again(
         one = sampled.prompt(position)
         counts[one.id.row] += position >= 200
         learnable = one.id.row < 5
-        sampled.observe([(one, [1.0, 0.0] if learnable else [float(one.id.row % 2)] * 8)], position + 1)
+        sampled.observe(
+            [(one, [1.0, 0.0] if learnable else [float(one.id.row % 2)] * 8)], position + 1
+        )
     assert sum(counts[row] for row in range(5)) > 0.7 * 800
     assert all(counts[row] > 0 for row in range(ROWS))
 
@@ -124,7 +135,9 @@ def of_run(model: str, steps: int = 4, **trainer: Any) -> Config:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
-async def test_every_plan_trains_what_was_taken_each_once(plan: str, model: str, tmp_path: Path) -> None:
+async def test_every_plan_trains_what_was_taken_each_once(
+    plan: str, model: str, tmp_path: Path
+) -> None:
     run = await recorded(PLANS.find(plan), of_run(model), tmp_path / "run")
     ends = audit(read_rows(tmp_path / "run" / "ledger.jsonl"))
     assert len(ends) == 16 and all(len(each) == 1 for each in ends.values())
@@ -138,11 +151,16 @@ async def test_every_plan_trains_what_was_taken_each_once(plan: str, model: str,
 async def test_a_run_resumes_to_the_same_weights(model: str, tmp_path: Path) -> None:
     cfg = of_run(model, ckpt_interval=2, ckpt_path=str(tmp_path / "whole"))
     whole = await LocalRun(PLANS.find("sync"), deepcopy(cfg)).train()
-    cfg.trainer.resume_mode, cfg.trainer.ckpt_path = str(tmp_path / "whole" / "step_000002"), str(tmp_path / "again")
+    cfg.trainer.resume_mode, cfg.trainer.ckpt_path = (
+        str(tmp_path / "whole" / "step_000002"),
+        str(tmp_path / "again"),
+    )
     again = await LocalRun(PLANS.find("sync"), deepcopy(cfg)).train()
     assert same(weights(whole), weights(again))
     cfg.data.sampler = "uniform"
-    with pytest.raises(UserError, match=r"data.sampler=uniform, but checkpoint .* was made with pass_rate"):
+    with pytest.raises(
+        UserError, match=r"data.sampler=uniform, but checkpoint .* was made with pass_rate"
+    ):
         await LocalRun(PLANS.find("sync"), cfg).train()
 
 
@@ -184,7 +202,9 @@ class Even(PromptSampler):
 def test_a_sampler_of_ones_own_is_a_class_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(OWN)
-    cfg = load_config([f"data.sampler={file}:Even", "trainer.max_training_steps=3", "trainer.train_batch_size=4"])
+    cfg = load_config(
+        [f"data.sampler={file}:Even", "trainer.max_training_steps=3", "trainer.train_batch_size=4"]
+    )
     sampled = PromptStream.of_run(cfg, [prompt(row) for row in range(ROWS)])
     taken = [sampled.prompt(position).id for position in range(sampled.total)]
     assert len(set(taken)) == 12 and all(identity.row % 2 == 0 for identity in taken)
@@ -220,5 +240,7 @@ def test_a_state_that_a_checkpoint_cannot_keep_is_the_samplers() -> None:
             return {"seen": {1, 2}}
 
     sampled = SampledStream(PromptStream([prompt(0)], 1, 7, 10), Own(Config()), 1, 7)
-    with pytest.raises(UserError, match=r"^Own\.state_dict\(\) returns what a checkpoint cannot keep .*set"):
+    with pytest.raises(
+        UserError, match=r"^Own\.state_dict\(\) returns what a checkpoint cannot keep .*set"
+    ):
         sampled.state_dict()

@@ -15,7 +15,10 @@ from skyasync.errors import UserError
 pytestmark = pytest.mark.slow
 
 HERE = "tests.data.test_sources"
-ROWS = [{"prompt": [{"role": "user", "content": f"q{i}"}], "reward_spec": {"ground_truth": str(i)}} for i in (0, 1)]
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"q{i}"}], "reward_spec": {"ground_truth": str(i)}}
+    for i in (0, 1)
+]
 
 
 def rows_of_a_function():
@@ -23,7 +26,9 @@ def rows_of_a_function():
 
 
 def loaded(source, *settings, is_eval=False):
-    cfg = load_config(["trainer.policy.model.path=a/b", f"data.train_data={json.dumps([str(source)])}", *settings])
+    cfg = load_config(
+        ["trainer.policy.model.path=a/b", f"data.train_data={json.dumps([str(source)])}", *settings]
+    )
     return [dict(row) for row in rows(str(source), cfg, is_eval=is_eval)]
 
 
@@ -36,7 +41,10 @@ def write(path, texts):
 @pytest.fixture
 def splits():
     return datasets.DatasetDict(
-        {name: datasets.Dataset.from_list([{"prompt": name}]) for name in ("train", "test", "validation")}
+        {
+            name: datasets.Dataset.from_list([{"prompt": name}])
+            for name in ("train", "test", "validation")
+        }
     )
 
 
@@ -66,7 +74,9 @@ def test_rows_that_a_server_reads_again_have_no_entries_of_other_rows(tmp_path):
 
 def test_a_function_of_a_module_and_of_a_file(tmp_path):
     (tmp_path / "helper.py").write_text("TEXT = 'from the helper'\n")
-    (tmp_path / "mine.py").write_text("import helper\ndef rows():\n    return [{'prompt': helper.TEXT}]\n")
+    (tmp_path / "mine.py").write_text(
+        "import helper\ndef rows():\n    return [{'prompt': helper.TEXT}]\n"
+    )
     assert loaded(f"{HERE}:rows_of_a_function") == ROWS
     assert loaded(f"{tmp_path}/mine.py:rows") == [{"prompt": "from the helper"}]
 
@@ -94,7 +104,8 @@ def test_a_name_with_configuration_and_split(tmp_path, monkeypatch):
     write(tmp_path / "owner" / "name" / "easy.jsonl", ["2 + 2"])
     write(tmp_path / "owner" / "name" / "hard.jsonl", ["x ^ 2 = 2"])
     files = "".join(
-        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}.jsonl\n" for name in ("easy", "hard")
+        f"- config_name: {name}\n  data_files:\n  - split: train\n    path: {name}.jsonl\n"
+        for name in ("easy", "hard")
     )
     (tmp_path / "owner" / "name" / "README.md").write_text(f"---\nconfigs:\n{files}---\n")
     monkeypatch.chdir(tmp_path)
@@ -110,7 +121,10 @@ def test_a_name_with_configuration_and_split(tmp_path, monkeypatch):
         ("set:tran", r"set:tran': unknown split 'tran': did you mean 'train'\? allowed: a, train"),
         ("odd", r"odd' has the splits a, b: write .*odd:SPLIT"),
         ("set/trian.jsonl", r"does not exist: did you mean 'train.jsonl'\?"),
-        ("set.csv", r"neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data set"),
+        (
+            "set.csv",
+            r"neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data set",
+        ),
     ],
 )
 def test_a_wrong_split_or_file_is_answered_with_the_nearest(tmp_path, source, message):
@@ -153,7 +167,11 @@ def test_a_hub_out_of_reach_is_one_line():
     )
     settings = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     ended = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **settings}, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert ended.stdout.startswith("data source 'owner/no-such-name' cannot be loaded: ")
     assert ended.stdout.count("\n") == 1
@@ -176,8 +194,13 @@ def test_paths_become_absolute_and_names_stay(tmp_path, monkeypatch):
 def test_a_procedural_tasks_questions_are_its_own():
     import reasoning_gym
 
-    options = [f"data.reasoning_gym.chain_sum.{o}" for o in ("size=7", "seed=3", "min_terms=2", "max_terms=2")]
-    expected = list(reasoning_gym.create_dataset("chain_sum", size=7, seed=3, min_terms=2, max_terms=2))
+    options = [
+        f"data.reasoning_gym.chain_sum.{o}"
+        for o in ("size=7", "seed=3", "min_terms=2", "max_terms=2")
+    ]
+    expected = list(
+        reasoning_gym.create_dataset("chain_sum", size=7, seed=3, min_terms=2, max_terms=2)
+    )
     mine = loaded("reasoning_gym:chain_sum", *options)
     assert [row["prompt"] for row in mine] == [entry["question"] for entry in expected]
     assert [row["label"] for row in mine] == [entry["answer"] for entry in expected]
@@ -185,8 +208,14 @@ def test_a_procedural_tasks_questions_are_its_own():
 
 
 def test_held_out_questions_have_a_seed_far_from_the_training_questions():
-    sizes = ["data.reasoning_gym.chain_sum.size=40", "data.reasoning_gym.chain_sum.val_size=40", "trainer.seed=5"]
-    train, evaluated = (loaded("reasoning_gym:chain_sum", *sizes, is_eval=is_eval) for is_eval in (False, True))
+    sizes = [
+        "data.reasoning_gym.chain_sum.size=40",
+        "data.reasoning_gym.chain_sum.val_size=40",
+        "trainer.seed=5",
+    ]
+    train, evaluated = (
+        loaded("reasoning_gym:chain_sum", *sizes, is_eval=is_eval) for is_eval in (False, True)
+    )
     assert len(train) == len(evaluated) == 40
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in evaluated}
 
@@ -195,12 +224,22 @@ def test_held_out_questions_have_a_seed_far_from_the_training_questions():
     ("task", "options", "message"),
     [
         ("chain_sm", [], r"unknown reasoning_gym task 'chain_sm': did you mean 'chain_sum'"),
-        ("chain_sum", ["max_term=3"], r"data.reasoning_gym.chain_sum: unknown option 'max_term': .*'max_terms'"),
-        ("chain_sum", ["min_terms=-1"], r"data.reasoning_gym.chain_sum: min_terms must be positive"),
+        (
+            "chain_sum",
+            ["max_term=3"],
+            r"data.reasoning_gym.chain_sum: unknown option 'max_term': .*'max_terms'",
+        ),
+        (
+            "chain_sum",
+            ["min_terms=-1"],
+            r"data.reasoning_gym.chain_sum: min_terms must be positive",
+        ),
         ("chain_sum", ["min_terms=many"], r"data.reasoning_gym.chain_sum: "),
         ("chain_sum", ["seed=1", "val_seed=2"], r"overlap: set val_seed to 501 or more"),
     ],
 )
 def test_a_wrong_task_or_option_is_refused(task, options, message):
     with pytest.raises(UserError, match=message):
-        loaded(f"reasoning_gym:{task}", *(f"data.reasoning_gym.{task}.{option}" for option in options))
+        loaded(
+            f"reasoning_gym:{task}", *(f"data.reasoning_gym.{task}.{option}" for option in options)
+        )

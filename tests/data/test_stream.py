@@ -68,7 +68,9 @@ WRONG_LINES = {
 
 @pytest.mark.parametrize("streaming", [True, False])
 @pytest.mark.parametrize("kind", WRONG_LINES)
-def test_a_line_that_is_no_row_is_one_line_that_names_it(kind: str, streaming: bool, tmp_path: Path) -> None:
+def test_a_line_that_is_no_row_is_one_line_that_names_it(
+    kind: str, streaming: bool, tmp_path: Path
+) -> None:
     line, message = WRONG_LINES[kind]
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'{"prompt": "a"}\n\n{"prompt": "b"}\n' + line + b'\n{"prompt": "c"}\n')
@@ -86,7 +88,9 @@ def test_text_with_line_separators_of_unicode_is_one_row(tmp_path: Path) -> None
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     assert list(reader(str(file), configured(str(file)))(0)) == rows
-    assert [dict(row) for row in sources.rows(str(file), configured(str(file)), is_eval=False)] == rows
+    assert [
+        dict(row) for row in sources.rows(str(file), configured(str(file)), is_eval=False)
+    ] == rows
 
 
 # ---------------------------------------------------------------- reading from any row
@@ -109,7 +113,10 @@ def files(tmp_path: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "saved", "folder", "function"])
 def test_a_source_reads_on_from_any_row(
-    kind: str, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str,
+    files: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(sources, "KNOWN_EVERY", 8)
     monkeypatch.setattr(sources, "ROWS_AT_ONCE", 3)
@@ -119,7 +126,9 @@ def test_a_source_reads_on_from_any_row(
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 7))
-def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes: list[int], count: int) -> None:
+def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(
+    sizes: list[int], count: int
+) -> None:
     def reads() -> list[Any]:
         return [lambda start, n=n, size=size: iter([{"n": n, "i": i} for i in range(start, size)])
                 for n, size in enumerate(sizes)]  # fmt: skip
@@ -135,7 +144,9 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(sizes
         (n, i) for n, size in enumerate(sizes) for i in range(size)
     ]
     first = [row["n"] for row in found if row["i"] == 0]
-    assert found[: len(first)] == [{"n": n, "i": 0} for n in first]  # one of each before the second of any
+    assert found[: len(first)] == [
+        {"n": n, "i": 0} for n in first
+    ]  # one of each before the second of any
     for after, given_then in positions:
         other = InterleavedSources(reads())
         other.seek(given_then)
@@ -177,14 +188,25 @@ class Rows:
 
     def as_prompts(self, first: int, rows: Any) -> list[Prompt]:
         numbered = enumerate(rows, first)
-        return [Prompt(PromptId(0, n), [], "e", row) for n, row in numbered if row["number"] not in self.left_out]
+        return [
+            Prompt(PromptId(0, n), [], "e", row)
+            for n, row in numbered
+            if row["number"] not in self.left_out
+        ]
 
-    def stream(self, buffer: int, batch: int = 3, seed: int = 1, total: int = 60, window: int = 0) -> BlockStream:
-        return BlockStream(StreamedPrompts([self.read], self.as_prompts, buffer), batch, seed, total, window)
+    def stream(
+        self, buffer: int, batch: int = 3, seed: int = 1, total: int = 60, window: int = 0
+    ) -> BlockStream:
+        return BlockStream(
+            StreamedPrompts([self.read], self.as_prompts, buffer), batch, seed, total, window
+        )
 
 
 SIZES = {"size": st.integers(1, 25), "buffer": st.integers(1, 30), "seed": st.integers(0, 3)}
-POSITIONS = {"position": st.integers(0, 70), "left_out": st.frozensets(st.integers(1, 24), max_size=12)}
+POSITIONS = {
+    "position": st.integers(0, 70),
+    "left_out": st.frozensets(st.integers(1, 24), max_size=12),
+}
 
 
 def ids(stream: PromptStream, position: int = 0) -> list[PromptId]:
@@ -260,7 +282,9 @@ def test_a_source_that_gives_its_rows_once_is_an_error_at_the_next_pass(buffer: 
 
     stream = Once(20).stream(buffer, total=40)
     assert len({stream.prompt(position).id for position in range(20)}) == 20
-    with pytest.raises(UserError, match="no rows in pass 2: a function must give its rows each time"):
+    with pytest.raises(
+        UserError, match="no rows in pass 2: a function must give its rows each time"
+    ):
         stream.prompt(20)
 
 
@@ -282,13 +306,20 @@ def test_another_order_than_the_checkpoints_is_refused() -> None:
 def test_a_source_without_an_end_is_streamed_and_too_long_prompts_are_counted(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    cfg = configured(f"{HERE}:without_end,{HERE}:long_ones", "data.shuffle_buffer=10", "trainer.train_batch_size=8")
+    cfg = configured(
+        f"{HERE}:without_end,{HERE}:long_ones",
+        "data.shuffle_buffer=10",
+        "trainer.train_batch_size=8",
+    )
     with caplog.at_level(logging.WARNING):
         stream = PromptStream.of_run(cfg, stream_prompts(cfg.data.train_data, cfg, tokenizer()))
         texts = [stream.prompt(position).messages[0]["content"] for position in range(stream.total)]
     assert len(set(texts)) == 72 == stream.total and {text[0] for text in texts} == {"q"}
     assert texts != sorted(texts, key=lambda text: int(text[1:]))
-    assert "5 of 10 prompts so far have more than trainer.max_prompt_length=512 tokens and are left out" in caplog.text
+    assert (
+        "5 of 10 prompts so far have more than trainer.max_prompt_length=512 tokens and are left out"
+        in caplog.text
+    )
 
 
 def test_data_without_a_prompt_that_is_short_enough_is_refused() -> None:
@@ -302,7 +333,10 @@ def test_data_without_a_prompt_that_is_short_enough_is_refused() -> None:
     [
         ("trainer.max_training_steps=0", "has no known end: set trainer.max_training_steps=N"),
         ("trainer.epochs=2", "trainer.epochs=2 has no effect with data.streaming=true"),
-        ("environment.domains={a: {proportion: 0.5}}", "environment.domains.a.proportion needs the rows"),
+        (
+            "environment.domains={a: {proportion: 0.5}}",
+            "environment.domains.a.proportion needs the rows",
+        ),
     ],
 )
 def test_what_needs_all_rows_is_refused_by_key(more: str, problem: str) -> None:

@@ -81,7 +81,9 @@ def check(words: Sequence[str], files: Path) -> None:
     elif words[0] == "python":
         _check_program(files / words[1], words[2:])
     elif words[0] == "pytest":
-        assert all((ROOT / word.partition("::")[0]).exists() for word in words[1:] if word.endswith(".py"))
+        assert all(
+            (ROOT / word.partition("::")[0]).exists() for word in words[1:] if word.endswith(".py")
+        )
     elif words[0] == "bash":
         subprocess.run(["bash", "-n", ROOT / words[1]], check=True)
     else:
@@ -102,7 +104,11 @@ def _check_verb(argv: list[str]) -> None:
             is_option = word.startswith("--") and name not in ("--config", "--help")
             assert not is_option or name in text, f"{argv[0]} has no option {name}"
     if subcommand.settings:
-        _parse(lambda: configuration(["trainer.resume_mode=none", *(w for w in argv[1:] if _is_setting(w))]))
+        _parse(
+            lambda: configuration(
+                ["trainer.resume_mode=none", *(w for w in argv[1:] if _is_setting(w))]
+            )
+        )
 
 
 def _is_setting(word: str) -> bool:
@@ -121,12 +127,18 @@ def _parse(program: object) -> None:
 
 def _check_module(module: str, argv: list[str]) -> None:
     assert find_spec(module), module
-    _parse(lambda: _as_program(lambda: runpy.run_module(module, run_name="__main__"), [module, *argv]))
+    _parse(
+        lambda: _as_program(lambda: runpy.run_module(module, run_name="__main__"), [module, *argv])
+    )
 
 
 def _check_program(file: Path, argv: list[str]) -> None:
     assert file.exists(), f"no block of the page is {file.name}"
-    _parse(lambda: _as_program(lambda: runpy.run_path(str(file), run_name="__main__"), [str(file), *argv]))
+    _parse(
+        lambda: _as_program(
+            lambda: runpy.run_path(str(file), run_name="__main__"), [str(file), *argv]
+        )
+    )
 
 
 def _as_program(run: object, argv: list[str]) -> None:

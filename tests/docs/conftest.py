@@ -26,10 +26,19 @@ def registries() -> Iterator[None]:
 
 
 @pytest.fixture
-def files(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def files(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """The test's folder, with the files of the page of the parameter ``block``; they can be imported."""
-    shown = {b.file: b.text for b in blocks() if b.page == request.getfixturevalue("block").page and b.file}
-    for folder in ("examples", "skyasync"):  # commands of the pages are relative to the repository's root
+    shown = {
+        b.file: b.text
+        for b in blocks()
+        if b.page == request.getfixturevalue("block").page and b.file
+    }
+    for folder in (
+        "examples",
+        "skyasync",
+    ):  # commands of the pages are relative to the repository's root
         (tmp_path / folder).symlink_to(ROOT / folder)
     (tmp_path / "ours.yaml").symlink_to(TINY_CONFIG)  # which a command on a page would have written
     for name, text in shown.items():

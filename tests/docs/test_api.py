@@ -31,7 +31,9 @@ def test_every_name_of_the_page_exists_and_says_what_it_is(module: str) -> None:
 
 
 def test_every_name_is_shown_from_its_docstring() -> None:
-    shown = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", PAGE, flags=re.MULTILINE)}
+    shown = {
+        path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", PAGE, flags=re.MULTILINE)
+    }
     registries = set(re.findall(r"`([A-Z_]+)`", PAGE[PAGE.index("## Registries") :]))
     assert {name for names in LIST.values() for name in names} <= shown | registries
 

@@ -47,7 +47,9 @@ def test_what_covers_a_block_exists() -> None:
         for part in re.findall(r"[\w./]+/[\w.]+(?:::\w+)?", block.covered):
             file, _, function = part.partition("::")
             assert (ROOT / file).exists(), f"{block.name}: {part}"
-            assert not function or f"def {function}" in (ROOT / file).read_text(), f"{block.name}: {part}"
+            assert not function or f"def {function}" in (ROOT / file).read_text(), (
+                f"{block.name}: {part}"
+            )
 
 
 @of("python")
@@ -72,7 +74,9 @@ def test_quick_commands_run(block: Block, files: Path, capsys: pytest.CaptureFix
         program, *argv = plain(words)
         with patch.object(sys, "argv", [program, *argv[2:]]):
             try:
-                command(argv) if program == "skyasync" else runpy.run_module(argv[1], run_name="__main__")
+                command(argv) if program == "skyasync" else runpy.run_module(
+                    argv[1], run_name="__main__"
+                )
             except SystemExit as ended:
                 assert not ended.code, words
         assert capsys.readouterr().out, words
@@ -94,7 +98,9 @@ def test_json_is_json(block: Block) -> None:
     assert [json.loads(line) for line in block.text.splitlines()]
 
 
-def test_a_wrong_key_on_a_page_would_be_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_key_on_a_page_would_be_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(AssertionError, match="refused"):
         check(["uv", "run", "-m", "skyasync", "trainer.max_stalenes=2"], tmp_path)
     assert "did you mean trainer.max_staleness" in capsys.readouterr().err
@@ -108,14 +114,26 @@ def test_keys_in_the_text_of_pages_exist() -> None:
 
     keys = Keys.of(SimulationConfig)
     groups = {part for key in keys for part in _prefixes(key.path)}
-    free = ("environment.env_config.", "environment.domains.", "data.reasoning_gym.", "trainer.algorithm.extra.")
+    free = (
+        "environment.env_config.",
+        "environment.domains.",
+        "data.reasoning_gym.",
+        "trainer.algorithm.extra.",
+    )
     wrong = []
     for page in pages():
         if page.name in GENERATED or page.parent.name == "migration":
             continue
-        for span in re.findall(r"`((?:trainer|generator|environment|data|ray|simulate)\.[^`\s]+)`", page.read_text()):
+        for span in re.findall(
+            r"`((?:trainer|generator|environment|data|ray|simulate)\.[^`\s]+)`", page.read_text()
+        ):
             name = span.partition("=")[0].removesuffix(".*")
-            if name not in keys and name not in groups and not name.startswith(free) and not name.endswith(".py"):
+            if (
+                name not in keys
+                and name not in groups
+                and not name.startswith(free)
+                and not name.endswith(".py")
+            ):
                 wrong.append(f"{page.name}: {span}")
     assert wrong == []
 
@@ -131,7 +149,10 @@ def test_metrics_in_the_text_of_pages_exist() -> None:
     known = ("reward", "response", "dynamic_sampling", "policy", "critic", "off_policy", "staleness", "sync", "rollout",
              "throughput", "idle", "time", "eval", "warnings", "env", "engines", "checkpoint")  # fmt: skip
     wrong = []
-    own = [ROOT / "docs" / f"{name}.md" for name in ("tuning", "speed", "which_plan", "hyperparameters", "callbacks")]
+    own = [
+        ROOT / "docs" / f"{name}.md"
+        for name in ("tuning", "speed", "which_plan", "hyperparameters", "callbacks")
+    ]
     for page in (*own, *sorted((ROOT / "docs" / "tutorials").glob("*.md"))):
         for span in re.findall(rf"`((?:{'|'.join(known)})/[\w/]+)`", page.read_text()):
             if not any(metric.pattern.fullmatch(span) for metric in METRICS):

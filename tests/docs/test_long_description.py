@@ -23,7 +23,9 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """``.ci/long_description.py`` as a build loads it; hatchling itself is installed only in builds."""
     interface = SimpleNamespace(MetadataHookInterface=object)
     monkeypatch.setitem(sys.modules, "hatchling.metadata.plugin.interface", interface)
-    spec = importlib.util.spec_from_file_location("long_description", ROOT / ".ci/long_description.py")
+    spec = importlib.util.spec_from_file_location(
+        "long_description", ROOT / ".ci/long_description.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -65,9 +67,17 @@ def test_with_an_address_every_link_is_absolute_and_its_file_exists(hook: Module
 
 
 def test_the_address_stands_in_one_place() -> None:
-    address = yaml.safe_load(re.search(r"^repo_url: .*$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)[0])[
-        "repo_url"
-    ]  # type: ignore[index]
+    address = yaml.safe_load(
+        re.search(r"^repo_url: .*$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)[0]
+    )["repo_url"]  # type: ignore[index]
     if address:
-        files = [ROOT / name for name in ("README.md", "pyproject.toml", "CONTRIBUTING.md", ".ci/long_description.py")]
+        files = [
+            ROOT / name
+            for name in (
+                "README.md",
+                "pyproject.toml",
+                "CONTRIBUTING.md",
+                ".ci/long_description.py",
+            )
+        ]
         assert [file.name for file in files if address in file.read_text()] == []

@@ -14,13 +14,24 @@ DOCS = ROOT / "docs"
 MOST_WORDS = 1000
 LONGEST_MEAN = 20  # words in a sentence
 #: Reference pages.
-REFERENCES = ("benchmarks", "coming_from", "configuration", "glossary", "metrics", "troubleshooting")
+REFERENCES = (
+    "benchmarks",
+    "coming_from",
+    "configuration",
+    "glossary",
+    "metrics",
+    "troubleshooting",
+)
 SERVER = "generator.engines=[http://127.0.0.1:8000]"
 ALWAYS = ("trainer.policy.model.path=owner/model", "data.train_data=rows.jsonl")
 COLUMNS = {
     "Plans": ("trainer.plan={}",),
     "Engines": ("generator.backend={}",),
-    "Training": ("{}", "generator.backend=transformers", "trainer.placement.policy_num_gpus_per_node=4"),
+    "Training": (
+        "{}",
+        "generator.backend=transformers",
+        "trainer.placement.policy_num_gpus_per_node=4",
+    ),
 }
 
 #: Settings that a plan requires.
@@ -32,14 +43,25 @@ NEEDED = {
 
 def matrix(title: str) -> list[list[str]]:
     """A table of the compatibility matrix, row by row, without code marks."""
-    section = (DOCS / "compatibility.md").read_text().partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    section = (
+        (DOCS / "compatibility.md")
+        .read_text()
+        .partition(f"\n## {title}\n")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip().strip("`") for cell in row] for row in rows if "---" not in row]
 
 
 def test_pages_of_users_are_short() -> None:
-    pages = [*DOCS.glob("*.md"), *(DOCS / "tutorials").glob("*.md"), *(DOCS / "migration").glob("*.md")]
-    words = {page.name: len(page.read_text().split()) for page in pages if page.stem not in REFERENCES}
+    pages = [
+        *DOCS.glob("*.md"),
+        *(DOCS / "tutorials").glob("*.md"),
+        *(DOCS / "migration").glob("*.md"),
+    ]
+    words = {
+        page.name: len(page.read_text().split()) for page in pages if page.stem not in REFERENCES
+    }
     assert {name: count for name, count in words.items() if count > MOST_WORDS} == {}
 
 
@@ -49,14 +71,19 @@ def test_sentences_of_pages_are_short_on_average() -> None:
     for page in [ROOT / "README.md", *DOCS.glob("*.md"), *(DOCS / "tutorials").glob("*.md")]:
         text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         text = re.sub(r"^(\||#|<|!).*$", "", text, flags=re.MULTILINE)
-        sentences = [part.split() for part in re.split(r"(?<=[.:!?])\s+|\n\n|\n- ", text) if len(part.split()) > 2]
+        sentences = [
+            part.split()
+            for part in re.split(r"(?<=[.:!?])\s+|\n\n|\n- ", text)
+            if len(part.split()) > 2
+        ]
         if sentences and (mean := sum(map(len, sentences)) / len(sentences)) > LONGEST_MEAN:
             long[page.name] = round(mean, 1)
     assert long == {}
 
 
 @pytest.mark.parametrize(
-    "page", ["staleness", "callbacks", "weight_sync", "troubleshooting", "compatibility", "which_plan"]
+    "page",
+    ["staleness", "callbacks", "weight_sync", "troubleshooting", "compatibility", "which_plan"],
 )
 def test_what_people_search_for_is_one_link_from_the_first_page(page: str) -> None:
     assert f"({page}.md)" in (DOCS / "index.md").read_text()
@@ -82,20 +109,32 @@ def test_a_question_is_answered_one_link_from_the_readme(page: str, answer: str)
 def test_the_lines_to_a_first_training_are_counted() -> None:
     """Those of the smallest program, and of the same one for TRL."""
     page = DOCS / "python_api.md"
-    programs = [block.text for block in blocks() if block.page == page and "\nrows = " in block.text]
+    programs = [
+        block.text for block in blocks() if block.page == page and "\nrows = " in block.text
+    ]
     ours, theirs = (sum(bool(line.strip()) for line in text.splitlines()) for text in programs)
     text = " ".join(page.read_text().split())
-    assert f"the program above has {ours - 1} lines of code" in text and f"`GRPOTrainer`, in {theirs} lines" in text
+    assert (
+        f"the program above has {ours - 1} lines of code" in text
+        and f"`GRPOTrainer`, in {theirs} lines" in text
+    )
 
 
 def test_the_command_has_one_spelling() -> None:
     assert [
-        block.name for block in blocks() if block.language == "bash" and re.search(r"-m skyasync\b(?!\.)", block.text)
+        block.name
+        for block in blocks()
+        if block.language == "bash" and re.search(r"-m skyasync\b(?!\.)", block.text)
     ] == []
 
 
 def test_the_support_matrix_is_that_of_the_readme() -> None:
-    readme = (ROOT / "README.md").read_text().partition("## What has been tested")[2].partition("\n## ")[0]
+    readme = (
+        (ROOT / "README.md")
+        .read_text()
+        .partition("## What has been tested")[2]
+        .partition("\n## ")[0]
+    )
     rows = [line for line in readme.splitlines() if line.startswith("|")]
     assert len(rows) > 5 and "\n".join(rows) in (DOCS / "compatibility.md").read_text()
 
@@ -106,9 +145,19 @@ def test_the_matrix_is_that_of_the_configuration(title: str) -> None:
     wrong = []
     for setting, *values in rows:
         for column, value in zip(columns, values, strict=True):
-            chosen = [own.format(column) for own in COLUMNS[title]] + NEEDED.get(column, []) + setting.split()
+            chosen = (
+                [own.format(column) for own in COLUMNS[title]]
+                + NEEDED.get(column, [])
+                + setting.split()
+            )
             try:
-                load_config([*ALWAYS, *dict.fromkeys(chosen), *([SERVER] if column.endswith("_server") else [])])
+                load_config(
+                    [
+                        *ALWAYS,
+                        *dict.fromkeys(chosen),
+                        *([SERVER] if column.endswith("_server") else []),
+                    ]
+                )
                 found = "yes"
             except UserError:
                 found = "no"

@@ -18,7 +18,9 @@ DRAWN = {
 def test_the_committed_picture_is_current(name: str) -> None:
     drawn = watch(DRAWN[name])
     assert drawn.ended == STEPS * 8
-    assert len(drawn.responses) == drawn.ended or name in ("colocated_async", "hybrid_async"), "in one part"
+    assert len(drawn.responses) == drawn.ended or name in ("colocated_async", "hybrid_async"), (
+        "in one part"
+    )
     assert drawn.swaps[-1][1] == STEPS
     made = picture(name, drawn)
     assert (OUT / f"plan-{name}.svg").read_text() == made, "run: python -m benchmarks.plan_pictures"

@@ -42,7 +42,9 @@ def test_two_updates_per_sync_are_those_of_the_setting(steps: int) -> None:
     assert own[1] == [steps], "the trained policy is evaluated at the end"
 
 
-def _versions(plan: type[RayPPOTrainer], steps: int, **settings: Any) -> tuple[Sequence[int], Sequence[float]]:
+def _versions(
+    plan: type[RayPPOTrainer], steps: int, **settings: Any
+) -> tuple[Sequence[int], Sequence[float]]:
     seen = Versions()
     make_run(plan, prompts=4 * steps, eval_prompts=2, callbacks=[seen], **settings).train()
     return seen.synced, seen.evaluated

@@ -20,8 +20,16 @@ QUOTED = [
 @cache
 def messages() -> list[str]:
     """All text of the package, with a line break for each value of an f-string."""
-    nodes = [node for file in (ROOT / "skyasync").rglob("*.py") for node in ast.walk(ast.parse(file.read_bytes()))]
-    plain = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    nodes = [
+        node
+        for file in (ROOT / "skyasync").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_bytes()))
+    ]
+    plain = [
+        node.value
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     formed = [
         "".join(part.value if isinstance(part, ast.Constant) else "\n" for part in node.values)
         for node in nodes
@@ -37,4 +45,6 @@ def test_there_are_quotes() -> None:
 @pytest.mark.parametrize(("page", "quote"), QUOTED)
 def test_a_quoted_message_is_one_of_the_code(page: str, quote: str) -> None:
     pieces = [piece.strip() for piece in quote.split("...") if piece.strip()]
-    assert any(all(piece in message for piece in pieces) for message in messages()), f"{page}: {quote}"
+    assert any(all(piece in message for piece in pieces) for message in messages()), (
+        f"{page}: {quote}"
+    )

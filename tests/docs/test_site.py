@@ -24,9 +24,17 @@ def test_every_page_is_in_llms_txt_with_a_sentence() -> None:
     nav = yaml.safe_load(configuration[configuration.index("\nnav:") :])["nav"]
     lines = SITE.llms("skyasync", "About.", nav, DOCS).splitlines()
     assert lines[:3] == ["# skyasync", "", "> About."]
-    listed = {line.partition("](")[2].partition(".html)")[0]: line for line in lines if line.startswith("- [")}
-    assert set(listed) == {str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")}
-    assert [line for line in listed.values() if line.endswith(".html)") and "hangelog" not in line] == []
+    listed = {
+        line.partition("](")[2].partition(".html)")[0]: line
+        for line in lines
+        if line.startswith("- [")
+    }
+    assert set(listed) == {
+        str(page.relative_to(DOCS).with_suffix("")) for page in DOCS.rglob("*.md")
+    }
+    assert [
+        line for line in listed.values() if line.endswith(".html)") and "hangelog" not in line
+    ] == []
 
 
 @pytest.mark.parametrize("latex", [*FORMULAS, r"\pi_\theta", "P"])
@@ -35,10 +43,19 @@ def test_a_formula_becomes_a_picture_in_the_colour_of_the_text(latex: str) -> No
     (path,) = svg
     assert re.fullmatch(r"(M[-\d ]+|[LQC][-\d ]+|Z)+", path.attrib["d"])
     assert svg.attrib["aria-label"] == latex and "currentColor" in svg.attrib["style"]
-    assert path.attrib["d"].count("Z") >= len(re.findall(r"\\(?:pi|theta|mu|sum)|(?<![\\\w])\w", latex)) > 0
+    assert (
+        path.attrib["d"].count("Z")
+        >= len(re.findall(r"\\(?:pi|theta|mu|sum)|(?<![\\\w])\w", latex))
+        > 0
+    )
 
 
 def test_code_keeps_its_dollars() -> None:
     page = "Costs $x$ and `$y$`.\n\n```bash\necho $HOME $PATH\n```\n\n```math\nx^2\n```\n"
     made = SITE.on_page_markdown(page)
-    assert made.count("<svg") == 2 and "`$y$`" in made and "echo $HOME $PATH" in made and "```math" not in made
+    assert (
+        made.count("<svg") == 2
+        and "`$y$`" in made
+        and "echo $HOME $PATH" in made
+        and "```math" not in made
+    )

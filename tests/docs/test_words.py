@@ -158,7 +158,12 @@ def test_names_are_of_the_field() -> None:
         for part in (p.lower() for p in _PARTS.findall(name))
         if part in NAMES
     ]
-    bad += [f"{p.relative_to(ROOT)}: {part}" for p in trees() for part in p.stem.split("_") if part in NAMES]
+    bad += [
+        f"{p.relative_to(ROOT)}: {part}"
+        for p in trees()
+        for part in p.stem.split("_")
+        if part in NAMES
+    ]
     assert not bad, f"{len(bad)}\n" + "\n".join(bad)
 
 
@@ -175,8 +180,17 @@ def test_prose_has_no_words_of_our_own() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_have_no_words_of_our_own(page: Path) -> None:
-    prose = re.sub(r"```.*?```|`[^`\n]+`", lambda code: "\n" * code[0].count("\n"), page.read_text(), flags=re.S)
-    bad = [f"{n}: {m[0]!r}" for n, line in enumerate(prose.split("\n"), 1) for m in _PROSE.finditer(line)]
+    prose = re.sub(
+        r"```.*?```|`[^`\n]+`",
+        lambda code: "\n" * code[0].count("\n"),
+        page.read_text(),
+        flags=re.S,
+    )
+    bad = [
+        f"{n}: {m[0]!r}"
+        for n, line in enumerate(prose.split("\n"), 1)
+        for m in _PROSE.finditer(line)
+    ]
     assert not bad, f"{page.name}\n" + "\n".join(bad)
 
 
@@ -187,5 +201,7 @@ def test_sentences_of_docstrings_are_short() -> None:
             for block in re.split(r"\n\s*\n|::|\n\s*[-*|]|\n\s{4,}|Raises:|Args:|Returns:", text):
                 for sentence in re.split(r"(?<=[.:;!?])\s+", block):
                     if len(sentence.split()) > LONGEST_SENTENCE:
-                        bad.append(f"{path.relative_to(ROOT)}:{line}: {len(sentence.split())} words: {sentence[:60]!r}")
+                        bad.append(
+                            f"{path.relative_to(ROOT)}:{line}: {len(sentence.split())} words: {sentence[:60]!r}"
+                        )
     assert not bad, f"{len(bad)}\n" + "\n".join(bad)

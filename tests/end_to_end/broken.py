@@ -67,7 +67,11 @@ class KillTheEngine(TrainerCallback):
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         actors = ray._private.state.actors().values()
-        engines = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
+        engines = [
+            a["Pid"]
+            for a in actors
+            if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"
+        ]
         (trainer.run_dir.path / KILLED_AT).write_text(str(time.monotonic()))
         for process in engines:
             os.kill(process, signal.SIGKILL)

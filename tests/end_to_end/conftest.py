@@ -14,8 +14,18 @@ from tests.end_to_end.runs import Train, Trained, train_in
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tied and an untied model of 60,000 parameters, barely trained: their answers have some digits."""
     folder = tmp_path_factory.mktemp("models")
-    small = {"hidden": 64, "head_dim": 32, "intermediate": 128, "batch_size": 64, "steps": 20, "tasks": ("sort",)}
-    return {name: build(out=folder / name, progress=False, tied=name == "tied", **small) for name in ("tied", "untied")}
+    small = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 128,
+        "batch_size": 64,
+        "steps": 20,
+        "tasks": ("sort",),
+    }
+    return {
+        name: build(out=folder / name, progress=False, tied=name == "tied", **small)
+        for name in ("tied", "untied")
+    }
 
 
 @pytest.fixture
@@ -25,7 +35,9 @@ def train(ray_session: None, models: dict[str, str], tmp_path: Path) -> Train:
 
 
 @pytest.fixture(scope="session")
-def whole(ray_session: None, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Train:
+def whole(
+    ray_session: None, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Train:
     return train_in(tmp_path_factory.mktemp("whole"), models["tied"])
 
 

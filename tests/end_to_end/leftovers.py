@@ -18,9 +18,15 @@ PATIENCE_S = 20.0  # Ray kills actors after the call that requests it has return
 
 def of_the_cluster() -> list[str]:
     """Actors, their processes and placement groups of this process's Ray cluster, and weights that they wrote."""
-    groups = [f"placement group {g['name']}" for g in placement_group_table().values() if g["state"] != "REMOVED"]
+    groups = [
+        f"placement group {g['name']}"
+        for g in placement_group_table().values()
+        if g["state"] != "REMOVED"
+    ]
     actors = ray._private.state.actors().values()
-    weights = [name for name in _shared_weights() if _writer(name) in {actor["Pid"] for actor in actors}]
+    weights = [
+        name for name in _shared_weights() if _writer(name) in {actor["Pid"] for actor in actors}
+    ]
     running = [f"actor {a['ActorClassName']} {a['State']}" for a in actors if a["State"] != "DEAD"]
     processes = [f"process of {a['ActorClassName']}" for a in actors if _has_a_process(a)]
     return groups + running + processes + weights
@@ -42,7 +48,9 @@ def none_soon(look: Callable[[], list[str]], patience_s: float = PATIENCE_S) -> 
 
 def _shared_weights() -> list[str]:
     """Files whose writer has ended; files of other runs on the machine have a running writer."""
-    files = (f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*"))
+    files = (
+        f for folder in shared_memory.directories() for f in folder.glob(f"{shared_memory.PREFIX}*")
+    )
     return [f.name for f in files if not is_running(_writer(f.name))]
 
 

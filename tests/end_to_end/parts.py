@@ -15,7 +15,12 @@ class Sevens(BaseTextEnv):
     """Rewards the share of sevens among seven characters: different in every group, and learned in a few steps."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
-        return {"observations": [], "reward": action[:7].count("7") / 7, "done": True, "metadata": {}}
+        return {
+            "observations": [],
+            "reward": action[:7].count("7") / 7,
+            "done": True,
+            "metadata": {},
+        }
 
 
 class Distinct(BaseTextEnv):

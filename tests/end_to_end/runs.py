@@ -61,7 +61,10 @@ class Trained:
         """Step and the policy versions of its tokens."""
         rows = read_lines(self.folder / "samples.jsonl")
         steps = sorted({row["step"] for row in rows})
-        return [(step, {v for row in rows if row["step"] == step for v in row["versions"]}) for step in steps]
+        return [
+            (step, {v for row in rows if row["step"] == step for v in row["versions"]})
+            for step in steps
+        ]
 
 
 Train = Callable[..., Trained]
@@ -82,12 +85,19 @@ def train_in(runs: Path, model: str) -> Train:
 def arguments(*overrides: str, runs: Path, model: str) -> list[str]:
     """The command line of a small run; ``overrides`` replace settings of the same key."""
     given = dict(override.split("=", 1) for override in overrides)
-    settings = {"trainer.policy.model.path": model, "trainer.runs_dir": str(runs), **SETTINGS, **given}
+    settings = {
+        "trainer.policy.model.path": model,
+        "trainer.runs_dir": str(runs),
+        **SETTINGS,
+        **given,
+    }
     return [f"{key}={value}" for key, value in settings.items()]
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().split("\n") if line]  # text may have other line ends
+    return [
+        json.loads(line) for line in path.read_text().split("\n") if line
+    ]  # text may have other line ends
 
 
 def outside_environment() -> dict[str, str]:

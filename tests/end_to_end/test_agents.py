@@ -27,7 +27,9 @@ def test_a_program_learns_through_the_endpoint(train: Train) -> None:
         "trainer.eval_before_train=true", "generator.eval_n_samples_per_prompt=4",
         "generator.eval_sampling_params.temperature=null",
     )  # fmt: skip
-    scores = [row["eval/score"] for row in read_lines(run.folder / "metrics.jsonl") if "eval/score" in row]
+    scores = [
+        row["eval/score"] for row in read_lines(run.folder / "metrics.jsonl") if "eval/score" in row
+    ]
     assert scores[0] < 0.2
     assert scores[-1] > 0.4
     assert run.series("env/agent_calls") == [1.0] * 14
@@ -40,9 +42,12 @@ def test_the_turns_of_a_branching_program_are_trained_as_a_tree(train: Train) ->
         f"generator.agent_program={PARTS}:branching", 'environment.env_class=""', "generator.max_model_len=160",
     )  # fmt: skip
     assert run.series("env/agent_calls") == [9.0] * 2
-    assert run.series("env/agent_sequences") == [7.0] * 2, "a trunk of three calls, and two branches of each"
+    assert run.series("env/agent_sequences") == [7.0] * 2, (
+        "a trunk of three calls, and two branches of each"
+    )
     for rows, computed, trained in zip(
-        *(run.series(f"policy/{name}") for name in ("row_tokens", "computed_tokens", "tokens")), strict=True
+        *(run.series(f"policy/{name}") for name in ("row_tokens", "computed_tokens", "tokens")),
+        strict=True,
     ):
         assert trained < computed < 0.6 * rows
     assert all(gap < 1e-4 for gap in run.series("sync/logprob_gap"))
@@ -60,7 +65,9 @@ class PortIsClosed(BasePPOExp):
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("program", ["calculator", "calculator_sdk"])
-def test_the_examples_programs_run_while_weights_are_swapped(program: str, train: Train, untrained: str) -> None:
+def test_the_examples_programs_run_while_weights_are_swapped(
+    program: str, train: Train, untrained: str
+) -> None:
     """OpenAI's client and its Agents SDK; programs are in the middle of a call when the policy changes."""
     run = train(
         f"trainer.policy.model.path={untrained}", f"generator.agent_program=examples.agents.{program}:run_agent",

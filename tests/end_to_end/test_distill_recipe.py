@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 
 @pytest.fixture(scope="module")
-def teacher(ray_session: None, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> str:
+def teacher(
+    ray_session: None, models: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> str:
     """The student's model after a few steps of GRPO."""
     folder = tmp_path_factory.mktemp("teacher")
     train_in(folder / "runs", models["tied"])(
@@ -22,7 +24,9 @@ def teacher(ray_session: None, models: dict[str, str], tmp_path_factory: pytest.
     return str(folder / "model")
 
 
-@pytest.mark.parametrize(("plan", "top_k"), [("sync", 0), ("one_step_off", 0), ("sync", 8), ("one_step_off", 8)])
+@pytest.mark.parametrize(
+    ("plan", "top_k"), [("sync", 0), ("one_step_off", 0), ("sync", 8), ("one_step_off", 8)]
+)
 def test_a_few_steps_raise_the_held_out_score(
     plan: str, top_k: int, ray_session: None, models: dict[str, str], teacher: str, tmp_path: Path
 ) -> None:

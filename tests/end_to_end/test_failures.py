@@ -9,7 +9,12 @@ import pytest
 from skyasync import BasePPOExp
 from skyasync.algorithms import POLICY_LOSSES
 from tests.end_to_end import leftovers
-from tests.end_to_end.broken import EngineIsKilled, GeneratorBreaks, broken_loss, seconds_since_failure
+from tests.end_to_end.broken import (
+    EngineIsKilled,
+    GeneratorBreaks,
+    broken_loss,
+    seconds_since_failure,
+)
 from tests.end_to_end.runs import Train
 
 pytestmark = pytest.mark.slow
@@ -37,7 +42,8 @@ QUICK = ["generator", "engine"]
 
 @pytest.mark.parametrize("plan", ["sync", pytest.param("one_step_off", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(
-    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES]
+    "part",
+    [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES],
 )
 def test_a_failure_ends_the_run_with_its_traceback(
     part: str, plan: str, train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -45,7 +51,9 @@ def test_a_failure_ends_the_run_with_its_traceback(
     monkeypatch.setitem(POLICY_LOSSES, "broken", broken_loss)
     experiment, settings, texts = FAILURES[part]
     with pytest.raises(Exception) as failure:
-        train(f"trainer.plan={plan}", "trainer.max_training_steps=9", *settings, experiment=experiment)
+        train(
+            f"trainer.plan={plan}", "trainer.max_training_steps=9", *settings, experiment=experiment
+        )
     assert seconds_since_failure(failure.value, tmp_path / "run") < SECONDS
     assert [text for text in texts if text not in str(failure.value)] == []
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

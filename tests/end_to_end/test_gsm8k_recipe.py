@@ -36,7 +36,10 @@ def word_problems(folder: Path) -> Path:
     folder.mkdir()
     for name, seed in (("train", 1), ("test", 10_001)):
         found = reasoning_gym.create_dataset("gsm_symbolic", size=160, seed=seed)
-        rows = [{"question": e["question"], "answer": f"It is {e['answer']}.\n#### {e['answer']}"} for e in found]
+        rows = [
+            {"question": e["question"], "answer": f"It is {e['answer']}.\n#### {e['answer']}"}
+            for e in found
+        ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -64,7 +67,12 @@ def check_learning(run: Trained) -> None:
 
 @pytest.mark.parametrize(("plan", "staleness"), [("sync", 0), ("one_step_off", 1)])
 def test_grpo_in_step_and_one_step_off(
-    ray_session: None, files: dict[str, Path], models: dict[str, str], tmp_path: Path, plan: str, staleness: int
+    ray_session: None,
+    files: dict[str, Path],
+    models: dict[str, str],
+    tmp_path: Path,
+    plan: str,
+    staleness: int,
 ) -> None:
     run = train(files, models["tied"], tmp_path, f"trainer.plan={plan}")
     assert run.series("staleness/max")[1:] == [staleness] * (len(run.metrics) - 1)
@@ -75,5 +83,7 @@ def test_areal_s_decoupled_ppo_with_bounded_staleness(
     ray_session: None, files: dict[str, Path], models: dict[str, str], tmp_path: Path
 ) -> None:
     run = train(files, models["tied"], tmp_path, "--config", str(EXAMPLE / "areal.yaml"))
-    assert 0 < mean(run.series("staleness/mean")) <= 2, "the mean bound holds over the run, not for each batch"
+    assert 0 < mean(run.series("staleness/mean")) <= 2, (
+        "the mean bound holds over the run, not for each batch"
+    )
     check_learning(run)

@@ -33,11 +33,17 @@ STREAMED = ("trainer.plan=fully_async", "trainer.max_staleness=2", "trainer.ckpt
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("moment", [pytest.param("while it starts", marks=pytest.mark.fault), "after three steps"])
+@pytest.mark.parametrize(
+    "moment", [pytest.param("while it starts", marks=pytest.mark.fault), "after three steps"]
+)
 def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
     moment: str, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
 ) -> None:
-    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    run, output, mark = (
+        Trained(tmp_path / "run"),
+        tmp_path / "output",
+        f"skyasync-test-{uuid.uuid4().hex}",
+    )
     with output.open("w") as terminal:
         program = subprocess.Popen(
             [*skyasync, *arguments(*STREAMED, runs=tmp_path, model=models["tied"])],
@@ -46,11 +52,17 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         )  # fmt: skip
     try:
         if moment == "while it starts":
-            wait_until(lambda: any(phase in output.read_text() for phase in STARTS), program, output)
+            wait_until(
+                lambda: any(phase in output.read_text() for phase in STARTS), program, output
+            )
         else:
             metrics = run.folder / "metrics.jsonl"
-            wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
-        os.killpg(program.pid, signal.SIGINT)  # as from a terminal: to all processes in the foreground
+            wait_until(
+                lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output
+            )
+        os.killpg(
+            program.pid, signal.SIGINT
+        )  # as from a terminal: to all processes in the foreground
         assert program.wait(timeout=30) == STATUS, output.read_text()
     finally:
         program.kill()
@@ -62,11 +74,16 @@ def test_ctrl_c_ends_a_run_cleanly_and_leaves_what_it_has_trained(
         assert (run.folder / "reward.png").exists()
     assert leftovers.none_soon(lambda: leftovers.of_processes(mark)) == []
     if moment == "after three steps":
-        saved = [int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_*")]
+        saved = [
+            int(folder.name.removeprefix("step_"))
+            for folder in run.folder.glob("checkpoints/step_*")
+        ]
         goes_on_from(saved[-1], train)
 
 
-@pytest.mark.parametrize(("subcommand", "process"), [("train", "gcs_server"), ("rollout", "raylet/raylet")])
+@pytest.mark.parametrize(
+    ("subcommand", "process"), [("train", "gcs_server"), ("rollout", "raylet/raylet")]
+)
 def test_ctrl_c_while_ray_starts_is_one_line(
     subcommand: str, process: str, skyasync: list[str], tmp_path: Path, models: dict[str, str]
 ) -> None:
@@ -79,9 +96,13 @@ def test_ctrl_c_while_ray_starts_is_one_line(
             stdout=terminal, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=hears_ctrl_c,
         )  # fmt: skip
     try:
-        wait_until(lambda: any(process in line for line in leftovers.of_processes(mark)), program, output)
+        wait_until(
+            lambda: any(process in line for line in leftovers.of_processes(mark)), program, output
+        )
         os.killpg(program.pid, signal.SIGINT)
-        assert program.wait(timeout=30) in (STATUS, -signal.SIGINT), output.read_text()  # which is the same in a shell
+        assert program.wait(timeout=30) in (STATUS, -signal.SIGINT), (
+            output.read_text()
+        )  # which is the same in a shell
     finally:
         program.kill()
     assert output.read_text().splitlines() == ["stopped"]
@@ -99,12 +120,25 @@ STOPPED = [
 @pytest.mark.fault
 @pytest.mark.parametrize(("plan", "grace_s"), STOPPED)
 def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
-    plan: str, grace_s: float, skyasync: list[str], train: Train, tmp_path: Path, models: dict[str, str]
+    plan: str,
+    grace_s: float,
+    skyasync: list[str],
+    train: Train,
+    tmp_path: Path,
+    models: dict[str, str],
 ) -> None:
     """As schedulers end a job. ``ckpt_on_exit`` is not set: it is enough that the run keeps checkpoints."""
-    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    run, output, mark = (
+        Trained(tmp_path / "run"),
+        tmp_path / "output",
+        f"skyasync-test-{uuid.uuid4().hex}",
+    )
     late = grace_s == LATE
-    keeps = [f"trainer.plan={plan}", f"trainer.ckpt_interval={2 if late else 1000}", "trainer.ckpt_keep=1"]
+    keeps = [
+        f"trainer.plan={plan}",
+        f"trainer.ckpt_interval={2 if late else 1000}",
+        "trainer.ckpt_keep=1",
+    ]
     with output.open("w") as terminal:
         program = subprocess.Popen(
             [*skyasync, *arguments(*keeps, f"trainer.sigterm_grace_s={grace_s}", runs=tmp_path, model=models["tied"])],
@@ -113,13 +147,18 @@ def test_sigterm_to_all_of_a_runs_processes_saves_what_it_has_trained(
         )  # fmt: skip
     try:
         metrics = run.folder / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output)
+        wait_until(
+            lambda: metrics.exists() and metrics.read_text().count("\n") >= 3, program, output
+        )
         os.killpg(program.pid, signal.SIGTERM)
         assert program.wait(timeout=40) == 143, output.read_text()
     finally:
         program.kill()
     lines = output.read_text().rstrip().splitlines()
-    step = max(int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_??????"))
+    step = max(
+        int(folder.name.removeprefix("step_"))
+        for folder in run.folder.glob("checkpoints/step_??????")
+    )
     newest = f"the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest"
     too_late = f"the run was not saved, it took more than {LATE:g} s (trainer.sigterm_grace_s)"
     assert lines[-1] == f"terminated by SIGTERM: {too_late if late else newest}"
@@ -169,7 +208,10 @@ def test_sigterm_between_rays_start_and_the_controllers_is_told_as_at_any_other_
         [*command, *arguments(STREAMED[0], runs=tmp_path, model=models["tied"])],
         env=outside_environment(), cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert (program.returncode, program.stderr.splitlines()[-1:]) == (143, ["terminated by SIGTERM"]), program.stderr
+    assert (program.returncode, program.stderr.splitlines()[-1:]) == (
+        143,
+        ["terminated by SIGTERM"],
+    ), program.stderr
     if place == "program.run_in_controller":
         assert read_status(tmp_path / "run").state == "stopped"
         assert "SIGTERM received" not in program.stderr

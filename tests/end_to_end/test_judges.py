@@ -81,20 +81,38 @@ def settings(server: Server, folder: Path) -> list[str]:
 def test_judges_score_training_and_evaluation_and_no_key_is_written(
     train: Train, server: Server, tmp_path: Path
 ) -> None:
-    plan = ["trainer.plan=fully_async", "trainer.max_training_steps=1", "trainer.train_batch_size=16"]
+    plan = [
+        "trainer.plan=fully_async",
+        "trainer.max_training_steps=1",
+        "trainer.train_batch_size=16",
+    ]
     run = train(*settings(server, tmp_path), *plan)
     (last,) = run.metrics
-    assert last["env/far"] == pytest.approx(0.1 * last["env/far/raw"]) and last["env/far/no_reward"] == 0.0
-    assert last["reward/mean/far"] == pytest.approx(last["env/far"] + last["env/instruction_following"])
+    assert (
+        last["env/far"] == pytest.approx(0.1 * last["env/far/raw"])
+        and last["env/far/no_reward"] == 0.0
+    )
+    assert last["reward/mean/far"] == pytest.approx(
+        last["env/far"] + last["env/instruction_following"]
+    )
     assert last["reward/mean/self"] == pytest.approx(last["env/self"], abs=1e-6)
     assert last["reward/mixed_groups/far"] > 0 and 0.0 <= last["env/self/no_reward"] <= 1.0
     assert last["eval/one/score"] == pytest.approx(
         last["eval/one/env_far"] + last["eval/one/env_instruction_following"]
     )
-    assert {"eval/one/pass@1", "eval/one/pass@2", "eval/two/pass@1", "eval/one/response_truncated"} <= last.keys()
+    assert {
+        "eval/one/pass@1",
+        "eval/one/pass@2",
+        "eval/two/pass@1",
+        "eval/one/response_truncated",
+    } <= last.keys()
     assert "eval/two/pass@2" not in last and "eval/pass@2" not in last
     assert set(server.keys) == {f"Bearer {KEY}"}
-    written = [path for path in run.folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    written = [
+        path
+        for path in run.folder.rglob("*")
+        if path.is_file() and KEY.encode() in path.read_bytes()
+    ]
     assert written == []
     assert "A_JUDGES_KEY" in (run.folder / "config.yaml").read_text()
 
@@ -104,7 +122,8 @@ def test_a_judge_that_is_not_there_is_told_before_the_run_has_a_folder(
 ) -> None:
     wrong = [*settings(server, tmp_path), "environment.judges.far.base_url=http://127.0.0.1:9/v1"]
     with pytest.raises(
-        UserError, match=r"environment.judges.far: http://127.0.0.1:9/v1/.* does not answer: Cannot conn"
+        UserError,
+        match=r"environment.judges.far: http://127.0.0.1:9/v1/.* does not answer: Cannot conn",
     ):
         train(*wrong)
     assert not (tmp_path / "run").exists()

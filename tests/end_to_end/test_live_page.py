@@ -34,7 +34,9 @@ def test_the_page_shows_the_run_while_it_trains(tmp_path: Path, models: dict[str
         while not metrics.exists() or len(read_lines(metrics)) < 3:
             assert run.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
-        printed = re.search(r"^live page: (http://127\.0\.0\.1:\d+/)$", output.read_text(), flags=re.MULTILINE)
+        printed = re.search(
+            r"^live page: (http://127\.0\.0\.1:\d+/)$", output.read_text(), flags=re.MULTILINE
+        )
         assert printed is not None, output.read_text()
         page, series = read(printed[1]), read(f"{printed[1]}metrics")
         assert run.poll() is None, output.read_text()

@@ -13,7 +13,9 @@ from tests.end_to_end.runs import PARTS, read_lines, train_in
 pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 
-def test_a_few_steps_raise_the_held_out_score(ray_session: None, models: dict[str, str], tmp_path: Path) -> None:
+def test_a_few_steps_raise_the_held_out_score(
+    ray_session: None, models: dict[str, str], tmp_path: Path
+) -> None:
     exported = tmp_path / "exported"
     run = train_in(tmp_path / "runs", models["tied"])(
         "trainer.policy.lora.rank=8", "trainer.policy.lora.alpha=16", "trainer.policy.optimizer_config.lr=1e-2",
@@ -27,5 +29,7 @@ def test_a_few_steps_raise_the_held_out_score(ray_session: None, models: dict[st
     assert max(run.series("sync/logprob_gap_mean")) < 1e-4
     command(["export", str(run.folder), "--out", str(tmp_path / "again")])
     folders = (exported, tmp_path / "again")
-    one, other = (dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()) for folder in folders)
+    one, other = (
+        dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()) for folder in folders
+    )
     assert all(one[name].equal(other[name]) for name in one)

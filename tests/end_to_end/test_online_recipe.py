@@ -15,7 +15,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.recipe]
 
 def test_a_model_learns_from_sessions_of_another_process(train: Train, tmp_path: Path) -> None:
     player = subprocess.Popen(
-        [sys.executable, "-m", "tests.end_to_end.online_player", str(tmp_path / "run")], env=outside_environment()
+        [sys.executable, "-m", "tests.end_to_end.online_player", str(tmp_path / "run")],
+        env=outside_environment(),
     )
     try:
         run = train(

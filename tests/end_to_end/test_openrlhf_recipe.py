@@ -18,7 +18,14 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "openrlhf"
 def test_the_agent_is_right_more_often_and_at_its_first_try(
     ray_session: None, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
-    sizes = {"hidden": 64, "head_dim": 32, "intermediate": 160, "steps": 120, "lr": 4e-3, "tasks": ("sort",)}
+    sizes = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 160,
+        "steps": 120,
+        "lr": 4e-3,
+        "tasks": ("sort",),
+    }
     model = build(out=tmp_path_factory.mktemp("openrlhf") / "model", progress=False, **sizes)
     experiment = BasePPOExp(load_config([
         "--config", str(EXAMPLE / "config.yaml"), f"generator.agent_func_path={EXAMPLE / 'agent_func.py'}",

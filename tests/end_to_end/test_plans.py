@@ -40,19 +40,32 @@ def test_the_queue_never_holds_more_than_one_batch(one_step_off_run: Trained) ->
     generated = sorted(end for name, _, end in spans if name == "generate")
     taken = sorted(start for name, start, _ in spans if name == "train")
     assert len(generated) == len(taken) == 6
-    staleness_by_step = [count + 1 - sum(start < end for start in taken) for count, end in enumerate(generated)]
+    staleness_by_step = [
+        count + 1 - sum(start < end for start in taken) for count, end in enumerate(generated)
+    ]
     assert max(staleness_by_step) == 1
 
 
-def test_one_step_off_overlaps_and_waits_for_nothing_in_its_last_step(one_step_off_run: Trained) -> None:
+def test_one_step_off_overlaps_and_waits_for_nothing_in_its_last_step(
+    one_step_off_run: Trained,
+) -> None:
     spans = timeline_spans(one_step_off_run.folder)
     training = [(start, end) for name, start, end in spans if name == "train"]
     generating = [(start, end) for name, start, end in spans if name == "generate"]
-    assert sum(start < g_end and g_start < end for start, end in training for g_start, g_end in generating) >= 4
+    assert (
+        sum(
+            start < g_end and g_start < end
+            for start, end in training
+            for g_start, g_end in generating
+        )
+        >= 4
+    )
     assert "time/wait_generation_s" not in one_step_off_run.metrics[-1]
 
 
-def test_the_trace_is_one_that_viewers_read_and_every_lane_adds_up_to_the_runs_time(whole_run: Trained) -> None:
+def test_the_trace_is_one_that_viewers_read_and_every_lane_adds_up_to_the_runs_time(
+    whole_run: Trained,
+) -> None:
     lanes = chrome_trace.check(whole_run.folder / "timeline.json")
     assert {name for _, name in lanes} == {"trainer", "rollout"}
     status = read_status(whole_run.folder)
@@ -63,7 +76,9 @@ def test_the_trace_is_one_that_viewers_read_and_every_lane_adds_up_to_the_runs_t
         assert dict.fromkeys(lanes, whole) == perfetto.lanes(whole_run.folder / "timeline.json")
 
 
-def test_the_first_step_is_the_same_in_both_plans(sync_run: Trained, one_step_off_run: Trained) -> None:
+def test_the_first_step_is_the_same_in_both_plans(
+    sync_run: Trained, one_step_off_run: Trained
+) -> None:
     first, other = sync_run.metrics[0], one_step_off_run.metrics[0]
     for name in ("policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean", "reward/std"):
         assert first[name] == other[name]
@@ -76,7 +91,12 @@ def test_the_run_folder_is_complete(whole_run: Trained) -> None:
     assert config.trainer.train_batch_size == 8
     assert [step for step, _ in whole_run.prompts] == [1, 2, 3, 4, 5, 6]
     assert all(len(set(prompts)) == 8 for _, prompts in whole_run.prompts)
-    assert {name for name, _, _ in timeline_spans(folder)} >= {"generate", "train", "update", "sync"}
+    assert {name for name, _, _ in timeline_spans(folder)} >= {
+        "generate",
+        "train",
+        "update",
+        "sync",
+    }
     assert (folder / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 

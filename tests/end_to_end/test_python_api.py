@@ -28,8 +28,14 @@ from tests.examples.test_quickstart_notebook import _ThisPython
 
 pytestmark = pytest.mark.slow
 
-ROWS: list[dict[str, Any]] = [{"prompt": row["prompt"][0]["content"], "answer": "7"} for row in train_prompts()]
-SMALL = {key: value for key, value in SETTINGS.items() if key not in ("environment.env_class", "data.train_data")}
+ROWS: list[dict[str, Any]] = [
+    {"prompt": row["prompt"][0]["content"], "answer": "7"} for row in train_prompts()
+]
+SMALL = {
+    key: value
+    for key, value in SETTINGS.items()
+    if key not in ("environment.env_class", "data.train_data")
+}
 
 #: Without a guard, and with all that it passes defined in the program itself.
 SCRIPT = """
@@ -105,22 +111,34 @@ assert "7" in text and after > before, (text, before, after)
 
 
 @pytest.mark.recipe
-def test_a_script_without_a_guard_trains_and_its_reward_rises(tmp_path: Path, models: dict[str, str]) -> None:
+def test_a_script_without_a_guard_trains_and_its_reward_rises(
+    tmp_path: Path, models: dict[str, str]
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT.format(model=models["tied"], settings=SMALL))
     rewards, last, model, episodes = json.loads(_output(tmp_path, "script.py"))
     assert len(rewards) == 10 and rewards[-1] == last
     assert sum(rewards[-3:]) > sum(rewards[:3]), rewards
-    assert (Path(model) / "model.safetensors").is_file() and Path(model) == tmp_path / "runs" / "run" / "model"
-    assert len(episodes) == 8 and all(reward == text[:7].count("7") / 7 for text, reward in episodes)
+    assert (Path(model) / "model.safetensors").is_file() and Path(
+        model
+    ) == tmp_path / "runs" / "run" / "model"
+    assert len(episodes) == 8 and all(
+        reward == text[:7].count("7") / 7 for text, reward in episodes
+    )
 
 
 @pytest.mark.recipe
 def test_the_readmes_lines_train(tmp_path: Path, models: dict[str, str]) -> None:
-    of_page = {b.page.name: b.text for b in blocks() if b.language == "python" and "import train\n\nrows = " in b.text}
+    of_page = {
+        b.page.name: b.text
+        for b in blocks()
+        if b.language == "python" and "import train\n\nrows = " in b.text
+    }
     assert of_page.keys() >= {"README.md", "python_api.md"}
     assert of_page["python_api.md"].startswith(of_page["README.md"])
     program = of_page["python_api.md"].replace('"Qwen/Qwen2.5-0.5B-Instruct"', repr(models["tied"]))
-    (tmp_path / "readme.py").write_text(program.replace("steps=100", f"steps=2, settings={SMALL!r}"))
+    (tmp_path / "readme.py").write_text(
+        program.replace("steps=100", f"steps=2, settings={SMALL!r}")
+    )
     (response,) = literal_eval(_output(tmp_path, "readme.py"))
     assert isinstance(response, str)
     assert len((tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()) == 2
@@ -133,7 +151,12 @@ def _output(folder: Path, program: str) -> str:
 
 def _printed(folder: Path, program: str) -> str:
     ended = subprocess.run(
-        [sys.executable, program], cwd=folder, env=outside_environment(), capture_output=True, text=True, timeout=280
+        [sys.executable, program],
+        cwd=folder,
+        env=outside_environment(),
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -174,11 +197,17 @@ def test_a_notebook_stops_a_cell_and_trains_again(
         monkeypatch.setenv(name, value)
     settings = {key: value for key, value in SMALL.items() if key != "trainer.run_name"}
     given = f"model, settings = {models['tied']!r}, {settings!r}"
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in (given, *CELLS)])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(cell) for cell in (given, *CELLS)]
+    )
     manager = AsyncKernelManager(kernel_spec_manager=_ThisPython())
-    NotebookClient(notebook, km=manager, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    NotebookClient(
+        notebook, km=manager, timeout=280, resources={"metadata": {"path": str(tmp_path)}}
+    ).execute()
     stopped = [path for path in (tmp_path / "runs").iterdir() if path.name != "whole"]
-    assert [len((path / "metrics.jsonl").read_text().splitlines()) < 10 for path in stopped] == [True]
+    assert [len((path / "metrics.jsonl").read_text().splitlines()) < 10 for path in stopped] == [
+        True
+    ]
 
 
 # ---------------------------------------------------------------- the forms of the arguments
@@ -189,7 +218,9 @@ class Prepared(Exception):
 
 
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: dict[str, str]) -> Callable[..., Any]:
+def prepared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: dict[str, str]
+) -> Callable[..., Any]:
     """``train``, which returns the experiment instead of running it, and the components registered meanwhile."""
 
     def run(self: BasePPOExp) -> None:
@@ -199,7 +230,11 @@ def prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, models: dict[str, 
     def call(**arguments: Any) -> Any:
         before = user_parts()
         with pytest.raises(Prepared) as found:
-            train(models["tied"], settings=SMALL, **{"prompts": ROWS, "reward": "exact_match", **arguments})
+            train(
+                models["tied"],
+                settings=SMALL,
+                **{"prompts": ROWS, "reward": "exact_match", **arguments},
+            )
         assert user_parts() == before
         return found.value.args
 
@@ -228,7 +263,9 @@ ARGUMENTS = {
 @pytest.mark.parametrize("form", ARGUMENTS.values(), ids=ARGUMENTS.keys())
 def test_prompts_of_every_form_are_the_same_rows(prepared: Callable[..., Any], form: Any) -> None:
     experiment, _ = prepared(prompts=form, eval_prompts=ROWS[:2])
-    assert [p.messages[0]["content"] for p in experiment.get_train_dataset()] == [row["prompt"] for row in ROWS]
+    assert [p.messages[0]["content"] for p in experiment.get_train_dataset()] == [
+        row["prompt"] for row in ROWS
+    ]
     assert {p.extras["label"] for p in experiment.get_train_dataset()} == {"7"}
     assert len(experiment.get_eval_dataset()) == 2
 
@@ -273,8 +310,12 @@ def test_classes_are_registered_for_the_run_alone(prepared: Callable[..., Any]) 
         def log(self, metrics: object, step: int) -> None: ...
 
     tracker = Mine(None)
-    experiment, parts = prepared(reward=None, environment=Own, plan=AsyncRayPPOTrainer, tracker=[Mine, tracker])
-    assert experiment.cfg.environment.env_class == "Own" and parts["skyasync.envs:ENVS"]["Own"] is Own
+    experiment, parts = prepared(
+        reward=None, environment=Own, plan=AsyncRayPPOTrainer, tracker=[Mine, tracker]
+    )
+    assert (
+        experiment.cfg.environment.env_class == "Own" and parts["skyasync.envs:ENVS"]["Own"] is Own
+    )
     assert experiment.cfg.trainer.plan == "AsyncRayPPOTrainer"
     assert experiment.cfg.trainer.logger == ["jsonl", "Mine", "Mine_2"]
     assert parts["skyasync.observability:TRACKERS"]["Mine_2"](None) is tracker

@@ -16,7 +16,9 @@ from tests.end_to_end.runs import Train, Trained
 pytestmark = pytest.mark.slow
 
 
-def in_three_parts(train: Train, plan: str, *settings: str, between: Callable[[Path], None] | None = None) -> Trained:
+def in_three_parts(
+    train: Train, plan: str, *settings: str, between: Callable[[Path], None] | None = None
+) -> Trained:
     """Steps 1 to 3, then 4, then 5 and 6, in one run folder; ``between`` the last two gets the checkpoints."""
 
     def piece(steps: int) -> Trained:
@@ -39,15 +41,26 @@ def damage_the_newest(checkpoints: Path) -> None:
     weights.write_bytes(content)
 
 
-def test_sync_resumes_bit_for_bit_also_where_the_newest_checkpoint_is_damaged(train: Train, sync_run: Trained) -> None:
+def test_sync_resumes_bit_for_bit_also_where_the_newest_checkpoint_is_damaged(
+    train: Train, sync_run: Trained
+) -> None:
     pieces = in_three_parts(train, "sync", between=damage_the_newest)
     assert pieces.prompts == sync_run.prompts
-    for name in ("step", "policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean", "sync/logprob_gap"):
+    for name in (
+        "step",
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/tokens",
+        "reward/mean",
+        "sync/logprob_gap",
+    ):
         assert pieces.series(name) == sync_run.series(name)
 
 
 @pytest.mark.matrix
-def test_one_step_off_resumes_with_the_right_prompts_and_fresh_samples(train: Train, one_step_off_run: Trained) -> None:
+def test_one_step_off_resumes_with_the_right_prompts_and_fresh_samples(
+    train: Train, one_step_off_run: Trained
+) -> None:
     pieces = in_three_parts(train, "one_step_off", "trainer.ckpt_async=true")
     assert pieces.prompts == one_step_off_run.prompts
     assert pieces.series("step") == [1, 2, 3, 4, 5, 6]

@@ -30,7 +30,10 @@ def test_two_ranks_resume_bit_for_bit(plan: str, train: Train, tmp_path: Path) -
     whole = train(*settings, f"trainer.export_path={tmp_path / 'whole'}")
     middle = whole.folder / "checkpoints" / f"step_{STOP:06d}"
     rest = train(
-        *settings, "trainer.run_name=rest", f"trainer.resume_mode={middle}", f"trainer.export_path={tmp_path / 'rest'}"
+        *settings,
+        "trainer.run_name=rest",
+        f"trainer.resume_mode={middle}",
+        f"trainer.export_path={tmp_path / 'rest'}",
     )
     assert rest.folder != whole.folder
     assert rest.series("step") == list(range(STOP + 1, STEPS + 1))

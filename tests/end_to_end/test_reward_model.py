@@ -26,5 +26,7 @@ def test_scores_join_what_the_environment_gives(
     )  # fmt: skip
     first, plain = run.metrics[0], sync_run.metrics[0]
     scores = first["env/reward_model"]
-    assert first["reward/mean"] == pytest.approx(plain["reward/mean"] + 0.5 * (scores - 2.0) / 4.0, abs=1e-5)
+    assert first["reward/mean"] == pytest.approx(
+        plain["reward/mean"] + 0.5 * (scores - 2.0) / 4.0, abs=1e-5
+    )
     assert first["policy/loss"] != plain["policy/loss"]

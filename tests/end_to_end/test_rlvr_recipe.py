@@ -19,7 +19,14 @@ CONFIG = Path(__file__).parents[2] / "examples" / "rlvr" / "config.yaml"
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     """100,000 parameters that sort 2 in 5 rows of digits and add 1 in 5 pairs of numbers."""
-    sizes = {"hidden": 64, "head_dim": 32, "intermediate": 160, "steps": 250, "lr": 4e-3, "tasks": ("sort", "add")}
+    sizes = {
+        "hidden": 64,
+        "head_dim": 32,
+        "intermediate": 160,
+        "steps": 250,
+        "lr": 4e-3,
+        "tasks": ("sort", "add"),
+    }
     return build(out=tmp_path_factory.mktemp("rlvr") / "model", progress=False, **sizes)
 
 
@@ -37,10 +44,15 @@ def test_the_reward_rises_in_both_domains_and_the_held_out_score_with_it(
     after = steps[-1]
     assert after["eval/score/sort"] > before["eval/score/sort"] + 0.1
     run = Trained(tmp_path / "run")
-    for domain in ("sort", "add"):  # about 5,000 samples in each mean: the remaining noise is under 0.01
+    for domain in (
+        "sort",
+        "add",
+    ):  # about 5,000 samples in each mean: the remaining noise is under 0.01
         rewards = run.series(f"reward/mean/{domain}")
         assert fmean(rewards[-10:]) > fmean(rewards[:10]) + 0.08
-    assert sum(run.series("reward/prompts/add")) == pytest.approx(25, rel=0.1)  # half of the prompts, by the settings
+    assert sum(run.series("reward/prompts/add")) == pytest.approx(
+        25, rel=0.1
+    )  # half of the prompts, by the settings
     for row in run.metrics:
         assert row["env/math_verify"] == row["env/add/math_verify"] == row["reward/mean/add"]
         assert row["env/exact_match"] == row["reward/mean/sort"]

@@ -50,5 +50,7 @@ def lengths() -> Iterator[None]:
 @pytest.mark.matrix
 def test_a_scorer_of_ones_own_rewards_what_is_trained(train: Train, lengths: None) -> None:
     run = train("trainer.max_training_steps=2", experiment=LengthExp)
-    assert run.series("lengths/mean") == pytest.approx([n / 32 for n in run.series("policy/tokens")])
+    assert run.series("lengths/mean") == pytest.approx(
+        [n / 32 for n in run.series("policy/tokens")]
+    )
     assert run.result is not None

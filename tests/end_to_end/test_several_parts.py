@@ -12,7 +12,9 @@ GAP = 1e-4
 
 
 @pytest.mark.parametrize("shared", [pytest.param("false", marks=pytest.mark.matrix), "true"])
-def test_two_ranks_and_two_engines_train_like_one(shared: str, train: Train, sync_run: Trained) -> None:
+def test_two_ranks_and_two_engines_train_like_one(
+    shared: str, train: Train, sync_run: Trained
+) -> None:
     run = train(
         f"trainer.placement.colocate_all={shared}",
         "trainer.max_training_steps=2",
@@ -28,7 +30,9 @@ def test_two_ranks_and_two_engines_train_like_one(shared: str, train: Train, syn
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("colocated", ["true", "false"])
-def test_kl_to_the_reference_grows_from_zero(colocated: str, train: Train, models: dict[str, str]) -> None:
+def test_kl_to_the_reference_grows_from_zero(
+    colocated: str, train: Train, models: dict[str, str]
+) -> None:
     run = train(
         "trainer.plan=one_step_off", "trainer.max_training_steps=3", "trainer.algorithm.use_kl_loss=true",
         f"trainer.placement.colocate_policy_ref={colocated}", f"trainer.policy.model.path={models['untied']}",

@@ -49,7 +49,9 @@ def test_a_run_goes_on_with_other_ranks_another_dtype_and_another_plan(
     together = STEPS + 1
     assert run.prompts[:together] == sync_run.prompts[:together]
     for name in ("policy/loss", "policy/grad_norm", "reward/mean"):
-        assert run.series(name)[:together] == pytest.approx(sync_run.series(name)[:together], abs=1e-5)
+        assert run.series(name)[:together] == pytest.approx(
+            sync_run.series(name)[:together], abs=1e-5
+        )
 
 
 def check_export(export: Path, saved: Path, model: str, dtype: torch.dtype) -> None:
@@ -58,6 +60,8 @@ def check_export(export: Path, saved: Path, model: str, dtype: torch.dtype) -> N
     worker.setup()
     worker.load(str(saved))
     exported = load_file(export / "model.safetensors")
-    expected = {name: p.detach().to(dtype) for name, p in worker.backend.model.model.named_parameters()}
+    expected = {
+        name: p.detach().to(dtype) for name, p in worker.backend.model.model.named_parameters()
+    }
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], tensor) for name, tensor in expected.items())

@@ -18,11 +18,15 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.recipe,
     pytest.mark.timeout(1200),
-    pytest.mark.skipif(not MODEL.is_dir(), reason="needs SmolLM2 in the cache (examples/smollm2/model.py)"),
+    pytest.mark.skipif(
+        not MODEL.is_dir(), reason="needs SmolLM2 in the cache (examples/smollm2/model.py)"
+    ),
 ]
 
 
-def test_adapters_raise_the_held_out_score_and_travel_alone(ray_session: None, tmp_path: Path) -> None:
+def test_adapters_raise_the_held_out_score_and_travel_alone(
+    ray_session: None, tmp_path: Path
+) -> None:
     cfg = load_config([
         "--config", str(EXAMPLE / "config.yaml"), "--config", str(EXAMPLE / "lora.yaml"), "trainer.plan=one_step_off",
         "trainer.max_training_steps=20", "generator.backend=transformers", "trainer.policy.threads=1",
@@ -34,5 +38,7 @@ def test_adapters_raise_the_held_out_score_and_travel_alone(ray_session: None, t
     before = read_lines(run.folder / "metrics.jsonl")[0]
     assert before["eval/score"] < 0.4
     assert run.metrics[-1]["eval/score"] > 0.8
-    whole = 2 * (MODEL / "model.safetensors").stat().st_size  # which are bfloat16 there, and float32 in the run
+    whole = (
+        2 * (MODEL / "model.safetensors").stat().st_size
+    )  # which are bfloat16 there, and float32 in the run
     assert 0 < max(run.series("sync/bytes")) < whole / 25

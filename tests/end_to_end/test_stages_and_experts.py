@@ -54,11 +54,23 @@ def mixture(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
 def test_every_plan_trains_it_and_its_weights_arrive(
     plan: str, divided: str, train: Train, mixture: str, tmp_path: Path
 ) -> None:
-    (tmp_path / "letters.py").write_text("def letters(response):\n    return float(len(set(response)))\n")
-    judged = ["environment.env_class=reward", f"environment.reward_funcs=[{tmp_path / 'letters.py'}:letters]"]
+    (tmp_path / "letters.py").write_text(
+        "def letters(response):\n    return float(len(set(response)))\n"
+    )
+    judged = [
+        "environment.env_class=reward",
+        f"environment.reward_funcs=[{tmp_path / 'letters.py'}:letters]",
+    ]
     model = [f"trainer.policy.model.path={mixture}"] if divided == "expert" else []
     ranks = ["trainer.placement.policy_num_gpus_per_node=2", f"trainer.parallel.{divided}=2"]
-    run = train(f"trainer.plan={plan}", *PLANS[plan], *ranks, *model, *judged, "trainer.max_training_steps=3")
+    run = train(
+        f"trainer.plan={plan}",
+        *PLANS[plan],
+        *ranks,
+        *model,
+        *judged,
+        "trainer.max_training_steps=3",
+    )
     assert run.series("step") == [1, 2, 3]
     assert all(norm > 0 for norm in run.series("policy/grad_norm"))
     assert max(row.get("sync/logprob_gap", 0.0) for row in run.metrics) <= 1e-4

@@ -26,6 +26,8 @@ def test_another_backend_trains_resumes_and_exports(
     usual = train("trainer.max_training_steps=2")
     for name in ("policy/loss", "policy/grad_norm"):
         assert first.series(name) == pytest.approx(usual.series(name), rel=1e-3, abs=1e-5)
-    whole = train(*own, "trainer.max_training_steps=3", f"trainer.export_path={tmp_path / 'export'}")
+    whole = train(
+        *own, "trainer.max_training_steps=3", f"trainer.export_path={tmp_path / 'export'}"
+    )
     assert [row["step"] for row in whole.metrics] == [1, 2, 3]
     assert (tmp_path / "export" / "model.safetensors").is_file()

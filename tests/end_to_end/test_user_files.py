@@ -88,20 +88,31 @@ def run_program(python: str, source: str, folder: Path, model: str, *overrides: 
     (folder / "user_main.py").write_text(source)
     command = [python, "user_main.py", *arguments(*overrides, runs=folder, model=model)]
     ended = subprocess.run(
-        command, cwd=folder, env=outside_environment(), capture_output=True, text=True, timeout=200, check=False
+        command,
+        cwd=folder,
+        env=outside_environment(),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return Trained(folder / "run")
 
 
-def test_a_loop_and_a_loss_in_a_users_file(tmp_path: Path, models: dict[str, str], fork_socket: Path) -> None:
+def test_a_loop_and_a_loss_in_a_users_file(
+    tmp_path: Path, models: dict[str, str], fork_socket: Path
+) -> None:
     run = run_program(
         fork_server.program(fork_socket), LOOP_AND_LOSS, tmp_path, models["tied"],
         "trainer.algorithm.policy_loss_type=plain", "trainer.algorithm.extra.scale=3.0",
         "trainer.max_training_steps=2",
     )  # fmt: skip
     assert all(row["my/worse"] <= row["reward/mean"] for row in run.metrics)
-    assert run.series("policy/my_calls") == [1, 2]  # one process has the loss, which was called once per step
+    assert run.series("policy/my_calls") == [
+        1,
+        2,
+    ]  # one process has the loss, which was called once per step
 
 
 @pytest.mark.matrix

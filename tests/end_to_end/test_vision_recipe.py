@@ -16,10 +16,17 @@ CONFIG = Path(__file__).parents[2] / "examples" / "vision" / "config.yaml"
 
 @pytest.mark.parametrize(
     "settings",
-    [[], pytest.param(["generator.backend=vllm", "trainer.plan=one_step_off"], marks=pytest.mark.vllm)],
+    [
+        [],
+        pytest.param(
+            ["generator.backend=vllm", "trainer.plan=one_step_off"], marks=pytest.mark.vllm
+        ),
+    ],
     ids=["embedded, sync", "vllm, one_step_off"],
 )
-def test_counting_in_images_improves(ray_session: None, tmp_path: Path, settings: list[str]) -> None:
+def test_counting_in_images_improves(
+    ray_session: None, tmp_path: Path, settings: list[str]
+) -> None:
     BasePPOExp(load_config([
         "--config", str(CONFIG), "trainer.max_training_steps=60", "trainer.eval_interval=0",
         "generator.eval_n_samples_per_prompt=8",

@@ -35,7 +35,12 @@ def train_vision(ray_session: None, tmp_path_factory: pytest.TempPathFactory) ->
 def resumed(train: Train, run: Trained, *settings: str) -> Trained:
     """A separate run that resumes from step 2 of a run."""
     checkpoint = run.folder / "checkpoints" / "step_000002"
-    return train(*SETTINGS, *settings, f"trainer.resume_mode={checkpoint}", f"trainer.run_name={run.folder.name}_again")
+    return train(
+        *SETTINGS,
+        *settings,
+        f"trainer.resume_mode={checkpoint}",
+        f"trainer.run_name={run.folder.name}_again",
+    )
 
 
 @pytest.mark.matrix
@@ -43,7 +48,14 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
     run = train_vision(*SETTINGS, "trainer.run_name=sync")
     again = resumed(train_vision, run)
     assert any(run.series("reward/mean"))
-    for name in ("step", "policy/loss", "policy/grad_norm", "policy/tokens", "reward/mean", "sync/logprob_gap"):
+    for name in (
+        "step",
+        "policy/loss",
+        "policy/grad_norm",
+        "policy/tokens",
+        "reward/mean",
+        "sync/logprob_gap",
+    ):
         assert again.series(name) == run.series(name)[2:]
     before, after = trained_state(run), trained_state(again)
     assert before.keys() == after.keys()
@@ -53,22 +65,33 @@ def test_sync_goes_on_bit_for_bit(train_vision: Train) -> None:
 def trained_state(run: Trained) -> dict[str, Tensor]:
     """Weights and optimizer state after the last step."""
     folder = run.folder / "checkpoints" / "step_000004" / "policy"
-    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in folder.glob("*.safetensors")
+        for name, tensor in load_file(file).items()
+    }
 
 
 @pytest.mark.matrix
-def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samples(train_vision: Train) -> None:
+def test_one_step_off_on_two_ranks_goes_on_with_the_right_prompts_and_fresh_samples(
+    train_vision: Train,
+) -> None:
     two_ranks = "trainer.placement.policy_num_gpus_per_node=2"
     plan = ("trainer.plan=one_step_off", "trainer.ckpt_rollouts=false", two_ranks)
     run = train_vision(*SETTINGS, *plan, "trainer.run_name=one_step_off")
     again = resumed(train_vision, run, *plan)
     assert again.prompts == run.prompts[2:]
-    assert again.versions == [(3, {2}), (4, {2})]  # the first step after a start is on fresh samples
+    assert again.versions == [
+        (3, {2}),
+        (4, {2}),
+    ]  # the first step after a start is on fresh samples
     assert all(gap < 1e-5 for gap in again.series("sync/logprob_gap"))
 
 
 @pytest.mark.matrix
-def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(train_vision: Train) -> None:
+def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(
+    train_vision: Train,
+) -> None:
     plan = ("trainer.plan=fully_async", "trainer.max_staleness=2")
     run = train_vision(*SETTINGS, *plan, "trainer.run_name=fully_async")
     file = run.folder / "checkpoints" / "step_000002" / saved.FILE
@@ -87,12 +110,16 @@ def test_fully_async_trains_the_finished_groups_of_the_checkpoint_as_they_are(tr
     for name in both:
         (action,) = kept[name].actions
         assert rows[name]["tokens"]["versions"] == action.versions.tolist()
-        assert rows[name]["tokens"]["logprobs"] == pytest.approx(action.logprobs.tolist(), abs=1e-4)  # as written
+        assert rows[name]["tokens"]["logprobs"] == pytest.approx(
+            action.logprobs.tolist(), abs=1e-4
+        )  # as written
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("backbone", ["own", "shared"])
-def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, backbone: str) -> None:
+def test_a_critic_sees_the_images_of_the_policys_samples(
+    train_vision: Train, backbone: str
+) -> None:
     ppo = (
         "trainer.algorithm.advantage_estimator=gae",
         f"trainer.critic.backbone={backbone}",
@@ -101,13 +128,18 @@ def test_a_critic_sees_the_images_of_the_policys_samples(train_vision: Train, ba
 
     class ShownImages(BasePPOExp):  # perhaps in another process
         def get_weight_sync(
-            self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
+            self,
+            dispatch: Source,
+            inference_engine_client: Destination,
+            probe: Sequence[Sequence[int]],
         ) -> WeightSync:
             assert probe and all(len(ImageTokens.images_of(tokens)) == 1 for tokens in probe)
             return super().get_weight_sync(dispatch, inference_engine_client, probe)
 
     name = f"trainer.run_name=critic_{backbone}"
-    run = train_vision(*SETTINGS, *ppo, name, "trainer.max_training_steps=2", experiment=ShownImages)
+    run = train_vision(
+        *SETTINGS, *ppo, name, "trainer.max_training_steps=2", experiment=ShownImages
+    )
     losses = run.series("critic/loss")
     assert len(losses) == 2 and all(loss > 0 for loss in losses)
     assert all(gap < 1e-5 for gap in run.series("sync/logprob_gap"))

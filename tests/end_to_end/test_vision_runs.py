@@ -46,7 +46,12 @@ class ShowsAnother(BaseTextEnv):
             content = [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
             return {"observations": [{"role": "user", "content": content}], "reward": 0.0, "done": False,
                     "metadata": {}}  # fmt: skip
-        return {"observations": [], "reward": float(str(discs) in action), "done": True, "metadata": {}}
+        return {
+            "observations": [],
+            "reward": float(str(discs) in action),
+            "done": True,
+            "metadata": {},
+        }
 
 
 async def asks_twice(data: dict[str, Any], base_url: str, api_key: str) -> float:
@@ -57,7 +62,9 @@ async def asks_twice(data: dict[str, Any], base_url: str, api_key: str) -> float
 
     client = AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=connections())
     image, discs = disc_image(data["discs"] + 100)
-    own: Any = with_urls([{"role": "user", "content": [{"type": "image", "image": read_image(image)}]}])
+    own: Any = with_urls(
+        [{"role": "user", "content": [{"type": "image", "image": read_image(image)}]}]
+    )
     assert own[0]["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     messages = list(data["prompt"])
     for turn in ([], own):
@@ -78,7 +85,11 @@ class CountsImages(RunExtension):
     images = 0
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Group]) -> None:
-        counts = {len(images_in(trajectory.segments)) for group in groups for trajectory in group.trajectories}
+        counts = {
+            len(images_in(trajectory.segments))
+            for group in groups
+            for trajectory in group.trajectories
+        }
         (self.images,) = counts
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
@@ -99,14 +110,22 @@ def assert_trained(run: Trained, largest_gap: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("plan", ["sync", "streamed"])
 def test_an_environment_answers_with_images(train_vision: Train, plan: str) -> None:
-    turns = (f"environment.env_class={HERE}:ShowsAnother", "generator.max_turns=2", f"trainer.run_name=turns_{plan}")
+    turns = (
+        f"environment.env_class={HERE}:ShowsAnother",
+        "generator.max_turns=2",
+        f"trainer.run_name=turns_{plan}",
+    )
     run = train_vision(*SETTINGS, *turns, f"trainer.plan={plan}", experiment=Counted)
     assert_trained(run)
     assert run.series("test/images") == [2.0] * 3
 
 
 def test_an_agent_sends_images_by_the_endpoint(train_vision: Train) -> None:
-    program = ('environment.env_class=""', f"generator.agent_program={HERE}:asks_twice", "trainer.run_name=agent")
+    program = (
+        'environment.env_class=""',
+        f"generator.agent_program={HERE}:asks_twice",
+        "trainer.run_name=agent",
+    )
     run = train_vision(*SETTINGS, *program, experiment=Counted)
     assert_trained(run)
     assert run.series("test/images") == [2.0] * 3
@@ -114,11 +133,15 @@ def test_an_agent_sends_images_by_the_endpoint(train_vision: Train) -> None:
 
 def test_a_frozen_tower_keeps_its_bits(train_vision: Train) -> None:
     run = train_vision(
-        *SETTINGS, "trainer.policy.freeze=[vision_tower]", "trainer.export_interval=3", "trainer.run_name=frozen"
+        *SETTINGS,
+        "trainer.policy.freeze=[vision_tower]",
+        "trainer.export_interval=3",
+        "trainer.run_name=frozen",
     )
     assert_trained(run)
     before, after = (
-        load_file(folder / "model.safetensors") for folder in (Path(build()), run.folder / "exports" / "step_000003")
+        load_file(folder / "model.safetensors")
+        for folder in (Path(build()), run.folder / "exports" / "step_000003")
     )
     tower = {name for name in before if name.startswith("model.visual.") and "merger" not in name}
     assert {name for name, tensor in before.items() if torch.equal(tensor, after[name])} == tower

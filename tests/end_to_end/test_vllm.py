@@ -23,10 +23,15 @@ def test_fully_async_with_vllm_loses_no_prompt_and_stamps_every_token(train: Tra
     assert max(run.series("staleness/max")) <= 2
     trained = [prompt for _, prompts in run.prompts for prompt in prompts]
     assert len(set(trained)) == len(trained) == 6 * 8
-    assert {prompt.split("-")[0] for prompt in trained} == {"e0", "e1", "e2"}, "three epochs of two batches, whole"
+    assert {prompt.split("-")[0] for prompt in trained} == {"e0", "e1", "e2"}, (
+        "three epochs of two batches, whole"
+    )
     rows = read_lines(run.folder / "samples.jsonl")
     assert all(row["versions"] == sorted(row["versions"]) for row in rows)
-    assert all(row["step"] - 3 <= min(row["versions"]) <= max(row["versions"]) < row["step"] for row in rows)
+    assert all(
+        row["step"] - 3 <= min(row["versions"]) <= max(row["versions"]) < row["step"]
+        for row in rows
+    )
     assert leftovers.none_soon(leftovers.of_the_cluster) == []
 
 

@@ -72,11 +72,17 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.matrix
-def test_it_trains_resumes_and_simulates(environment: dict[str, str], models: dict[str, str], tmp_path: Path) -> None:
-    settings = arguments("trainer.ckpt_interval=1", "trainer.resume_mode=latest", runs=tmp_path, model=models["tied"])
+def test_it_trains_resumes_and_simulates(
+    environment: dict[str, str], models: dict[str, str], tmp_path: Path
+) -> None:
+    settings = arguments(
+        "trainer.ckpt_interval=1", "trainer.resume_mode=latest", runs=tmp_path, model=models["tied"]
+    )
     out = tmp_path / "out.json"
     program = [sys.executable, "-c", TRAIN_RESUME_SIMULATE, *settings, str(out)]
-    ran = subprocess.run(program, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    ran = subprocess.run(
+        program, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280
+    )
     assert ran.returncode == 0, ran.stderr
     said = json.loads(out.read_text())
     assert said["package"].startswith(environment["PYTHONPATH"])
@@ -86,12 +92,18 @@ def test_it_trains_resumes_and_simulates(environment: dict[str, str], models: di
 
 def test_what_needs_it_is_rejected_in_one_line(environment: dict[str, str], tmp_path: Path) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", REJECTED], env=environment, cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-c", REJECTED],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert ran.returncode == 0, ran.stderr
     lacking = "needs skyasync.interop, which is not part of this installation"
     nearest, unknown, environment_name, *others = ran.stdout.splitlines()
-    assert nearest == "unknown key 'trainer.train_batch_sise': did you mean trainer.train_batch_size?"
+    assert (
+        nearest == "unknown key 'trainer.train_batch_sise': did you mean trainer.train_batch_size?"
+    )
     assert unknown.startswith("unknown key 'actor_rollout_ref.rollout.n'")
     assert "unknown environment 'openrlhf'" in environment_name
     assert others == [

@@ -42,5 +42,7 @@ def test_one_turn_is_right_or_wrong(extras, action, reward):
 
 
 def test_a_row_without_the_right_answer_is_refused_with_what_it_has():
-    with pytest.raises(UserError, match=r"reward_spec.ground_truth or answer; the row has: question"):
+    with pytest.raises(
+        UserError, match=r"reward_spec.ground_truth or answer; the row has: question"
+    ):
         GSM8kEnv({}, {"question": "x"}).step("#### 1")

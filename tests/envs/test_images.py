@@ -45,14 +45,19 @@ PICTURE = {"bytes": b"\x89PNG", "path": None}
         ({"pictures": "a.png"}, ""),
     ],
 )
-def test_a_column_of_pictures_is_told_from_others_of_its_name(row: dict[str, Any], column: str) -> None:
+def test_a_column_of_pictures_is_told_from_others_of_its_name(
+    row: dict[str, Any], column: str
+) -> None:
     assert image_column(row) == column
 
 
 def test_a_part_of_a_message_is_a_picture_by_its_type() -> None:
     kinds = ["image", "image_url", "input_image", "video", "input_video"]
     assert [image_part({"type": kind}) for kind in kinds] == kinds
-    assert [image_part(part) for part in ({"type": "text"}, {"text": "image"}, "image", None, {"type": 3})] == [""] * 5
+    assert [
+        image_part(part)
+        for part in ({"type": "text"}, {"text": "image"}, "image", None, {"type": 3})
+    ] == [""] * 5
 
 
 def reward_config() -> Config:
@@ -70,12 +75,21 @@ def png(colour: str) -> bytes:
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        ({"extras": {"image": PICTURE}}, "the row has image: images are read from the columns images and image only"),
+        (
+            {"extras": {"image": PICTURE}},
+            "the row has image: images are read from the columns images and image only",
+        ),
         ({"videos": ["a.mp4"]}, "the row has videos: images are read from the columns"),
         ({"images": ["missing.png"]}, "the image 'missing.png' cannot be read: No such file"),
         ({"images": [PICTURE]}, "of 4 bytes cannot be decoded"),
-        ({"prompt": "<image> or <image>", "image": png("red")}, "has 2 places for images, and the row has 1 images"),
-        ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "parts of type video"),
+        (
+            {"prompt": "<image> or <image>", "image": png("red")},
+            "has 2 places for images, and the row has 1 images",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            "parts of type video",
+        ),
     ],
 )
 def test_a_row_whose_images_cannot_be_read_is_rejected(row: dict[str, Any], problem: str) -> None:
@@ -89,12 +103,22 @@ def test_images_of_a_row_are_read_in_every_form_and_placed(tmp_path: Path) -> No
     url = f"data:image/png;base64,{base64.b64encode(red).decode()}"
     image, other = ({"type": "image", "image": Image(data)} for data in (red, blue))
     text = {"type": "text", "text": "What is it?"}
-    same = [str(tmp_path / "red.png"), (tmp_path / "red.png").as_uri(), url, red, {"bytes": red, "path": None}]
+    same = [
+        str(tmp_path / "red.png"),
+        (tmp_path / "red.png").as_uri(),
+        url,
+        red,
+        {"bytes": red, "path": None},
+    ]
     for value in same:
-        (message,) = as_prompt(7, {"prompt": "What is it?", "images": [value]}, reward_config()).messages
+        (message,) = as_prompt(
+            7, {"prompt": "What is it?", "images": [value]}, reward_config()
+        ).messages
         assert message["content"] == [image, text]
         part = {"type": "image_url", "image_url": {"url": value}}
-        prompt = as_prompt(7, {"prompt": [{"role": "user", "content": [text, part]}]}, reward_config())
+        prompt = as_prompt(
+            7, {"prompt": [{"role": "user", "content": [text, part]}]}, reward_config()
+        )
         assert prompt.messages[0]["content"] == [text, image]
     row = {"prompt": "<image>, then <image>?", "images": [blue, PIL.open(io.BytesIO(red))]}
     prompt = as_prompt(7, row, reward_config())
@@ -102,7 +126,9 @@ def test_images_of_a_row_are_read_in_every_form_and_placed(tmp_path: Path) -> No
     assert (first, comma["text"], mark["text"]) == (other, ", then ", "?")
     assert "images" not in prompt.extras
     template = [{"role": "user", "content": [text, {"type": "image"}]}]
-    assert as_prompt(7, {"prompt": template, "image": red}, reward_config()).messages[0]["content"] == [text, image]
+    assert as_prompt(7, {"prompt": template, "image": red}, reward_config()).messages[0][
+        "content"
+    ] == [text, image]
 
 
 def test_an_environments_image_is_read_or_ends_its_episode() -> None:
@@ -111,16 +137,28 @@ def test_an_environments_image_is_read_or_ends_its_episode() -> None:
         (url, ""),
         ("data:image/png;base64,aGk=", "observations: an image of 2 bytes cannot"),
     ):
-        content = [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": given}}]
-        output = {"observations": [{"role": "user", "content": content}], "reward": 0.0, "done": False}
+        content = [
+            {"type": "text", "text": "Look."},
+            {"type": "image_url", "image_url": {"url": given}},
+        ]
+        output = {
+            "observations": [{"role": "user", "content": content}],
+            "reward": 0.0,
+            "done": False,
+        }
         with pytest.raises(InvalidEnvOutputError, match=problem) if problem else nullcontext():
             step = check_step(output, raw=False, most_chars=200)  # an image has no characters
-            assert step["observations"][0]["content"][1] == {"type": "image", "image": Image(png("red"))}
+            assert step["observations"][0]["content"][1] == {
+                "type": "image",
+                "image": Image(png("red")),
+            }
 
 
 def test_a_row_without_images_is_as_it_was() -> None:
     cfg = reward_config()
-    assert as_prompt(7, {"prompt": "What is it?", "image": "ubuntu"}, cfg).extras == {"image": "ubuntu"}
+    assert as_prompt(7, {"prompt": "What is it?", "image": "ubuntu"}, cfg).extras == {
+        "image": "ubuntu"
+    }
 
 
 def test_a_message_with_an_image_needs_a_model_that_reads_images() -> None:
@@ -133,7 +171,9 @@ def test_a_message_with_an_image_needs_a_model_that_reads_images() -> None:
 def test_a_model_of_another_type_is_rejected_before_it_is_loaded(tmp_path: Path, mark: str) -> None:
     shape = {"model_type": "gemma3", "text_config": {"num_attention_heads": 4}, mark: {"depth": 2}}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    with pytest.raises(UserError, match=f"has a {mark}.*its type is gemma3; types that read images.*: qwen2_5_vl"):
+    with pytest.raises(
+        UserError, match=f"has a {mark}.*its type is gemma3; types that read images.*: qwen2_5_vl"
+    ):
         check_model(str(tmp_path), Config())
 
 
@@ -141,11 +181,23 @@ def test_a_model_of_another_type_is_rejected_before_it_is_loaded(tmp_path: Path,
     "setting",
     ["trainer.dump_trajectories=true", "trainer.policy.lora.base_dtype=int8", "trainer.policy.torch_compile=true"],
 )  # fmt: skip
-def test_settings_that_are_not_supported_with_images_are_rejected(tmp_path: Path, setting: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}}))
-    given = ["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.backend=transformers", setting]
+def test_settings_that_are_not_supported_with_images_are_rejected(
+    tmp_path: Path, setting: str
+) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen3_vl", "vision_config": {"depth": 2}})
+    )
+    given = [
+        "trainer.policy.model.path=x",
+        "data.train_data=[x.jsonl]",
+        "generator.backend=transformers",
+        setting,
+    ]
     given += ["trainer.policy.lora.rank=4"] if "lora" in setting else []
-    with pytest.raises(UserError, match=f"reads images: {setting.split('=')[0]}.* is not supported for such a model"):
+    with pytest.raises(
+        UserError,
+        match=f"reads images: {setting.split('=')[0]}.* is not supported for such a model",
+    ):
         check_model(str(tmp_path), load_config(given))
 
 
@@ -157,20 +209,40 @@ def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: 
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(shape))
-    cfg = load_config(["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.backend=vllm"])
-    with pytest.raises(UserError, match=r"generator.backend=vllm, which has other names for LLaVA's weights"):
+    cfg = load_config(
+        ["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.backend=vllm"]
+    )
+    with pytest.raises(
+        UserError, match=r"generator.backend=vllm, which has other names for LLaVA's weights"
+    ):
         check_model(str(tmp_path / "llava"), cfg)
-    servers = ["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "generator.engines=[http://127.0.0.1:8000]"]
-    with pytest.raises(UserError, match=r"generator.backend=vllm_server, which has other names for LLaVA's weights"):
+    servers = [
+        "trainer.policy.model.path=x",
+        "data.train_data=[x.jsonl]",
+        "generator.engines=[http://127.0.0.1:8000]",
+    ]
+    with pytest.raises(
+        UserError, match=r"generator.backend=vllm_server, which has other names for LLaVA's weights"
+    ):
         check_model(str(tmp_path / "llava"), load_config(servers))
-    with pytest.raises(UserError, match=r"reads images: generator.backend=sglang_server is not supported"):
-        check_model(str(tmp_path / "llava"), load_config([*servers, "generator.backend=sglang_server"]))
-    with pytest.raises(UserError, match=r"the tokens of Gemma 3's images depend on the text around them"):
+    with pytest.raises(
+        UserError, match=r"reads images: generator.backend=sglang_server is not supported"
+    ):
+        check_model(
+            str(tmp_path / "llava"), load_config([*servers, "generator.backend=sglang_server"])
+        )
+    with pytest.raises(
+        UserError, match=r"the tokens of Gemma 3's images depend on the text around them"
+    ):
         check_model(str(tmp_path / "gemma"), cfg)
     cfg.generator.backend, cfg.trainer.policy.model.path = "transformers", str(tmp_path / "llava")
-    with pytest.raises(UserError, match=r"only the policy, its reference and its critic read images"):
+    with pytest.raises(
+        UserError, match=r"only the policy, its reference and its critic read images"
+    ):
         check_model(str(tmp_path / "llava"), cfg, key="trainer.reward.models.judge.path")
-    with pytest.raises(UserError, match=r"trainer.critic.model.path=.*text reads only text, and the policy"):
+    with pytest.raises(
+        UserError, match=r"trainer.critic.model.path=.*text reads only text, and the policy"
+    ):
         check_model(str(tmp_path / "text"), cfg, key="trainer.critic.model.path")
 
 
@@ -180,5 +252,7 @@ def test_roles_and_engines_that_do_not_read_a_models_images_are_named(tmp_path: 
      "generator.vision_language_generator=true"],
 )  # fmt: skip
 def test_other_systems_keys_for_pictures_are_answered_so(key: str) -> None:
-    with pytest.raises(UserError, match=r"images are read from the columns|vision models are detected"):
+    with pytest.raises(
+        UserError, match=r"images are read from the columns|vision models are detected"
+    ):
         load_config(["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", key])

@@ -36,7 +36,12 @@ class Logged(BaseTextEnv):
         self._live("step")
         self.turns += 1
         done = self.turns >= self.extras.get("turns", 1)
-        return {"observations": [], "reward": self.extras.get("reward", 1.0), "done": done, "metadata": {}}
+        return {
+            "observations": [],
+            "reward": self.extras.get("reward", 1.0),
+            "done": done,
+            "metadata": {},
+        }
 
     def get_metrics(self):
         self._live("get_metrics")
@@ -103,7 +108,9 @@ def test_an_error_reaches_its_own_caller_with_the_traceback_and_closes_the_envir
             await begin(pool, name, **extras)
             return await pool.step(name, "x")
 
-        broken, whole = await asyncio.gather(episode("a", fails=fails), episode("b"), return_exceptions=True)
+        broken, whole = await asyncio.gather(
+            episode("a", fails=fails), episode("b"), return_exceptions=True
+        )
         assert isinstance(broken, LookupError)
         note = "\n".join(broken.__notes__)
         assert "Raised by the environment of a" in note
@@ -121,7 +128,9 @@ def test_a_reward_must_be_a_finite_number(reward):
     async def run():
         pool = local_pool()
         await begin(pool, "a", reward=reward)
-        with pytest.raises(ValueError, match=r"the environment of a: the reward is .*; it must be a finite number"):
+        with pytest.raises(
+            ValueError, match=r"the environment of a: the reward is .*; it must be a finite number"
+        ):
             await pool.step("a", "x")
 
     run()
@@ -143,7 +152,13 @@ class SlowWorker(LocalTransport):
 
     def __init__(self, number, seconds=0.0):
         super().__init__(Episodes(EnvSettings({})))
-        self.number, self.seconds, self.messages, self.killed, self.hung = number, seconds, Counter(), False, 0
+        self.number, self.seconds, self.messages, self.killed, self.hung = (
+            number,
+            seconds,
+            Counter(),
+            False,
+            0,
+        )
         self.broken = None
 
     async def load(self, *args):
@@ -215,7 +230,9 @@ class Instant(Logged):
 async def test_an_instant_environment_runs_in_the_controller_like_any_other():
     ENVS["logged"] = Instant
     pool, (worker,) = slow_pool()
-    await asyncio.gather(begin(pool, "a", turns=2), begin(pool, "b", fails="step"), begin(pool, "c"))
+    await asyncio.gather(
+        begin(pool, "a", turns=2), begin(pool, "b", fails="step"), begin(pool, "c")
+    )
     assert not (await pool.step("a", "x"))["done"]
     assert (await pool.step("a", "x"))["metrics"] == {"turns": 2.0}
     with pytest.raises(LookupError, match="broken step"):
@@ -272,10 +289,15 @@ async def test_one_that_cancels_itself_is_an_error_of_its_own():
 @virtual_time
 async def test_a_worker_without_a_heartbeat_is_replaced_and_its_episodes_are_lost():
     pool, workers = slow_pool(workers=2, seconds=1.0, step_timeout_s=30.0)
-    await asyncio.gather(begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9))
+    await asyncio.gather(
+        begin(pool, "a", turns=9), begin(pool, "b", turns=9), begin(pool, "c", turns=9)
+    )
     workers[0].seconds = 1e9
     failed = await asyncio.gather(pool.step("a", "x"), pool.step("b", "x"), return_exceptions=True)
-    assert "the process that runs the environment of a is lost: it sent no heartbeat for 35 s" in str(failed[0])
+    assert (
+        "the process that runs the environment of a is lost: it sent no heartbeat for 35 s"
+        in str(failed[0])
+    )
     assert failed[1]["reward"] == 1.0
     with pytest.raises(RuntimeError, match="environment of c is lost"):
         await pool.step("c", "x")
@@ -344,9 +366,13 @@ async def test_a_step_that_awaits_for_too_long_is_a_timeout_that_names_the_episo
     ENVS["logged"] = Awaiting
     pool = local_pool(step_timeout_s=30.0)
     await asyncio.gather(begin(pool, "slow", seconds=100.0), begin(pool, "quick"))
-    slow, quick = await asyncio.gather(pool.step("slow", "x"), pool.step("quick", "x"), return_exceptions=True)
+    slow, quick = await asyncio.gather(
+        pool.step("slow", "x"), pool.step("quick", "x"), return_exceptions=True
+    )
     assert isinstance(slow, TimeoutError)
-    assert "environment of slow did not answer within 30 s (environment.step_timeout_s)" in str(slow)
+    assert "environment of slow did not answer within 30 s (environment.step_timeout_s)" in str(
+        slow
+    )
     assert asyncio.get_running_loop().time() == pytest.approx(30)
     assert quick["done"]
     assert lived("slow")["close"] == 1
@@ -425,7 +451,12 @@ class Counting(BaseTextEnv):
 
     def step(self, action):
         self.turns += 1
-        return {"observations": [], "reward": float(self.turns), "done": self.turns == 2, "metadata": {}}
+        return {
+            "observations": [],
+            "reward": float(self.turns),
+            "done": self.turns == 2,
+            "metadata": {},
+        }
 
 
 class Late(LocalTransport):

@@ -14,14 +14,17 @@ def test_an_environment_is_found_by_id_by_reference_or_through_a_registered_refe
     register("mine-too", f"{__name__}:Mine")
     try:
         assert env_factory("mine") is Mine
-        assert env_factory("mine-too").__name__ == env_factory(f"{__name__}:Mine").__name__ == "Mine"
+        assert (
+            env_factory("mine-too").__name__ == env_factory(f"{__name__}:Mine").__name__ == "Mine"
+        )
         assert env_factory("gsm8k") is GSM8kEnv
     finally:
         del ENVS["mine"], ENVS["mine-too"]
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"), [("gsm8", "gsm8k"), ("skyasync.envs.reward:GSM8Env", "GSM8kEnv"), ("no:x", "no")]
+    ("name", "hint"),
+    [("gsm8", "gsm8k"), ("skyasync.envs.reward:GSM8Env", "GSM8kEnv"), ("no:x", "no")],
 )
 def test_a_wrong_name_is_refused_with_a_hint(name, hint):
     with pytest.raises(UserError, match=hint):

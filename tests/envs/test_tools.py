@@ -39,7 +39,10 @@ def call(name, **arguments):
 
 
 def answers(action):
-    return [message["content"] for message in make("tests.envs.test_tools:Shop").step(action)["observations"]]
+    return [
+        message["content"]
+        for message in make("tests.envs.test_tools:Shop").step(action)["observations"]
+    ]
 
 
 def test_the_model_is_told_what_the_methods_say_of_themselves():
@@ -79,7 +82,9 @@ def test_a_tool_that_does_not_explain_itself_is_refused_by_name():
 
 def test_calls_are_carried_out_in_order_and_answered_by_messages_of_the_tool():
     env = make("tests.envs.test_tools:Shop")
-    step = env.step(f"Let me see. {call('price', item='apple')}{call('price', item='apple', count=4)}")
+    step = env.step(
+        f"Let me see. {call('price', item='apple')}{call('price', item='apple', count=4)}"
+    )
     assert step["observations"] == [
         {"role": "tool", "name": "price", "content": "3"},
         {"role": "tool", "name": "price", "content": "12"},
@@ -137,7 +142,8 @@ NOT_SENT = [
 
 
 @pytest.mark.parametrize(
-    "broken", ["{", "[]", '{"name": 3}', '{"name": "price", "arguments": 3}', "[" * 100_000, *NOT_SENT]
+    "broken",
+    ["{", "[]", '{"name": 3}', '{"name": "price", "arguments": 3}', "[" * 100_000, *NOT_SENT],
 )
 def test_a_call_that_is_not_well_formed_leaves_the_text_as_it_is(broken):
     text = f"So: <tool_call>{broken}</tool_call>"
@@ -146,12 +152,17 @@ def test_a_call_that_is_not_well_formed_leaves_the_text_as_it_is(broken):
 
 
 WORDS = st.sampled_from(["", "a", "price", "two words", '"quoted"', "{}", "é\n", "</tool"])
-CALLS = st.lists(st.tuples(WORDS, st.dictionaries(WORDS, st.none() | st.integers() | WORDS, max_size=3)), max_size=3)
+CALLS = st.lists(
+    st.tuples(WORDS, st.dictionaries(WORDS, st.none() | st.integers() | WORDS, max_size=3)),
+    max_size=3,
+)
 
 
 @given(text=WORDS, calls=CALLS)
 def test_every_well_formed_call_is_read(text, calls):
-    written = "".join(f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls)
+    written = "".join(
+        f"<tool_call>{json.dumps({'name': n, 'arguments': a})}</tool_call>" for n, a in calls
+    )
     said, found = read_tool_calls(text + written)
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in found] == calls
     assert said == (text.rstrip() if calls else text)

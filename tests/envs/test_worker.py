@@ -145,7 +145,9 @@ async def test_a_message_of_quick_calls_is_answered_in_one(monkeypatch):
 async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
     async with at_work() as caller:
         await caller.begin(env, "slow", "a", "b")
-        slow, *quick = caller.calls("step", ["slow"], "open") + caller.calls("step", ["a", "b"], "go")
+        slow, *quick = caller.calls("step", ["slow"], "open") + caller.calls(
+            "step", ["a", "b"], "go"
+        )
         await caller.exchange([slow, *quick])
         assert [(await caller.until(call.number)).result["done"] for call in quick] == [True, True]
         assert slow.number not in caller.answers
@@ -154,7 +156,9 @@ async def test_a_slow_step_does_not_hold_up_the_answers_to_the_others(env):
 
 
 @pytest.mark.parametrize("env", [Gated, AsyncGated, Stubborn])
-async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(env, monkeypatch):
+async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worker_goes_on(
+    env, monkeypatch
+):
     monkeypatch.setattr("skyasync.utils.rpc_server.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=0.2, max_threads=1) as caller:
         await caller.begin(env, "stuck")
@@ -162,9 +166,14 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
         await caller.exchange([call])
         error = (await caller.until(call.number)).error
         assert isinstance(error, TimeoutError)
-        assert "environment of stuck did not answer within 0.2 s (environment.step_timeout_s)" in str(error)
+        assert (
+            "environment of stuck did not answer within 0.2 s (environment.step_timeout_s)"
+            in str(error)
+        )
         await caller.exchange()
-        assert caller.hung == (0 if env is AsyncGated else 1)  # a cancelled async step leaves nothing
+        assert caller.hung == (
+            0 if env is AsyncGated else 1
+        )  # a cancelled async step leaves nothing
         await caller.begin(Gated, "next")
         (call,) = caller.calls("step", ["next"], "go")
         await caller.exchange([call])
@@ -173,7 +182,9 @@ async def test_a_step_that_hangs_is_a_timeout_of_its_episode_alone_and_the_worke
 
 @pytest.mark.parametrize("env", [Difficult, AsyncDifficult])
 @pytest.mark.parametrize("action", KINDS)
-async def test_other_raised_errors_than_exceptions_are_reported_at_once_and_leave_no_thread(action, env, monkeypatch):
+async def test_other_raised_errors_than_exceptions_are_reported_at_once_and_leave_no_thread(
+    action, env, monkeypatch
+):
     monkeypatch.setattr("skyasync.utils.rpc_server.HEARTBEAT_S", 0.05)
     async with at_work(step_timeout_s=PATIENCE_S / 2) as caller:
         await caller.begin(env, "a", "b")
@@ -196,7 +207,9 @@ async def test_what_a_module_raises_besides_exceptions_when_it_is_loaded_is_told
     assert kind.__name__ in repr(error)
 
 
-@pytest.mark.parametrize(("action", "error"), [("exit", "SystemExit"), ("unpicklable", "LookupError"), ("x", "float")])
+@pytest.mark.parametrize(
+    ("action", "error"), [("exit", "SystemExit"), ("unpicklable", "LookupError"), ("x", "float")]
+)
 async def test_whatever_is_raised_comes_back_as_an_error_that_travels(action, error):
     import pickle
 
@@ -244,7 +257,9 @@ def once(seconds):
 
 
 @pytest.mark.parametrize("env_class", SLOW_FILES)
-async def test_a_users_file_is_loaded_before_the_first_episode_outside_of_the_limit_of_a_step(env_class, tmp_path):
+async def test_a_users_file_is_loaded_before_the_first_episode_outside_of_the_limit_of_a_step(
+    env_class, tmp_path
+):
     slept.clear()
     file = tmp_path / "mine.py"
     file.write_text(SLOW_FILES[env_class])

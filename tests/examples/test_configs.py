@@ -22,6 +22,14 @@ def test_every_example_configuration_loads_and_names_things_that_exist(file, pla
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.parent.name)
 def test_prompts_last_for_all_steps(file):
     config = load_config(["--config", str(file)])
-    rows = [row for source in config.data.train_data for row in resolve_reference(source, kind="data source")()]
+    rows = [
+        row
+        for source in config.data.train_data
+        for row in resolve_reference(source, kind="data source")()
+    ]
     trainer = config.trainer
-    assert -(-prompts_of_run(trainer, len(rows)) // trainer.train_batch_size) == trainer.max_training_steps > 0
+    assert (
+        -(-prompts_of_run(trainer, len(rows)) // trainer.train_batch_size)
+        == trainer.max_training_steps
+        > 0
+    )

@@ -56,7 +56,9 @@ async def test_it_trains_with_real_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("experiment", "plan"), [(BasePPOExp, REFERENCE), (TwoStepsExp, "sync")])
-def test_a_key_or_a_subclass_of_the_experiment_chooses_it(experiment: type[BasePPOExp], plan: str) -> None:
+def test_a_key_or_a_subclass_of_the_experiment_chooses_it(
+    experiment: type[BasePPOExp], plan: str
+) -> None:
     cfg = Config()
     cfg.trainer.plan = plan
     trainer = experiment(cfg).get_trainer(cfg, None, None, prompts(4), None, None, None, None)

@@ -108,10 +108,14 @@ async def train_by_library(plan: str, *, padded: bool = True) -> TrainedRun:
     cfg, model = library_settings(plan, padded=padded), chat_model()
     tokenizer = AutoTokenizer.from_pretrained(model)
     dataset = []
-    for row, question in enumerate(FILES[plan].make_questions(FILES[plan].PROMPTS * STEPS, random.Random(0))):
+    for row, question in enumerate(
+        FILES[plan].make_questions(FILES[plan].PROMPTS * STEPS, random.Random(0))
+    ):
         messages = [{"role": "user", "content": question.text}]
         dataset.append(Prompt(PromptId(0, row), messages, ENV_CLASS, {"answer": question.answer}))
-    engine = TransformersEngine(EngineConfig(model, threads=1, max_model_len=64, max_num_seqs=256, kv_cache_gb=0.1))
+    engine = TransformersEngine(
+        EngineConfig(model, threads=1, max_model_len=64, max_num_seqs=256, kv_cache_gb=0.1)
+    )
     client, dispatch, tracker = InferenceClient([engine], 60), RecordingDispatch(cfg), Rows()
     trainer: Any = PLANS[plan].get_trainer(
         cfg=cfg,
@@ -138,7 +142,9 @@ async def train_by_library(plan: str, *, padded: bool = True) -> TrainedRun:
 def library_numbers(groups: list[Group], count: int) -> Tensor:
     """The numbers that chose the tokens of these groups, ``[batch, count]``."""
     names = [f"{trajectory.id}-t0" for group in groups for trajectory in group.trajectories]
-    keys = np.array([stream_key(request_seed(SAMPLING_SEED, name), 0, name) for name in names], dtype=np.uint64)
+    keys = np.array(
+        [stream_key(request_seed(SAMPLING_SEED, name), 0, name) for name in names], dtype=np.uint64
+    )
     columns = [uniforms(keys, np.full(len(keys), position)) for position in range(count)]
     return torch.from_numpy(np.stack(columns, axis=1))
 
@@ -164,7 +170,9 @@ def train_by_file(plan: str, library: TrainedRun) -> TrainedRun:
 
     def record_weights() -> None:
         parameters = policy.named_parameters()
-        run.weights.append({f"model.{name}": parameter.detach().clone() for name, parameter in parameters})
+        run.weights.append(
+            {f"model.{name}": parameter.detach().clone() for name, parameter in parameters}
+        )
 
     record_weights()
     steps = [[question_of(file, group) for group in groups] for groups in library.groups]
@@ -180,7 +188,9 @@ def question_of(file: ModuleType, group: Group) -> Any:
     return file.Question(group.prompt.messages[0]["content"], group.prompt.extras["answer"])
 
 
-def recorded_rollout(file: ModuleType, tokenizer: Any, groups: list[Group], questions: list[Any]) -> Any:
+def recorded_rollout(
+    file: ModuleType, tokenizer: Any, groups: list[Group], questions: list[Any]
+) -> Any:
     rollout = file.Rollout([], [], [], [])
     for group, question in zip(groups, questions, strict=True):
         for trajectory in group.trajectories:
@@ -216,11 +226,15 @@ async def test_losses_and_weights_of_ten_steps_are_bitwise_the_librarys(plan: st
     assert file.rewards == library.rewards
     assert different_weights(library, file) == []
     assert len({loss for loss in file.losses if loss}) == STEPS
-    assert all(not torch.equal(weight, file.weights[0][name]) for name, weight in file.weights[-1].items())
+    assert all(
+        not torch.equal(weight, file.weights[0][name]) for name, weight in file.weights[-1].items()
+    )
     check_generation(file)
     for step, groups in enumerate(library.groups):
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        versions = {version for trajectory in trajectories for version in trajectory.versions.tolist()}
+        versions = {
+            version for trajectory in trajectories for version in trajectory.versions.tolist()
+        }
         assert versions == {step if plan == "sync" else max(0, step - 1)}
 
 
@@ -231,7 +245,10 @@ def check_generation(run: TrainedRun) -> None:
         assert sampled.prompts == recorded.prompts
         assert sampled.responses == recorded.responses
         assert sampled.rewards == recorded.rewards
-        logprobs = [torch.tensor(list(chain(*rollout.behaviour_logprobs))) for rollout in (sampled, recorded)]
+        logprobs = [
+            torch.tensor(list(chain(*rollout.behaviour_logprobs)))
+            for rollout in (sampled, recorded)
+        ]
         torch.testing.assert_close(*logprobs, rtol=1e-5, atol=1e-5)
 
 

@@ -22,7 +22,9 @@ from tests.models.tiny_vision import noise, save_tiny
 pytestmark = pytest.mark.slow
 
 CONFIG = Path(examples.__file__).parent / "geometry3k" / "config_gpus.yaml"
-COLUMNS = Features({"images": List(ImageColumn()), "problem": Value("string"), "answer": Value("string")})
+COLUMNS = Features(
+    {"images": List(ImageColumn()), "problem": Value("string"), "answer": Value("string")}
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +56,14 @@ def test_its_rows_are_prompts_with_their_images_and_a_judge(files: list[str]) ->
     assert decoded(image).size == (112, 56)
     assert decoded(image).tobytes() == decoded(noise(2, 112, 56)).tobytes()
     judge: Any = REWARDS.get("math_verify")
-    answers = {"x is \\boxed{2\\sqrt{2}}": 1.0, "x is \\boxed{\\sqrt{8}}": 1.0, "x is \\boxed{2}": 0.0}
-    assert {answer: judge(answer, label=prompts[1].extras["label"]) for answer in answers} == answers
+    answers = {
+        "x is \\boxed{2\\sqrt{2}}": 1.0,
+        "x is \\boxed{\\sqrt{8}}": 1.0,
+        "x is \\boxed{2}": 0.0,
+    }
+    assert {
+        answer: judge(answer, label=prompts[1].extras["label"]) for answer in answers
+    } == answers
 
 
 @pytest.mark.matrix

@@ -12,7 +12,12 @@ from skyasync.envs import env_factory
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import Recipe
 
-TRAIN = [{"question": "How many are 1,000 and 72?", "answer": "1000+72=<<1000+72=1072>>1072.\n#### 1,072"}]
+TRAIN = [
+    {
+        "question": "How many are 1,000 and 72?",
+        "answer": "1000+72=<<1000+72=1072>>1072.\n#### 1,072",
+    }
+]
 TEST = [{"question": "What is 2 less than 1?", "answer": "It is -1.\n#### -1"}]
 
 
@@ -41,7 +46,9 @@ def test_rows_have_the_question_its_judge_and_the_final_number(source, tmp_path)
 
 
 def test_solution_without_a_final_number_is_refused(source, tmp_path):
-    (source / "test.jsonl").write_text(json.dumps({"question": "?", "answer": "Nobody knows."}) + "\n")
+    (source / "test.jsonl").write_text(
+        json.dumps({"question": "?", "answer": "Nobody knows."}) + "\n"
+    )
     with pytest.raises(UserError, match="validation row 0: no number after '####'"):
         prepare(tmp_path / "out", source)
 

@@ -42,5 +42,9 @@ def test_the_script_hands_on_its_arguments_and_they_win(tmp_path: Path) -> None:
     assert script(tmp_path).trainer.logger == ["jsonl"]
     config = script(tmp_path, "trainer.logger=console", "trainer.epochs=3", *PRINTED)
     assert (config.trainer.logger, config.trainer.epochs) == (["console"], 3)
-    assert config.trainer.placement.ref_num_gpus_per_node == config.trainer.placement.policy_num_gpus_per_node == 4
+    assert (
+        config.trainer.placement.ref_num_gpus_per_node
+        == config.trainer.placement.policy_num_gpus_per_node
+        == 4
+    )
     assert config.data.train_data == [f"{tmp_path}/data/gsm8k/train.parquet"]

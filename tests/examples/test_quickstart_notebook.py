@@ -46,7 +46,9 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     manager = AsyncKernelManager(kernel_spec_manager=_ThisPython())
-    client = NotebookClient(notebook, km=manager, timeout=240, resources={"metadata": {"path": str(tmp_path)}})
+    client = NotebookClient(
+        notebook, km=manager, timeout=240, resources={"metadata": {"path": str(tmp_path)}}
+    )
     client.execute()
     assert (tmp_path / "runs" / "quickstart" / "metrics.jsonl").exists()
     assert (tmp_path / "runs" / "close" / "metrics.jsonl").exists()

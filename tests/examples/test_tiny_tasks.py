@@ -95,7 +95,15 @@ def test_row_names_an_environment_that_rewards_its_answer():
 
 @pytest.mark.parametrize(
     ("action", "reward"),
-    [("123", 1.0), (" 123\n", 1.0), ("1234", 0.0), ("12", 0.0), ("1 2 3", 0.0), ("", 0.0), ("The answer is 123", 0.0)],
+    [
+        ("123", 1.0),
+        (" 123\n", 1.0),
+        ("1234", 0.0),
+        ("12", 0.0),
+        ("1 2 3", 0.0),
+        ("", 0.0),
+        ("The answer is 123", 0.0),
+    ],
 )
 def test_only_exactly_the_answer_is_rewarded_and_ends_the_episode(action, reward):
     output = TinyEnv({}, {"answer": "123"}).step(action)

@@ -20,9 +20,13 @@ from skyasync.inference.interface import GenerationRequest, SamplingParams
 from skyasync.weight_sync.update import WeightUpdate
 
 FOUND = "engines.json"  # in the run's folder: versions and unused failures at the run's end
-ALONE = 64  # requests to the other engines before the run waits for the replacement engine: two steps
+ALONE = (
+    64  # requests to the other engines before the run waits for the replacement engine: two steps
+)
 
-PlannedFailures = list[tuple[str, str]]  # moment ("rollout", "sync", "idle") and failure: "kill", "stop" or "kill core"
+PlannedFailures = list[
+    tuple[str, str]
+]  # moment ("rollout", "sync", "idle") and failure: "kill", "stop" or "kill core"
 
 
 def fail(how: str) -> None:
@@ -57,7 +61,12 @@ class Client(InferenceClient):
     since = 0  # requests since the last failure
 
     def reached(self, moment: str) -> None:
-        if self.planned and self.planned[0][0] == moment and not failed_engines(self) and self.since >= ALONE:
+        if (
+            self.planned
+            and self.planned[0][0] == moment
+            and not failed_engines(self)
+            and self.since >= ALONE
+        ):
             _, how = self.planned.pop(0)
             self.since = 0
             fail(how)

@@ -43,15 +43,23 @@ class ChangesEngineList(TrainerCallback):
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         client, folder = trainer.inference_engine_client, trainer.run_dir.path
         actors = ray._private.state.actors().values()
-        running = [a["Pid"] for a in actors if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"]
-        every = {a["Pid"] for a in actors if a["State"] == "ALIVE"}  # engines, models, environments, the controller
+        running = [
+            a["Pid"]
+            for a in actors
+            if a["ActorClassName"] == "_EngineActor" and a["State"] == "ALIVE"
+        ]
+        every = {
+            a["Pid"] for a in actors if a["State"] == "ALIVE"
+        }  # engines, models, environments, the controller
         listeners = listening(every) if trainer.global_step == 5 else []
         row: dict[str, Any] = {
             "step": trainer.global_step,
             "healthy": len(client.pool.healthy),
             "processes": len(running),
         }
-        row["beyond_loopback"] = [address for address in listeners if not address.endswith("0100007F")]
+        row["beyond_loopback"] = [
+            address for address in listeners if not address.endswith("0100007F")
+        ]
         row["listening"] = len(listeners)
         with (folder / SEEN).open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -16,7 +16,9 @@ from tests.end_to_end.parts import Sevens
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
-Orders = dict[int, list[str]]  # after this step: one of SIGNALS for each process that takes an order
+Orders = dict[
+    int, list[str]
+]  # after this step: one of SIGNALS for each process that takes an order
 
 
 class FailsByOrder(Sevens):

@@ -26,7 +26,18 @@ DONE = "kills.jsonl"  # in the run's folder
 CONTROLLER, DRIVER = "controller", "driver"
 STARTING, REMOVING, RENAMED = "starting", "removing", "behind the rename"
 SAVING, RENAMING = "saving", "before the rename"
-MOMENTS = (STARTING, "rollout", "sync", "training", SAVING, "written", RENAMING, RENAMED, REMOVING, "between")
+MOMENTS = (
+    STARTING,
+    "rollout",
+    "sync",
+    "training",
+    SAVING,
+    "written",
+    RENAMING,
+    RENAMED,
+    REMOVING,
+    "between",
+)
 FULL = (SAVING, RENAMED)  # an asynchronous plan has finished all groups that may be in flight
 
 
@@ -43,7 +54,12 @@ def draw_points(seed: str) -> list[Point]:
     """Every moment for both processes, in random order. The first is after two checkpoints, so that the run resumes."""
     chance = random.Random(seed)
     found = [
-        Point(whom, moment, 0 if moment == STARTING else chance.choice((0, 1)), chance.uniform(0.0, 0.03))
+        Point(
+            whom,
+            moment,
+            0 if moment == STARTING else chance.choice((0, 1)),
+            chance.uniform(0.0, 0.03),
+        )
         for whom in (CONTROLLER, DRIVER)
         for moment in MOMENTS
     ]
@@ -82,7 +98,9 @@ class KillsAtPoints(TrainerCallback):
             self._kill(point)
 
     def _kill(self, point: Point) -> None:
-        append_rows(self._file, [{"step": self._number, **point._asdict(), "finished": self._finished}])
+        append_rows(
+            self._file, [{"step": self._number, **point._asdict(), "finished": self._finished}]
+        )
         os.kill(os.getpid() if point.whom == CONTROLLER else self._driver, signal.SIGKILL)
 
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
@@ -105,7 +123,10 @@ class KillsAtPoints(TrainerCallback):
             return finish(unfinished, *args)
 
         async def saving(prompts: PromptLedger, folder: Path) -> None:
-            while self.is_due(*FULL) and prompts.ledger.versions.keys() > prompts.ledger.finished.keys():  # noqa: ASYNC110
+            while (  # noqa: ASYNC110
+                self.is_due(*FULL)
+                and prompts.ledger.versions.keys() > prompts.ledger.finished.keys()
+            ):
                 await asyncio.sleep(0.01)
             self._finished = len(prompts.ledger.finished)
             await save(prompts, folder)

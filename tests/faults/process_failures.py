@@ -41,7 +41,12 @@ class Kill(TrainerCallback):
     def on_step_end(self, trainer: Any, metrics: dict[str, float]) -> None:
         folder: Path = trainer.run_dir.path
         with (folder / SEEN).open("a") as file:
-            file.write(json.dumps({"step": trainer.global_step, "engines": running_processes("_EngineActor")}) + "\n")
+            file.write(
+                json.dumps(
+                    {"step": trainer.global_step, "engines": running_processes("_EngineActor")}
+                )
+                + "\n"
+            )
         name = self.kills.get(trainer.global_step, "")
         mark = folder / f"killed-{name}-{trainer.global_step}"
         if name and not mark.exists():

@@ -50,7 +50,11 @@ if __name__ == "__main__":
 
 def settings_of_plan(plan: str) -> list[str]:
     """The sum of ``streamed`` must not depend on the clock."""
-    return [f"trainer.plan={plan}", *SETTINGS, *(["trainer.stream_groups=2"] if plan == "streamed" else [])]
+    return [
+        f"trainer.plan={plan}",
+        *SETTINGS,
+        *(["trainer.stream_groups=2"] if plan == "streamed" else []),
+    ]
 
 
 class RestartedCommand:
@@ -115,14 +119,18 @@ def run_with_twenty_kills(
     program.write_text(PROGRAM.replace("POINTS", repr(list(map(tuple, points)))))
     joining = [f"ray.address={address}"] if address else []
     given = arguments(*settings, *joining, runs=folder, model=model)
-    command = RestartedCommand([fork_server.program(fork_socket), program, *given], folder, joins=address != "")
+    command = RestartedCommand(
+        [fork_server.program(fork_socket), program, *given], folder, joins=address != ""
+    )
     drivers = sum(point.whom == DRIVER for point in points)
     command.to_the_end(most=1 + drivers)
     done = read_rows(run.folder / DONE)
     reached = [(row["whom"], row["moment"]) for row in done]
     assert reached == [point[:2] for point in points], f"only these were reached: {reached}"
     full = [row["finished"] for row in done if row["moment"] in FULL]
-    assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), "the buffer was full"
+    assert len(full) == 4 and (min(full) >= BATCH or not PLANS.find(plan).asynchronous), (
+        "the buffer was full"
+    )
     assert command.started == 1 + drivers
     check(run, steps)
     assert command.left == []
@@ -135,8 +143,12 @@ def check(run: Trained, steps: int) -> None:
     assert wrong_steps(numbers) + wrong_prompts(ledger) + unlike(ledger, numbers) == []
     assert max(numbers) == steps
     ended = audit(ledger)
-    whole = steps * BATCH // DATASET_SIZE - 2  # some prompts of later epochs may have been trained before others
-    assert {f"e{epoch}-i{row}" for epoch in range(whole) for row in range(DATASET_SIZE)} <= ended.keys()
+    whole = (
+        steps * BATCH // DATASET_SIZE - 2
+    )  # some prompts of later epochs may have been trained before others
+    assert {
+        f"e{epoch}-i{row}" for epoch in range(whole) for row in range(DATASET_SIZE)
+    } <= ended.keys()
     assert len(ended) == steps * BATCH
 
 

@@ -18,7 +18,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault, pytest.mark.usefixtures("no_t
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
-def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, train: Train, tmp_path: Path) -> None:
+def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(
+    plan: str, train: Train, tmp_path: Path
+) -> None:
     settings = [*settings_of_plan(plan), "trainer.ckpt_keep=3"]
 
     def resumed(until: int, damaged: Path | None = None, words: str = "") -> Trained:
@@ -38,7 +40,9 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
     checkpoints = resumed(5).folder / "checkpoints"
     shorten(largest(newest := checkpoints / "step_000005"))
     resumed(8, newest, " bytes instead of ")
-    shutil.rmtree(checkpoints / "step_000008")  # no prompts are in flight: it was to be the last step
+    shutil.rmtree(
+        checkpoints / "step_000008"
+    )  # no prompts are in flight: it was to be the last step
     newest = checkpoints / "step_000007"
     flip(largest(newest) if plan in ("sync", "streamed") else newest / "rollouts.safetensors")
     run = resumed(12, newest, "does not match its checksum")
@@ -49,7 +53,9 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_and_says_so(plan: str, t
 
 
 def largest(folder: Path) -> Path:
-    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    return max(
+        (path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size
+    )
 
 
 def shorten(path: Path) -> None:

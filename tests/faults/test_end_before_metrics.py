@@ -30,7 +30,9 @@ def run_in(plan: type[RayPPOTrainer], folder: Path, **settings: Any) -> Run:
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.__name__)
-def test_a_step_that_a_checkpoint_has_is_in_the_metrics(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
+def test_a_step_that_a_checkpoint_has_is_in_the_metrics(
+    plan: type[RayPPOTrainer], tmp_path: Path
+) -> None:
     with pytest.raises(ZeroDivisionError):
         run_in(plan, tmp_path, callbacks=[EndsAtCheckpoint()]).train()
     run_in(plan, tmp_path, trainer__resume_mode="latest").train()

@@ -28,13 +28,19 @@ def test_engines_come_and_go_and_every_prompt_is_trained_once(plan: str, train: 
     rows = {row["step"]: row for row in read_rows(run.folder / SEEN)}
     assert rows[1]["healthy"] == 1
     assert (rows[5]["healthy"], rows[5]["processes"]) == (2, 2), "the second has joined"
-    assert (rows[STEPS]["healthy"], rows[STEPS]["processes"]) == (1, 1), "the first has left, and its process ended"
-    assert rows[5]["listening"] >= 4 and rows[5]["beyond_loopback"] == [], "no other machine can reach any process"
+    assert (rows[STEPS]["healthy"], rows[STEPS]["processes"]) == (1, 1), (
+        "the first has left, and its process ended"
+    )
+    assert rows[5]["listening"] >= 4 and rows[5]["beyond_loopback"] == [], (
+        "no other machine can reach any process"
+    )
     last = run.metrics[-1]
     assert (last["engines/joined"], last["engines/left"], last["engines/alive"]) == (1, 1, 1)
     assert "engines/deaths" not in last
     assert run.series("step") == list(range(1, STEPS + 1))
-    assert max(run.series("sync/logprob_gap")) < 1e-4, "engines that joined compute with the trainer's weights"
+    assert max(run.series("sync/logprob_gap")) < 1e-4, (
+        "engines that joined compute with the trainer's weights"
+    )
     trained = audit(read_lines(run.folder / "ledger.jsonl"))
     assert {len(entries) for entries in trained.values()} == {1}
     assert not (run.folder / FILE).exists()

@@ -41,7 +41,9 @@ def check(run: Trained, steps: int, planned: PlannedFailures, engines: int) -> N
 def test_a_run_survives_engines_that_are_killed_or_hang_in_a_rollout_a_sync_and_between(
     plan: str, train: Train
 ) -> None:
-    planned: PlannedFailures = [(moment, how) for how in ("kill", "stop") for moment in ("rollout", "sync", "idle")]
+    planned: PlannedFailures = [
+        (moment, how) for how in ("kill", "stop") for moment in ("rollout", "sync", "idle")
+    ]
     steps = 36
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={steps}", "generator.num_inference_engines=2", *SETTINGS,
@@ -51,7 +53,9 @@ def test_a_run_survives_engines_that_are_killed_or_hang_in_a_rollout_a_sync_and_
 
 
 @pytest.mark.vllm
-def test_a_run_survives_the_failure_of_its_only_engines_core(train: Train, engines_session: None) -> None:
+def test_a_run_survives_the_failure_of_its_only_engines_core(
+    train: Train, engines_session: None
+) -> None:
     planned: PlannedFailures = [("rollout", "kill core")]
     run = train(
         "trainer.plan=fully_async", "trainer.max_training_steps=12", "generator.backend=vllm", *SETTINGS,

@@ -31,7 +31,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
     log = tmp_path / "failures"
     log.touch()
     once = f"{sys.executable} -m tests.faults.env_server {port} {STEPS_BEFORE_FAILURE} {log}"
-    loop = subprocess.Popen(["bash", "-c", f"while :; do {once}; sleep 0.5; done"], start_new_session=True)
+    loop = subprocess.Popen(
+        ["bash", "-c", f"while :; do {once}; sleep 0.5; done"], start_new_session=True
+    )
     try:
         until = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)):
@@ -44,7 +46,9 @@ def server(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 
 @pytest.mark.parametrize("plan", ["sync", "fully_async"])
-def test_no_prompt_is_lost_or_doubled_when_the_server_fails(plan: str, train: Train, server: tuple[str, Path]) -> None:
+def test_no_prompt_is_lost_or_doubled_when_the_server_fails(
+    plan: str, train: Train, server: tuple[str, Path]
+) -> None:
     url, log = server
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}", f"environment.env_class=openenv:{url}",
@@ -58,6 +62,10 @@ def test_no_prompt_is_lost_or_doubled_when_the_server_fails(plan: str, train: Tr
     assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
     assert len(audit(ledger)) == STEPS * BATCH
     given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
-    assert 1 <= given_up < STEPS * BATCH * SAMPLES, "those that were in the middle fail, and not all"
-    played = [row["env/steps"] for row in run.metrics if "env/steps" in row]  # absent if a whole step failed
+    assert 1 <= given_up < STEPS * BATCH * SAMPLES, (
+        "those that were in the middle fail, and not all"
+    )
+    played = [
+        row["env/steps"] for row in run.metrics if "env/steps" in row
+    ]  # absent if a whole step failed
     assert played and max(played) <= TURNS, "nothing is sent twice"

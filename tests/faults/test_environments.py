@@ -23,7 +23,9 @@ LIMIT_S = 45.0  # of a step: a hanging process is silent for 5 s plus a step's l
 
 
 @pytest.mark.parametrize("plan", ["sync", "one_step_off", "streamed", "fully_async"])
-def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, train: Train, tmp_path: Path) -> None:
+def test_a_run_outlives_environments_that_are_killed_and_that_hang(
+    plan: str, train: Train, tmp_path: Path
+) -> None:
     (orders := tmp_path / "orders").mkdir()
     run = train(
         f"trainer.plan={plan}", f"trainer.max_training_steps={STEPS}",
@@ -37,9 +39,13 @@ def test_a_run_outlives_environments_that_are_killed_and_that_hang(plan: str, tr
     assert steps == list(range(1, STEPS + 1))
     assert wrong_steps(steps) + wrong_prompts(ledger) + unlike(ledger, steps) == []
     assert len(audit(ledger)) == STEPS * BATCH
-    assert any(row.get("env/retries") for row in run.metrics), "episodes of a lost process are repeated"
+    assert any(row.get("env/retries") for row in run.metrics), (
+        "episodes of a lost process are repeated"
+    )
     given_up = round(sum(run.series("env/given_up")) * BATCH * SAMPLES)
-    assert 1 <= given_up <= 2 * BATCH * SAMPLES, "episodes that lost their process three times in a row are counted"
+    assert 1 <= given_up <= 2 * BATCH * SAMPLES, (
+        "episodes that lost their process three times in a row are counted"
+    )
     assert max(run.series("time/step_s")) < LIMIT_S
     seen = {who for row in run.metrics for who in HOLDERS if row.get(f"memory/{who}_gib", 0) > 0}
     assert seen == set(HOLDERS), "one warning for each kind of process"

@@ -23,7 +23,9 @@ SETTINGS = (
 
 
 @pytest.mark.parametrize("way", ["lent", "changes"])
-def test_a_flipped_bit_ends_the_run_before_an_engine_computes_with_it(way: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_ends_the_run_before_an_engine_computes_with_it(
+    way: str, tmp_path: Path
+) -> None:
     orders, run = Orders(tmp_path), tmp_path / "run"
     orders.give(Order(1, "flip-bit", time.time() + 300, pick=0.5))
     settings = [*SETTINGS, f"trainer.runs_dir={tmp_path}"]

@@ -18,7 +18,10 @@ from tests.faults.restarted_command import check
 pytestmark = [pytest.mark.slow, pytest.mark.fault]
 
 PATIENCE, STEPS = 4, 14
-STATES = {5: WELL, 8: FULL}  # before this step is saved; the save that is being written may fail, too
+STATES = {
+    5: WELL,
+    8: FULL,
+}  # before this step is saved; the save that is being written may fail, too
 WORDS = {FULL: "No space left", READ_ONLY: "Read-only file system"}
 AT_ONCE, IN_BACKGROUND = "trainer.ckpt_async=false", "trainer.ckpt_async=true"
 
@@ -41,7 +44,10 @@ def test_a_run_continues_while_the_disk_is_full_and_ends_with_one_line_if_it_sta
         ]  # fmt: skip
         end = rf"the checkpoint of step 1[01] could not be saved: .*No space left .* {PATIENCE} in a row"
         with pytest.raises(UserError, match=end) as caught:
-            train(*command, experiment=partial(Broken, file=warnings, disk=disk, states={3: first, **STATES}))  # type: ignore[arg-type]
+            train(
+                *command,
+                experiment=partial(Broken, file=warnings, disk=disk, states={3: first, **STATES}),
+            )  # type: ignore[arg-type]
         assert "\n" not in str(caught.value)
         lines = [line for line in warnings.read_text().splitlines() if "could not be saved" in line]
         assert all("the run continues, failure" in line for line in lines)
@@ -59,4 +65,6 @@ def test_a_run_continues_while_the_disk_is_full_and_ends_with_one_line_if_it_sta
 
 
 def whole(checkpoint: Path) -> bool:
-    return glance(checkpoint) == "" and not list(manifest.damage(checkpoint, manifest.read(checkpoint)))
+    return glance(checkpoint) == "" and not list(
+        manifest.damage(checkpoint, manifest.read(checkpoint))
+    )

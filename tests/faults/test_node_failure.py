@@ -53,7 +53,11 @@ if __name__ == "__main__":
 def test_a_run_goes_on_when_the_node_of_an_engine_goes_away(
     tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
-    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
+    run, output, mark = (
+        Trained(tmp_path / "run"),
+        tmp_path / "output",
+        f"skyasync-test-{uuid.uuid4().hex}",
+    )
     (tmp_path / "program.py").write_text(PROGRAM)
     scratch = Path(tempfile.mkdtemp(prefix="node"))
     given = arguments(

@@ -30,8 +30,15 @@ SETTINGS = (
     "trainer.heartbeat_timeout_s=5",  # for a machine that has other work as well
     "generator.heartbeat_s=0.2",
 )
-WORKER, HUNG, ENVIRONMENT, CONTROLLER = "PolicyWorker", "stop PolicyWorker", "RpcActor", "Controller"
-KILLS: dict[str, Kills] = {  # in each run one worker is killed and one hangs; in the first one a controller hangs
+WORKER, HUNG, ENVIRONMENT, CONTROLLER = (
+    "PolicyWorker",
+    "stop PolicyWorker",
+    "RpcActor",
+    "Controller",
+)
+KILLS: dict[
+    str, Kills
+] = {  # in each run one worker is killed and one hangs; in the first one a controller hangs
     "sync": {3: WORKER, 4: ENVIRONMENT, 5: f"stop {CONTROLLER}", 6: f"{HUNG} in training"},
     "one_step_off": {3: HUNG, 4: ENVIRONMENT, 5: CONTROLLER, 6: f"{WORKER} in sync"},
     "streamed": {3: f"{WORKER} in training", 4: ENVIRONMENT, 5: CONTROLLER, 6: HUNG},
@@ -63,11 +70,23 @@ if __name__ == "__main__":
 def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_command(
     case: str, train: Train, tmp_path: Path, models: dict[str, str], fork_socket: Path
 ) -> None:
-    run, output, mark = Trained(tmp_path / "run"), tmp_path / "output", f"skyasync-test-{uuid.uuid4().hex}"
-    kills, scratch = KILLS[case], Path(tempfile.mkdtemp(prefix="kill"))  # short: sockets' paths begin with it
+    run, output, mark = (
+        Trained(tmp_path / "run"),
+        tmp_path / "output",
+        f"skyasync-test-{uuid.uuid4().hex}",
+    )
+    kills, scratch = (
+        KILLS[case],
+        Path(tempfile.mkdtemp(prefix="kill")),
+    )  # short: sockets' paths begin with it
     (tmp_path / "program.py").write_text(PROGRAM.replace("KILLS", repr(kills)))
     plan = case if case in PLANS else "sync"
-    command = [f"trainer.plan={plan}", "trainer.placement.colocate_all=false", *CASES[case], *SETTINGS]
+    command = [
+        f"trainer.plan={plan}",
+        "trainer.placement.colocate_all=false",
+        *CASES[case],
+        *SETTINGS,
+    ]
     given = arguments(*command, runs=tmp_path, model=models["tied"])
     folders = {"TMPDIR": str(scratch), "RAY_TMPDIR": str(scratch), "MARK": mark}
     with output.open("w") as terminal:
@@ -77,7 +96,9 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
         )  # fmt: skip
     end = max(kills) // 2 * 2 + 2
     try:
-        wait_until(lambda: (run.folder / "checkpoints" / f"step_{end:06d}").exists(), program, output)
+        wait_until(
+            lambda: (run.folder / "checkpoints" / f"step_{end:06d}").exists(), program, output
+        )
     finally:
         os.kill(program.pid, signal.SIGKILL)
         program.wait()
@@ -85,16 +106,23 @@ def test_a_run_outlives_its_workers_and_its_controller_and_goes_on_by_the_same_c
 
     what = [row["what"] for row in read_rows(run.folder / "restarts.jsonl")]
     assert what[:1] == ["a process of the policy"]
-    assert what.count("a process of the policy") == sum(WORKER in name for name in kills.values()), what
+    assert what.count("a process of the policy") == sum(
+        WORKER in name for name in kills.values()
+    ), what
     assert what.count("the controller") == sum(CONTROLLER in name for name in kills.values())
     silent = "the controller has not answered for" in output.read_text()
     assert silent == (f"stop {CONTROLLER}" in kills.values())
-    assert {path.name for path in run.folder.glob("killed-*")} == {f"killed-{n}-{s}" for s, n in kills.items()}
+    assert {path.name for path in run.folder.glob("killed-*")} == {
+        f"killed-{n}-{s}" for s, n in kills.items()
+    }
     assert not (run.folder / "error.txt").exists()
     at_three, next_one = [row["engines"] for row in read_rows(run.folder / SEEN)][2:4]
     assert at_three == next_one, "engines stay while workers are restarted"
 
-    saved = max(int(folder.name.removeprefix("step_")) for folder in run.folder.glob("checkpoints/step_??????"))
+    saved = max(
+        int(folder.name.removeprefix("step_"))
+        for folder in run.folder.glob("checkpoints/step_??????")
+    )
     again = train(*command, f"trainer.max_training_steps={saved + 2}")
     assert again.folder == run.folder
     assert run.series("step") == list(range(1, saved + 3)), "no step is missing or doubled"

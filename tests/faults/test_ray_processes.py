@@ -59,7 +59,9 @@ def processes_named(program: int, title: str, limit_s: float = 60.0) -> Process:
 
 
 @pytest.mark.parametrize("name", RAYS)
-def test_a_run_whose_ray_has_lost_a_process_says_which_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_a_run_whose_ray_has_lost_a_process_says_which_and_leaves_nothing(
+    name: str, tmp_path: Path
+) -> None:
     (title, line, goes_on), run = RAYS[name], tmp_path / "run"
     scratch = Path(tempfile.mkdtemp(prefix="ray"))
     program = start(tmp_path, scratch, 12 if goes_on else 10_000)
@@ -75,7 +77,9 @@ def test_a_run_whose_ray_has_lost_a_process_says_which_and_leaves_nothing(name: 
             assert (program.returncode, errors, read_status(run).state) == (0, [], FINISHED), output
         else:
             assert program.returncode == 1, output
-            assert len(errors) == 1 and line.replace("NUMBER", str(killed.number)) in errors[0], output
+            assert len(errors) == 1 and line.replace("NUMBER", str(killed.number)) in errors[0], (
+                output
+            )
             assert "is started again" not in output and "state-dump" not in output, output
             assert read_status(run).state == FAILED
             assert "RayEndedError: " in (run / "error.txt").read_text()

@@ -103,20 +103,33 @@ def test_engines_of_another_node_get_the_weights_by_broadcast(
     for (name, killed), settled in zip(names.items(), (0, 1), strict=True):
         run = Trained(tmp_path / name)
         check(run, STEPS)
-        assert run.versions == [(step, {max(0, step - 1 - settled)}) for step in range(1, STEPS + 1)]
-        assert all(0.0 <= reward <= 1.0 for reward in run.series("reward/mean")) and any(run.series("reward/mean"))
+        assert run.versions == [
+            (step, {max(0, step - 1 - settled)}) for step in range(1, STEPS + 1)
+        ]
+        assert all(0.0 <= reward <= 1.0 for reward in run.series("reward/mean")) and any(
+            run.series("reward/mean")
+        )
         assert max(row.get("engines/deaths", 0) for row in run.metrics) == killed
-        assert max(run.series("sync/logprob_gap")) <= 1e-5, "the verification prompts run on both engines"
-        remote = [row for row in run.metrics if "sync/bytes_to_nodes" in row]  # 0 while there is no engine
+        assert max(run.series("sync/logprob_gap")) <= 1e-5, (
+            "the verification prompts run on both engines"
+        )
+        remote = [
+            row for row in run.metrics if "sync/bytes_to_nodes" in row
+        ]  # 0 while there is no engine
         assert len(remote) == STEPS if not killed else KILLED_AFTER <= len(remote) <= STEPS
-        assert len({row["sync/bytes_to_nodes"] for row in remote}) == 1 and remote[0]["sync/bytes_to_nodes"] > 100_000
+        assert (
+            len({row["sync/bytes_to_nodes"] for row in remote}) == 1
+            and remote[0]["sync/bytes_to_nodes"] > 100_000
+        )
         assert min(row["sync/to_nodes_s"] for row in remote) > 0
         seen = json.loads((tmp_path / f"{name}.json").read_text())
         for actors in seen.values():
             of_their_own_node(actors)
         assert set(seen) == ({"before", "after"} if killed else {"before"})
         if killed:
-            assert {e["pid"] for e in engines_of(seen["before"])} != {e["pid"] for e in engines_of(seen["after"])}
+            assert {e["pid"] for e in engines_of(seen["before"])} != {
+                e["pid"] for e in engines_of(seen["after"])
+            }
     assert left_of(mark, scratch, joined=False) == []
 
 
@@ -127,6 +140,9 @@ def engines_of(actors: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def of_their_own_node(actors: list[dict[str, Any]]) -> None:
     """An engine on the policy's node maps the policy's buffer and computes on one copy of it; others do not."""
     (policy,) = [actor for actor in actors if actor["name"] == "PolicyWorker"]
-    assert not policy["second"] and sorted(engine["second"] for engine in engines_of(actors)) == [False, True]
+    assert not policy["second"] and sorted(engine["second"] for engine in engines_of(actors)) == [
+        False,
+        True,
+    ]
     for engine in engines_of(actors):
         assert bool({*engine["mapped"]} & {*policy["held"]}) != engine["second"]

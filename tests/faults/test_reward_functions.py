@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.fault]
 REWARD = "hangs_or_exits_at_random"
 
 
-def test_an_evaluation_outlives_a_reward_function_that_hangs_or_exits_in_most_calls(train: Train) -> None:
+def test_an_evaluation_outlives_a_reward_function_that_hangs_or_exits_in_most_calls(
+    train: Train,
+) -> None:
     """32 responses are evaluated; those that hang keep all reward workers for longer than a step may take."""
     run = train(
         "trainer.max_training_steps=1", "trainer.eval_before_train=true", "trainer.eval_interval=1",
@@ -23,7 +25,9 @@ def test_an_evaluation_outlives_a_reward_function_that_hangs_or_exits_in_most_ca
     evaluated = run.result
     assert evaluated is not None
     (step,) = run.metrics
-    assert 0.1 < evaluated["eval/score"] < 0.7, "about two thirds of the responses have the reward 0"
+    assert 0.1 < evaluated["eval/score"] < 0.7, (
+        "about two thirds of the responses have the reward 0"
+    )
     assert step["reward/mean"] == pytest.approx(1.0 - step[f"env/{REWARD}/no_reward"])
     assert run.series("step") == [1]
     assert leftovers.none_soon(leftovers.of_the_cluster) == []

@@ -32,7 +32,10 @@ def test_too_many_episodes_given_up_end_a_run(plan: type[RayPPOTrainer], most: f
     if most == 0.25:
         assert len(run.train().tracker.rows) == 2
         return
-    with pytest.raises(UserError, match=r"2 of \d episodes .* given up, e0-i5-r0 first, .*environment\.max_given_up"):
+    with pytest.raises(
+        UserError,
+        match=r"2 of \d episodes .* given up, e0-i5-r0 first, .*environment\.max_given_up",
+    ):
         run.train()
     assert run.tracker.closed == run.timeline.closed == 1
 
@@ -55,13 +58,17 @@ def test_a_log_probability_difference_after_a_sync_warns(
     run = spiking(plan).train()
     assert run.tracker.of("spikes/count") == {2: 1.0}
     lines = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert lines == ["step 2: sync/logprob_gap=0.75 is beyond its limit, 0.5 (trainer.spike_limits)"]
+    assert lines == [
+        "step 2: sync/logprob_gap=0.75 is beyond its limit, 0.5 (trainer.spike_limits)"
+    ]
 
 
 @every_plan
 def test_a_log_probability_difference_after_a_sync_ends_the_run(plan: type[RayPPOTrainer]) -> None:
     run = spiking(plan, trainer__on_spike="raise")
-    with pytest.raises(UserError, match=r"step 2: sync/logprob_gap=0\.75 .*trainer\.on_spike=raise"):
+    with pytest.raises(
+        UserError, match=r"step 2: sync/logprob_gap=0\.75 .*trainer\.on_spike=raise"
+    ):
         run.train()
     assert run.sync.versions[:3] == [0, 1, 2] and len(run.tracker.of("policy/loss")) <= 2
 

@@ -31,7 +31,14 @@ pytestmark = pytest.mark.fault
 
 ROWS, POINTS, SEED = 8, 10, 7
 MOMENTS = ("rollout", "sync", "training", "saving")
-KINDS = ("kill-engine", "freeze-engine", "kill-rank", "freeze-rank", "kill-environment", "freeze-environment")
+KINDS = (
+    "kill-engine",
+    "freeze-engine",
+    "kill-rank",
+    "freeze-rank",
+    "kill-environment",
+    "freeze-environment",
+)
 
 
 _settings_of = simulation.settings_of
@@ -42,9 +49,18 @@ def settings(seed: int, plan: str) -> tuple[Config, int]:
     cfg, _ = _settings_of(SEED, plan)
     trainer, generator = cfg.trainer, cfg.generator
     trainer.train_batch_size, trainer.epochs, trainer.ckpt_interval, trainer.ckpt_keep = 2, 2, 1, 2
-    trainer.ckpt_rollouts, trainer.ckpt_async, trainer.max_staleness, trainer.sync_interval = True, False, 2, 1
+    trainer.ckpt_rollouts, trainer.ckpt_async, trainer.max_staleness, trainer.sync_interval = (
+        True,
+        False,
+        2,
+        1,
+    )
     trainer.async_queue_size, trainer.partial_rollout = 1, "keep"
-    generator.n_samples_per_prompt, generator.num_inference_engines, generator.max_concurrent_rollouts = 2, 2, 0
+    (
+        generator.n_samples_per_prompt,
+        generator.num_inference_engines,
+        generator.max_concurrent_rollouts,
+    ) = 2, 2, 0
     return cfg, ROWS
 
 
@@ -58,7 +74,9 @@ class MomentTimes:
     def __init__(self) -> None:
         self.at: dict[str, list[float]] = {moment: [] for moment in MOMENTS}
 
-    def recording(self, moment: str, call: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def recording(
+        self, moment: str, call: Callable[..., Awaitable[Any]]
+    ) -> Callable[..., Awaitable[Any]]:
         async def recorded(*args: Any) -> Any:
             self.at[moment].append(now() + 0.2)  # in the middle of the moment
             return await call(*args)
@@ -97,7 +115,9 @@ def played(plan: str, events: list[Event]) -> Play:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("plan", NAMES)
-def test_each_process_may_fail_or_hang_at_each_moment(plan: str, kind: str, seen: dict[str, MomentTimes]) -> None:
+def test_each_process_may_fail_or_hang_at_each_moment(
+    plan: str, kind: str, seen: dict[str, MomentTimes]
+) -> None:
     chance = random.Random(f"{plan} {kind}")
     for moment in MOMENTS:
         at = chance.choice(seen[plan].at[moment])
@@ -107,7 +127,9 @@ def test_each_process_may_fail_or_hang_at_each_moment(plan: str, kind: str, seen
 
 
 @pytest.mark.parametrize("plan", NAMES)
-def test_a_command_resumes_from_the_folder_of_one_that_was_killed_at_any_moment(plan: str, tmp_path: Path) -> None:
+def test_a_command_resumes_from_the_folder_of_one_that_was_killed_at_any_moment(
+    plan: str, tmp_path: Path
+) -> None:
     copies = copied_while_it_runs(plan, tmp_path)
     saving = [copy for copy in copies if any(copy.glob("run/checkpoints/*.unfinished/*"))]
     assert saving, "some copies are from the middle of a save"
@@ -122,7 +144,9 @@ def command(plan: str, folder: Path) -> Command:
     cfg, rows = settings(SEED, plan)
     said = [[{"role": "user", "content": chr(97 + row)}] for row in range(rows)]
     prompts = [Prompt(PromptId(0, row), words, simulation._env()) for row, words in enumerate(said)]
-    return Command(cfg, type("Virtual", (Virtual, PLANS.find(plan)), {}), prompts, folder, seed=SEED)
+    return Command(
+        cfg, type("Virtual", (Virtual, PLANS.find(plan)), {}), prompts, folder, seed=SEED
+    )
 
 
 def copied_while_it_runs(plan: str, folder: Path) -> list[Path]:

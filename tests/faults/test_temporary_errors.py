@@ -22,7 +22,15 @@ from skyasync.rollout.generator_api import run_generator
 from skyasync.rollout.types import Group
 from skyasync.utils.rpc import LocalTransport, RetryPolicy
 from tests.agents.test_generator import PROGRAMS, Engine
-from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests, tokenizer
+from tests.rollout.episodes import (
+    RecordedEnv,
+    ScriptedEngine,
+    generator,
+    prompt,
+    registered,
+    requests,
+    tokenizer,
+)
 from tests.virtual_time import virtual_time
 
 PATIENCE = RetryPolicy(tries=3, pause_s=4.0, names=("ConnectionError", "builtins.LookupError"))
@@ -47,7 +55,9 @@ class Shaky(RecordedEnv):
         name = self.extras["name"]
         if where == self.extras["where"] and self.left.setdefault(name, self.extras["fails"]):
             self.left[name] -= 1
-            raise {"marked": TransientError, "named": ConnectionResetError, "other": OSError}[self.extras["kind"]]("no")
+            raise {"marked": TransientError, "named": ConnectionResetError, "other": OSError}[
+                self.extras["kind"]
+            ]("no")
 
 
 class ShakyAsync(Shaky):
@@ -67,7 +77,9 @@ async def played(
 
 @pytest.mark.parametrize("env", [Shaky, ShakyAsync])
 @pytest.mark.parametrize("kind, where", [("marked", "step"), ("named", "step"), ("marked", "init")])
-def test_a_call_that_fails_for_now_is_made_again_later_and_later(env: type, kind: str, where: str) -> None:
+def test_a_call_that_fails_for_now_is_made_again_later_and_later(
+    env: type, kind: str, where: str
+) -> None:
     random.seed(0)
 
     @virtual_time
@@ -111,7 +123,9 @@ async def test_an_agent_program_is_played_again_from_its_beginning(
 ) -> None:
     endpoint = Endpoint(InferenceClient([Engine(lambda _: "yes")]), tokenizer(), 256)
     patience = RetryPolicy(tries=3, pause_s=0.01)
-    pool = AgentPool(lambda: LocalTransport(AgentProcess(f"{PROGRAMS}:shaky", {}, patience=patience)))
+    pool = AgentPool(
+        lambda: LocalTransport(AgentProcess(f"{PROGRAMS}:shaky", {}, patience=patience))
+    )
     found = AgentGenerator(endpoint, pool, tokenizer(), EpisodeLimits(), patience)
     rows = [prompt(0, mark=str(tmp_path / "calls"), fails=fails)]
     try:

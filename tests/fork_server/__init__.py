@@ -54,7 +54,9 @@ def start_fork_server() -> Iterator[Path]:
                 process.kill()
 
 
-def _watch(process: subprocess.Popen[bytes], fork_socket: Path, errors: TextIO, over: Event) -> None:
+def _watch(
+    process: subprocess.Popen[bytes], fork_socket: Path, errors: TextIO, over: Event
+) -> None:
     """End the tests if the fork server ends first: they would wait for it forever."""
     status = process.wait()
     if not over.is_set():
@@ -82,7 +84,11 @@ def fork_ray_workers(fork_socket: Path) -> Iterator[None]:
 
     with (
         mock.patch.object(RayParams, "update_if_absent", with_client),
-        mock.patch.dict(os.environ, SKYASYNC_FORK_SOCKET=str(fork_socket), SKYASYNC_ENGINES=str(_marker(fork_socket))),
+        mock.patch.dict(
+            os.environ,
+            SKYASYNC_FORK_SOCKET=str(fork_socket),
+            SKYASYNC_ENGINES=str(_marker(fork_socket)),
+        ),
     ):
         yield
 
@@ -129,7 +135,9 @@ def program(fork_socket: Path, *, vllm: bool = False) -> str:
 
 
 def _write_interpreters(fork_socket: Path) -> None:
-    command = shlex.join([sys.executable, "-I", "-S", str(HERE / "client.py")] if ON_LINUX else [sys.executable])
+    command = shlex.join(
+        [sys.executable, "-I", "-S", str(HERE / "client.py")] if ON_LINUX else [sys.executable]
+    )
     plain, vllm = shlex.quote(str(fork_socket)), shlex.quote(f"{fork_socket}.vllm")
     for path, settings in {
         interpreter(fork_socket): f"SKYASYNC_FORK_SOCKET={plain}",

@@ -24,7 +24,9 @@ def main() -> int:
         server.sendall(request)
         answers = server.makefile("r")
         fork = int(answers.readline())
-        if "SKYASYNC_PROGRAM" in os.environ:  # the fork has another process group, since it has its own session
+        if (
+            "SKYASYNC_PROGRAM" in os.environ
+        ):  # the fork has another process group, since it has its own session
             signal.signal(signal.SIGTERM, lambda *_: os.killpg(fork, signal.SIGTERM))
             signal.signal(signal.SIGINT, lambda *_: os.killpg(fork, signal.SIGINT))
         else:
@@ -51,7 +53,9 @@ def _connect() -> socket.socket:
         FileNotFoundError: if the imports take too long, or have failed.
     """
     address = os.environ["SKYASYNC_FORK_SOCKET"]
-    ray_imports_vllm = os.path.exists(os.environ.get("SKYASYNC_ENGINES", ""))  # the likely reason: a test says so
+    ray_imports_vllm = os.path.exists(
+        os.environ.get("SKYASYNC_ENGINES", "")
+    )  # the likely reason: a test says so
     if ray_imports_vllm and not address.endswith(".vllm"):
         address += ".vllm"
     server = socket.socket(socket.AF_UNIX)

@@ -121,7 +121,9 @@ def _import(names: tuple[str, ...]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # imports may start programs
     sys.modules["ray"] = None  # type: ignore[assignment]  # vLLM imports it where it can
     for name in names:
-        if name.startswith("skyasync") or find_spec(name.partition(".")[0]):  # uvloop, for instance, comes with vLLM
+        if name.startswith("skyasync") or find_spec(
+            name.partition(".")[0]
+        ):  # uvloop, for instance, comes with vLLM
             importlib.import_module(name)
     del sys.modules["ray"]
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -158,7 +160,9 @@ def _fork_and_report(client: socket.socket) -> None:
     for file in files:
         os.close(file)
     client.sendall(f"{child}\n".encode())
-    if client in select.select([client, os.pidfd_open(child)], [], [])[0]:  # killed: its status says nothing more
+    if (
+        client in select.select([client, os.pidfd_open(child)], [], [])[0]
+    ):  # killed: its status says nothing more
         os.kill(child, signal.SIGKILL)
         os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -179,7 +183,9 @@ def _run_request(request: dict[str, Any], files: dict[int, int]) -> None:
     os.environ.update(request["env"])
     tempfile.tempdir = None  # read again from the environment
     os.chdir(request["cwd"])
-    multiprocessing.set_executable(str(Path(os.environ["SKYASYNC_FORK_SOCKET"]).with_name("python")))
+    multiprocessing.set_executable(
+        str(Path(os.environ["SKYASYNC_FORK_SOCKET"]).with_name("python"))
+    )
     if is_program:
         _reset_process_state()
         _run_program(argv)
@@ -198,7 +204,11 @@ def _run_request(request: dict[str, Any], files: dict[int, int]) -> None:
 def _run_program(argv: list[str]) -> None:
     """Run what follows ``python``, a script or ``-m`` and a module, and end the process as a program ends."""
     folder = os.getcwd() if argv[0] == "-m" else str(Path(argv[0]).resolve().parent)
-    sys.path[:1] = [folder, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), str(REPOSITORY)]
+    sys.path[:1] = [
+        folder,
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+        str(REPOSITORY),
+    ]
     import skyasync  # noqa: F401  (before Ray, as in every program)
     from tests.fork_server import fork_ray_workers
 
@@ -235,14 +245,18 @@ def _reset_process_state() -> None:
 
 def _without_setup(argv: list[str]) -> list[str]:
     """The worker's script and its arguments, without Ray's set-up script, which would start another interpreter."""
-    from ray._private.runtime_env.context import RuntimeEnvContext  # Ray reads the environment at import
+    from ray._private.runtime_env.context import (
+        RuntimeEnvContext,
+    )  # Ray reads the environment at import
     from ray._private.utils import update_envs
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--serialized-runtime-env-context")
     parser.add_argument("--language")
     known, rest = parser.parse_known_args(argv)
-    update_envs(RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars)
+    update_envs(
+        RuntimeEnvContext.deserialize(known.serialized_runtime_env_context or "{}").env_vars
+    )
     return rest
 
 

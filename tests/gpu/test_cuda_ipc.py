@@ -51,7 +51,9 @@ def read(pipe: Connection) -> None:
             bytes(handle["counter"]), int(handle["counter_offset"]), bytes(handle["event"]), bool(handle["wait"]),
         )  # fmt: skip
         found, end = {}, 0
-        described = zip(part["names"], part["dtype_names"], part["shapes"], part["sizes"], strict=True)
+        described = zip(
+            part["names"], part["dtype_names"], part["shapes"], part["sizes"], strict=True
+        )
         for name, dtype, shape, length in described:
             tensor = buffer[end : end + length].clone().view(getattr(torch, dtype)).view(shape)
             found[name], end = int(sum_of(tensor)), end + length
@@ -70,7 +72,10 @@ def test_another_process_reads_every_part(cfg: Config, dtype: str) -> None:
     cfg.trainer.placement.colocate_all = True
     processes = multiprocessing.get_context("spawn")
     (policy, its), (engine, theirs) = processes.Pipe(), processes.Pipe()
-    both = [processes.Process(target=send, args=(its, cfg, dtype)), processes.Process(target=read, args=(theirs,))]
+    both = [
+        processes.Process(target=send, args=(its, cfg, dtype)),
+        processes.Process(target=read, args=(theirs,)),
+    ]
     for process in both:
         process.start()
     try:

@@ -22,12 +22,15 @@ NOISE = {"float32": 1e-4, "bfloat16": 0.2}
 async def gap(engine: Any, worker: PolicyWorker, tag: str) -> float:
     """Between a sampled token's log-probability in the engine and in the policy; of 16 responses."""
     asked = [
-        GenerationRequest(f"{tag}{i}", [(5 * i + j) % 90 + 1 for j in range(3 + i % 7)], SAMPLING) for i in range(16)
+        GenerationRequest(f"{tag}{i}", [(5 * i + j) % 90 + 1 for j in range(3 + i % 7)], SAMPLING)
+        for i in range(16)
     ]
     largest = 0.0
     async for outputs in engine.generate(asked):
         for output in outputs:
-            prompt = next(one for one in asked if one.request_id == output.request_id).prompt_token_ids
+            prompt = next(
+                one for one in asked if one.request_id == output.request_id
+            ).prompt_token_ids
             (scored,) = worker.score([[*prompt, *output.token_ids]])
             found = torch.tensor(list(output.logprobs)) - torch.tensor(scored[len(prompt) - 1 :])
             largest = max(largest, float(found.abs().max()))
@@ -45,7 +48,9 @@ async def by_shared_memory(worker: PolicyWorker, engine: Any, version: int) -> N
 async def test_it_samples_from_the_policy_after_every_sync(cfg: Config, dtype: str) -> None:
     worker = worker_on("cuda", cfg, dtype)
     engine = ENGINES["transformers"](
-        EngineConfig(cfg.trainer.policy.model.path, dtype=dtype, max_model_len=64, gpu_memory_utilization=0.3)
+        EngineConfig(
+            cfg.trainer.policy.model.path, dtype=dtype, max_model_len=64, gpu_memory_utilization=0.3
+        )
     )
     await engine.start()
     try:

@@ -35,13 +35,16 @@ def computed(device: str, cfg: Config, dtype: str = "float32") -> tuple[Tensor, 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_float32_is_that_of_a_cpu(shapes: dict[str, str], name: str) -> None:
-    (expected, steps), (found, taken) = (computed(device, settings(shapes[name])) for device in ("cpu", "cuda"))
+    (expected, steps), (found, taken) = (
+        computed(device, settings(shapes[name])) for device in ("cpu", "cuda")
+    )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     assert distance(taken, steps) < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("name", "recomputed"), [*((name, False) for name in SHAPES), ("qwen3_tied", True), ("gemma2_capped", "selective")]
+    ("name", "recomputed"),
+    [*((name, False) for name in SHAPES), ("qwen3_tied", True), ("gemma2_capped", "selective")],
 )
 def test_packed_rows_have_the_gradient_of_rows_of_their_own(
     shapes: dict[str, str], name: str, recomputed: bool | str, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +62,9 @@ def test_packed_rows_have_the_gradient_of_rows_of_their_own(
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_bfloat16_is_near_float32(shapes: dict[str, str], name: str) -> None:
-    expected, found = (computed("cuda", settings(shapes[name]), dtype) for dtype in ("float32", "bfloat16"))
+    expected, found = (
+        computed("cuda", settings(shapes[name]), dtype) for dtype in ("float32", "bfloat16")
+    )
     assert (found[0] - expected[0]).abs().mean() < 0.03
     assert distance(found[1], expected[1]) < 0.1
 
@@ -102,7 +107,9 @@ def test_host_memory_changes_no_bit(cfg: Config, kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_an_offloaded_policy_leaves_the_gpu_empty_in_both_directions_by_pinned_memory(cfg: Config, dtype: str) -> None:
+def test_an_offloaded_policy_leaves_the_gpu_empty_in_both_directions_by_pinned_memory(
+    cfg: Config, dtype: str
+) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     worker = worker_on("cuda", cfg, dtype)

@@ -11,7 +11,11 @@ from benchmarks.sync_gaps import Shape, configuration
 from tests.end_to_end.conftest import models  # noqa: F401
 from tests.end_to_end.runs import PARTS, train_in
 
-SHARED = ("trainer.placement.colocate_all=true", "generator.gpu_memory_utilization=0.3", "trainer.max_training_steps=6")
+SHARED = (
+    "trainer.placement.colocate_all=true",
+    "generator.gpu_memory_utilization=0.3",
+    "trainer.max_training_steps=6",
+)
 GAP = {"float32": 1e-4, "bfloat16": 0.1}
 
 
@@ -50,7 +54,10 @@ def test_vllm_computes_with_adapters_and_reports_its_experts(
     model = models["tied"]
     settings = ["trainer.policy.lora.rank=8", "trainer.policy.lora.sync=adapter"]
     if name == "experts":
-        tokenizer, config = AutoTokenizer.from_pretrained(model), configuration(Shape("moe", "tied", "bfloat16"), 32)
+        tokenizer, config = (
+            AutoTokenizer.from_pretrained(model),
+            configuration(Shape("moe", "tied", "bfloat16"), 32),
+        )
         config.vocab_size, config.eos_token_id = len(tokenizer), tokenizer.eos_token_id
         config.pad_token_id = config.bos_token_id = tokenizer.pad_token_id
         model = str(tmp_path / "model")
@@ -58,7 +65,11 @@ def test_vllm_computes_with_adapters_and_reports_its_experts(
         tokenizer.save_pretrained(model)
         settings = ["trainer.policy.router_replay=R3"]
     run = train_in(tmp_path, model)(
-        "generator.backend=vllm", "trainer.plan=sync", "trainer.policy.model.dtype=bfloat16", *settings, *SHARED
+        "generator.backend=vllm",
+        "trainer.plan=sync",
+        "trainer.policy.model.dtype=bfloat16",
+        *settings,
+        *SHARED,
     )
     assert run.series("step") == [1, 2, 3, 4, 5, 6]
     assert max(run.series("sync/logprob_gap")) <= GAP["bfloat16"]

@@ -29,7 +29,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @asynccontextmanager
 async def started(path: str, dtype: str, **settings: Any) -> AsyncIterator[Any]:
     engine = ENGINES["vllm"](
-        EngineConfig(path, dtype=dtype, max_model_len=64, max_num_seqs=16, gpu_memory_utilization=0.1, **settings)
+        EngineConfig(
+            path,
+            dtype=dtype,
+            max_model_len=64,
+            max_num_seqs=16,
+            gpu_memory_utilization=0.1,
+            **settings,
+        )
     )
     await engine.start()
     try:
@@ -42,7 +49,9 @@ async def in_parts(worker: PolicyWorker, engine: Any, version: int) -> None:
     """As ``CudaIPCTransfer`` does it, to an engine of which only the weights are awake."""
     free, total = torch.cuda.mem_get_info()
     await engine.sleep()
-    assert torch.cuda.mem_get_info()[0] - free > 0.05 * total, "an engine asleep has freed its cache and weights"
+    assert torch.cuda.mem_get_info()[0] - free > 0.05 * total, (
+        "an engine asleep has freed its cache and weights"
+    )
     await engine.wake("weights")
     worker.transfer_weights("cuda_ipc", "begin", [[0]])
     last, parts = False, 0

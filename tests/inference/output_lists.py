@@ -24,4 +24,6 @@ class Listed:
 def listed(output: GenerationOutput) -> Listed:
     arrays = (output.token_ids, output.logprobs, output.versions)
     assert [array.dtype for array in arrays] == [np.int32, np.float32, np.int32]
-    return Listed(output.request_id, *(array.tolist() for array in arrays), output.finish_reason, output.error)
+    return Listed(
+        output.request_id, *(array.tolist() for array in arrays), output.finish_reason, output.error
+    )

@@ -36,7 +36,9 @@ class Engine:
 
     def answer(self, request):
         count = request.sampling.max_tokens
-        return GenerationOutput(request.request_id, [7] * count, [-0.5] * count, [0] * count, "length")
+        return GenerationOutput(
+            request.request_id, [7] * count, [-0.5] * count, [0] * count, "length"
+        )
 
     def __getattr__(self, method):
         async def call(*args):
@@ -57,7 +59,9 @@ def requests_of(engine):
 @virtual_time
 async def test_each_request_gets_its_own_answer():
     client = InferenceClient([Engine(), Engine()])
-    found = await asyncio.gather(*(client.generate(request(f"r{i}", tokens=i + 1)) for i in range(9)))
+    found = await asyncio.gather(
+        *(client.generate(request(f"r{i}", tokens=i + 1)) for i in range(9))
+    )
     assert [(o.request_id, len(o.token_ids)) for o in found] == [(f"r{i}", i + 1) for i in range(9)]
 
 
@@ -131,7 +135,9 @@ async def test_an_engines_error_reaches_every_request_it_had_and_no_other():
     error = RuntimeError("out of memory")
     broken, whole = Engine(fault=error), Engine()
     client = InferenceClient([broken, whole])
-    found = await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(6)), return_exceptions=True)
+    found = await asyncio.gather(
+        *(client.generate(request(f"r{i}")) for i in range(6)), return_exceptions=True
+    )
     assert [o is error for o in found] == [True, False] * 3
 
 
@@ -144,8 +150,13 @@ async def test_a_request_that_cannot_be_answered_fails_alone():
             return super().answer(request)
 
     client = InferenceClient([Picky()])
-    bad, good = await asyncio.gather(*map(client.generate, map(request, ["bad", "good"])), return_exceptions=True)
-    assert (type(bad), str(bad)) == (RequestFailedError, "request 'bad' cannot be answered: ValueError: too odd")
+    bad, good = await asyncio.gather(
+        *map(client.generate, map(request, ["bad", "good"])), return_exceptions=True
+    )
+    assert (type(bad), str(bad)) == (
+        RequestFailedError,
+        "request 'bad' cannot be answered: ValueError: too odd",
+    )
     assert len(good.token_ids) == 2
     assert len((await client.generate(request("later"))).token_ids) == 2
 
@@ -169,7 +180,9 @@ async def test_an_unanswered_request_is_an_error_that_names_it():
                     yield [output]
 
     client = InferenceClient([Forgetful()])
-    found = await asyncio.gather(*(client.generate(request(f"r{i}")) for i in range(3)), return_exceptions=True)
+    found = await asyncio.gather(
+        *(client.generate(request(f"r{i}")) for i in range(3)), return_exceptions=True
+    )
     assert isinstance(found[1], RuntimeError)
     assert "engine 0 ended without answering r1" in str(found[1])
     assert [isinstance(o, GenerationOutput) for o in found] == [True, False, True]
@@ -178,7 +191,9 @@ async def test_an_unanswered_request_is_an_error_that_names_it():
 @virtual_time
 async def test_a_request_that_is_not_answered_in_time_is_a_timeout_that_names_it_and_the_key():
     client = InferenceClient([Engine(seconds=100.0)], request_timeout_s=30.0)
-    with pytest.raises(TimeoutError, match=r"request r was .* for 30 s \(generator\.request_timeout_s\)"):
+    with pytest.raises(
+        TimeoutError, match=r"request r was .* for 30 s \(generator\.request_timeout_s\)"
+    ):
         await client.generate(request("r"))
     assert asyncio.get_running_loop().time() == pytest.approx(30)
 
@@ -204,7 +219,9 @@ async def test_requests_of_cancelled_callers_are_aborted_at_their_engines_in_one
     for task in tasks[:4]:
         task.cancel()
     await asyncio.sleep(1)
-    assert engines[0].calls == [("abort", ["r0", "r2"])] and engines[1].calls == [("abort", ["r1", "r3"])]
+    assert engines[0].calls == [("abort", ["r0", "r2"])] and engines[1].calls == [
+        ("abort", ["r1", "r3"])
+    ]
     for task in tasks[4:]:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -253,7 +270,11 @@ async def test_every_engine_is_told_and_one_that_fails_is_heard():
     await client.pause("keep")
     await client.update_weights(update)
     await client.resume()
-    assert engines[0].calls == engines[1].calls == [("pause", "keep"), ("update_weights", update), ("resume",)]
+    assert (
+        engines[0].calls
+        == engines[1].calls
+        == [("pause", "keep"), ("update_weights", update), ("resume",)]
+    )
     assert len(await client.score([[1, 2]])) == len(await client.stats()) == 2
     with pytest.raises(ConnectionError, match="gone"):
         await InferenceClient([Engine(), Deaf()]).pause("keep")
@@ -321,7 +342,8 @@ async def test_an_engine_that_is_silent_after_its_start_ends_the_start():
 
     client = InferenceClient([Engine(), Silent()], request_timeout_s=30.0)
     with pytest.raises(
-        TimeoutError, match=r"one did not answer a request for its state within 30 s \(generator\.request_timeout_s\)"
+        TimeoutError,
+        match=r"one did not answer a request for its state within 30 s \(generator\.request_timeout_s\)",
     ):
         await client.start()
 
@@ -344,8 +366,13 @@ async def test_a_request_that_is_made_after_a_pause_does_not_overtake_it():
 async def test_a_group_is_answered_sample_by_sample_as_the_engine_finishes_them():
     client, loop = InferenceClient([Engine()]), asyncio.get_running_loop()
     began = loop.time()
-    async with aclosing(client.generate_group([request(f"r{i}", tokens=i + 1) for i in range(3)])) as arriving:
-        answers = [(loop.time() - began, output.request_id, len(output.token_ids)) async for (output,) in arriving]
+    async with aclosing(
+        client.generate_group([request(f"r{i}", tokens=i + 1) for i in range(3)])
+    ) as arriving:
+        answers = [
+            (loop.time() - began, output.request_id, len(output.token_ids))
+            async for (output,) in arriving
+        ]
     assert answers == [(1.0, "r0", 1), (2.0, "r1", 2), (3.0, "r2", 3)]
     assert not client._inflight and client.pool.router.in_flight.tolist() == [0]
 
@@ -366,11 +393,17 @@ async def test_leaving_a_group_early_aborts_the_samples_without_an_answer():
 async def test_an_error_of_one_sample_is_raised_by_its_group():
     class Choosy(Engine):
         def answer(self, asked):
-            return refusal(asked, ValueError("no")) if asked.request_id == "r1" else super().answer(asked)
+            return (
+                refusal(asked, ValueError("no"))
+                if asked.request_id == "r1"
+                else super().answer(asked)
+            )
 
     client = InferenceClient([Choosy()])
     with pytest.raises(RequestFailedError, match="request 'r1' cannot be answered"):
-        async with aclosing(client.generate_group([request(f"r{i}") for i in range(3)])) as arriving:
+        async with aclosing(
+            client.generate_group([request(f"r{i}") for i in range(3)])
+        ) as arriving:
             async for _ in arriving:
                 pass
 
@@ -384,7 +417,9 @@ async def test_a_sample_that_is_not_answered_in_time_is_named():
                 self.seconds *= 2
 
     client = InferenceClient([Slower(seconds=4.0)], request_timeout_s=5.0)
-    with pytest.raises(TimeoutError, match="request r1 was not answered: engine 0 generated nothing for 5 s"):
+    with pytest.raises(
+        TimeoutError, match="request r1 was not answered: engine 0 generated nothing for 5 s"
+    ):
         async with aclosing(client.generate_group([request("r0"), request("r1")])) as arriving:
             async for _ in arriving:
                 pass
@@ -393,11 +428,17 @@ async def test_a_sample_that_is_not_answered_in_time_is_named():
 @virtual_time
 async def test_samples_of_a_group_spread_over_engines_like_single_requests():
     single, together = [Engine(), Engine(), Engine()], [Engine(), Engine(), Engine()]
-    await asyncio.gather(*map(InferenceClient(single).generate, [request(f"r{i}") for i in range(9)]))
-    async with aclosing(InferenceClient(together).generate_group([request(f"r{i}") for i in range(9)])) as arriving:
+    await asyncio.gather(
+        *map(InferenceClient(single).generate, [request(f"r{i}") for i in range(9)])
+    )
+    async with aclosing(
+        InferenceClient(together).generate_group([request(f"r{i}") for i in range(9)])
+    ) as arriving:
         async for _ in arriving:
             pass
-    assert [requests_of(engine) for engine in together] == [requests_of(engine) for engine in single]
+    assert [requests_of(engine) for engine in together] == [
+        requests_of(engine) for engine in single
+    ]
 
 
 @virtual_time

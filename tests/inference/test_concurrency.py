@@ -27,7 +27,9 @@ def limits(*reports: tuple[int, int], cache: tuple[int | None, int] = (None, 0))
     """After reports of running and waiting requests, which are all that the engine was sent."""
     rule = ConcurrencyLimit()
     used, tokens = cache
-    stats = [EngineStats(running=r, waiting=w, cache_used=used, cache_tokens=tokens) for r, w in reports]
+    stats = [
+        EngineStats(running=r, waiting=w, cache_used=used, cache_tokens=tokens) for r, w in reports
+    ]
     return [rule.observe(each, each.running + each.waiting) for each in stats]
 
 
@@ -41,7 +43,9 @@ def test_requests_that_have_just_arrived_set_no_limit() -> None:
     assert set(limits((64, 9), (64, 9), (64, 0), (64, 9), (64, 9))) == {inf}
 
 
-def test_a_limit_grows_while_it_leaves_the_engine_without_a_queue_unless_its_cache_is_full() -> None:
+def test_a_limit_grows_while_it_leaves_the_engine_without_a_queue_unless_its_cache_is_full() -> (
+    None
+):
     reports = [(64, 900)] * SETTLED + [(72, 0), (144, 0), (100, 0)]
     assert limits(*reports)[-3:] == [144, 288, 288], "100 are fewer than the limit"
     assert limits(*reports, cache=(int(FULL * 1000), 1000))[-3:] == [72, 72, 72]
@@ -70,11 +74,17 @@ class Reporting(Engine):
         return self._engine.stats()
 
 
-async def busy(speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: int = 400) -> tuple[float, float]:
+async def busy(
+    speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: int = 400
+) -> tuple[float, float]:
     """Seconds for waves of requests, each of which starts when half of the one before is answered, and how many of
     them waited in engines on average."""
     draw = random.Random(3)
-    lengths = {f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600) for w in range(waves) for i in range(wave)}
+    lengths = {
+        f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600)
+        for w in range(waves)
+        for i in range(wave)
+    }
     engines = [Reporting(speed, lengths) for speed in speeds]
     client = InferenceClient(engines, 1e9, adaptive=adaptive)
     await client.start()
@@ -90,10 +100,14 @@ async def busy(speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: in
     supervisor = asyncio.create_task(supervise())
     tasks: list[asyncio.Task[object]] = []
     for w in range(waves):
-        own = [asyncio.create_task(client.generate(request(f"{w}-{i}", 10, 600))) for i in range(wave)]
+        own = [
+            asyncio.create_task(client.generate(request(f"{w}-{i}", 10, 600))) for i in range(wave)
+        ]
         tasks += own
         while sum(task.done() for task in own) < wave / 2:
-            await asyncio.wait([task for task in own if not task.done()], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [task for task in own if not task.done()], return_when=asyncio.FIRST_COMPLETED
+            )
     await asyncio.gather(*tasks)
     took = asyncio.get_running_loop().time()
     supervisor.cancel()
@@ -104,7 +118,11 @@ async def busy(speeds: Sequence[float], adaptive: bool, waves: int = 5, wave: in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "speeds",
-    [pytest.param([1.0], marks=pytest.mark.matrix), pytest.param([1.0, 1.0], marks=pytest.mark.matrix), [1.0, 3.0]],
+    [
+        pytest.param([1.0], marks=pytest.mark.matrix),
+        pytest.param([1.0, 1.0], marks=pytest.mark.matrix),
+        [1.0, 3.0],
+    ],
 )
 def test_engines_have_no_queue_and_are_not_slower(speeds: list[float]) -> None:
     took, queue = run_virtual(busy(speeds, adaptive=True))
@@ -133,7 +151,9 @@ def test_an_engine_that_becomes_slow_keeps_few_requests_from_the_others() -> Non
 
         supervisor = asyncio.create_task(supervise())
         await asyncio.sleep(5.0)
-        tasks += [asyncio.create_task(client.generate(request(str(i), 10, 80))) for i in range(300, 1000)]
+        tasks += [
+            asyncio.create_task(client.generate(request(str(i), 10, 80))) for i in range(300, 1000)
+        ]
         await asyncio.sleep(5.0)
         engines[0]._engine.costs.base_s *= 10
         engines[0]._engine.costs.per_sequence_s *= 10
@@ -166,5 +186,9 @@ async def test_a_real_engine_gets_what_it_computes_at_once_and_answers_all(tmp_p
             waiting.append((await engine.stats()).waiting)
         await asyncio.sleep(0.001)
     answers = await asyncio.gather(*tasks)
-    assert sum(waiting) < 2 * len(waiting) and len(answers) == 36 and all(len(each.token_ids) for each in answers)
+    assert (
+        sum(waiting) < 2 * len(waiting)
+        and len(answers) == 36
+        and all(len(each.token_ids) for each in answers)
+    )
     await client.shutdown()

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 
 from skyasync.errors import UserError
-from skyasync.inference.elastic import ElasticEngines, read_engine_list, write_engine_list, wrong_name
+from skyasync.inference.elastic import (
+    ElasticEngines,
+    read_engine_list,
+    write_engine_list,
+    wrong_name,
+)
 from skyasync.inference.interface import EngineFailedError, GenerationRequest, SamplingParams
 from skyasync.weight_sync.sync import WeightSync
 from skyasync.weight_sync.transfers.broadcast import BroadcastTransfer
@@ -63,7 +68,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> str:
 
 
 @virtual_time
-async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp_path: Path) -> None:
+async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(
+    tmp_path: Path,
+) -> None:
     async with Changing(tmp_path) as run:
         await run.sync()
         tasks = ask(run, 4, tokens=30)
@@ -86,7 +93,9 @@ async def test_one_that_joins_has_the_others_weights_before_it_gets_requests(tmp
 
 
 @virtual_time
-async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made_twice(tmp_path: Path) -> None:
+async def test_what_a_leaving_one_has_goes_on_at_the_others_and_no_token_is_made_twice(
+    tmp_path: Path,
+) -> None:
     async with Changing(tmp_path) as run:
         tasks = ask(run, 6, tokens=20)
         await asyncio.sleep(7.5)
@@ -118,7 +127,9 @@ class Ranks:
 
 
 @virtual_time
-async def test_one_that_shall_leave_during_a_sync_gets_its_weights_and_leaves_afterwards(tmp_path: Path) -> None:
+async def test_one_that_shall_leave_during_a_sync_gets_its_weights_and_leaves_afterwards(
+    tmp_path: Path,
+) -> None:
     async with Changing(tmp_path, engines=3) as run:
         ranks, source = Ranks(), SimpleNamespace()
         source.transfer = BroadcastTransfer(ranks, 1, lambda: run.client.pool.awake)
@@ -150,12 +161,16 @@ async def test_no_sync_begins_while_one_leaves(tmp_path: Path) -> None:
         run.want("1")
         await asyncio.sleep(1)
         await run.sync()
-        assert run.membership.left == 1 and run.healthy == [1] and run.client.engines[1].version == 1
+        assert (
+            run.membership.left == 1 and run.healthy == [1] and run.client.engines[1].version == 1
+        )
         check(await asyncio.gather(*tasks), tokens=20)
 
 
 @virtual_time
-async def test_an_engine_that_hangs_or_fails_while_it_leaves_is_not_waited_for(tmp_path: Path) -> None:
+async def test_an_engine_that_hangs_or_fails_while_it_leaves_is_not_waited_for(
+    tmp_path: Path,
+) -> None:
     async with Changing(tmp_path, engines=3) as run:
         tasks = ask(run, 9, tokens=20)
         await asyncio.sleep(5.5)
@@ -189,7 +204,10 @@ async def test_an_engine_that_joined_and_failed_is_replaced_like_others(tmp_path
         run.kill(2)
         check(await asyncio.gather(*tasks))
         await asyncio.sleep(20)
-        assert run.healthy == [0, 1, 2] and (run.supervisor.failures, run.supervisor.restarts) == (1, 1)
+        assert run.healthy == [0, 1, 2] and (run.supervisor.failures, run.supervisor.restarts) == (
+            1,
+            1,
+        )
 
 
 @virtual_time
@@ -205,7 +223,9 @@ async def test_one_comes_and_goes_many_times_in_a_busy_run(tmp_path: Path) -> No
 
 
 @virtual_time
-async def test_the_last_one_stays_until_another_is_there(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_last_one_stays_until_another_is_there(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     async with Changing(tmp_path, engines=1) as run:
         run.refusals = [UserError("no room")]
@@ -213,14 +233,19 @@ async def test_the_last_one_stays_until_another_is_there(tmp_path: Path, caplog:
         await asyncio.sleep(10)
         assert run.healthy == [0]
         assert "engine 0 stays: it is the last healthy one" in warnings_of(caplog)
-        assert "engine 1 could not join and is left out until engines.txt changes: no room" in warnings_of(caplog)
+        assert (
+            "engine 1 could not join and is left out until engines.txt changes: no room"
+            in warnings_of(caplog)
+        )
         run.want("1", "1", "# a word")
         await asyncio.sleep(10)
         assert run.healthy == [1]
 
 
 @virtual_time
-async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_that_cannot_join_yet_is_asked_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING)
     first, second = "http://a:1", "http://b:2"
     async with Changing(tmp_path, engines=1, names=(f"{first}/",)) as run:
@@ -237,7 +262,9 @@ async def test_a_server_that_cannot_join_yet_is_asked_again(tmp_path: Path, capl
 
 
 @virtual_time
-async def test_a_joining_engine_with_wrong_weights_is_shut_down_and_the_run_continues(tmp_path: Path) -> None:
+async def test_a_joining_engine_with_wrong_weights_is_shut_down_and_the_run_continues(
+    tmp_path: Path,
+) -> None:
     async with Changing(tmp_path) as run:
         run.weights.fault = WeightSyncError("it does not hold what was sent")
         run.want("0", "1", "2")
@@ -261,9 +288,14 @@ def test_names() -> None:
     assert read_engine_list("# x\n0\n 0 \nhttp://a:1/ # one\n\n") == ["0", "http://a:1"]
     assert not wrong_name("3", servers=False) and not wrong_name("http://a:1", servers=True)
     assert (
-        wrong_name("http://a:1", servers=False) and wrong_name("a b", servers=False) and wrong_name("3", servers=True)
+        wrong_name("http://a:1", servers=False)
+        and wrong_name("a b", servers=False)
+        and wrong_name("3", servers=True)
     )
 
 
 def requests(name: str, count: int) -> list[Any]:
-    return [GenerationRequest(f"{name}{i}", [1] * 4, SamplingParams(max_tokens=12)) for i in range(count)]
+    return [
+        GenerationRequest(f"{name}{i}", [1] * 4, SamplingParams(max_tokens=12))
+        for i in range(count)
+    ]

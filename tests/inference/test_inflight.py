@@ -11,7 +11,10 @@ from skyasync.inference.router import Charge
 
 def piece(name: str) -> InflightRequest:
     return InflightRequest(
-        GenerationRequest(name, [1], SamplingParams()), name, asyncio.get_running_loop().create_future(), 0
+        GenerationRequest(name, [1], SamplingParams()),
+        name,
+        asyncio.get_running_loop().create_future(),
+        0,
     )
 
 
@@ -44,7 +47,9 @@ async def test_a_heartbeat_costs_no_look_at_the_requests_of_other_engines(monkey
     table = InflightTable()
     for index, name in enumerate("abcd"):
         table[name] = InflightRequest(
-            GenerationRequest(name, [1], SamplingParams()), name, asyncio.get_running_loop().create_future()
+            GenerationRequest(name, [1], SamplingParams()),
+            name,
+            asyncio.get_running_loop().create_future(),
         )
         table.send(table[name], Charge(index % 2, 1.0))
     with monkeypatch.context() as patch:

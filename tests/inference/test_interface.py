@@ -69,23 +69,33 @@ NUMBERS: dict[str, tuple[list[Any], list[Any]]] = {
     "min_p": ([-1e-9, 1.1, float("nan")], [0, 1e-300, 1]),
     "presence_penalty": ([-2.1, 2.1, float("nan")], [-2, 2]),
     "frequency_penalty": ([-2.1, 2.1, float("inf")], [-2, 2]),
-    "repetition_penalty": ([0, -1, 1e-40, 1e-300, 1e39, 1e300, float("nan"), float("inf")], [0.01, 100]),
+    "repetition_penalty": (
+        [0, -1, 1e-40, 1e-300, 1e39, 1e300, float("nan"), float("inf")],
+        [0.01, 100],
+    ),
     "seed": ([-2, 2**63, 0.5], [None, 0, 2**62]),
     "stop_token_ids": ([[-1], [2**31], [2**63]], [[0, 2**31 - 1]]),
     "allowed_token_ids": ([[-1], [2**31]], [[0]]),
-    "logit_bias": ([{-1: 1.0}, {2**31: 1.0}, {1: 101}, {1: float("nan")}, {1: float("-inf")}], [{1: -100, 2: 100}]),
+    "logit_bias": (
+        [{-1: 1.0}, {2**31: 1.0}, {1: 101}, {1: float("nan")}, {1: float("-inf")}],
+        [{1: -100, 2: 100}],
+    ),
     "stop": (["\ud800", ["a", "\udfff"], [1]], ["a", ["a", "\0"]]),
     "bad_words": (["\ud800"], ["a"]),
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (wrong, _) in NUMBERS.items() for value in wrong])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (wrong, _) in NUMBERS.items() for value in wrong]
+)
 def test_a_setting_that_no_engine_could_hold_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=name):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, (_, right) in NUMBERS.items() for value in right])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, (_, right) in NUMBERS.items() for value in right]
+)
 def test_the_last_number_within_its_bounds_is_taken(name: str, value: Any) -> None:
     SamplingParams(**{name: value})
 
@@ -109,12 +119,18 @@ async def test_a_class_of_a_user_gets_the_defaults(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(ENGINES, "mine", Mine)
     config = EngineConfig("m")
     engine: Any = ENGINES.make("mine", config)
-    assert engine.made_with is config and isinstance(engine, InferenceEngine) and not engine.restartable
+    assert (
+        engine.made_with is config
+        and isinstance(engine, InferenceEngine)
+        and not engine.restartable
+    )
     assert await engine.progress() == [] and (await engine.stats()).running == 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_backend_of_the_table_overrides_what_is_required_and_has_the_tables_capabilities(backend: str) -> None:
+def test_a_backend_of_the_table_overrides_what_is_required_and_has_the_tables_capabilities(
+    backend: str,
+) -> None:
     engine = ENGINES.find(backend)
     assert issubclass(engine, InferenceEngine)
     assert all(getattr(engine, name) is not getattr(InferenceEngine, name) for name in REQUIRED)
@@ -122,11 +138,17 @@ def test_a_backend_of_the_table_overrides_what_is_required_and_has_the_tables_ca
 
 
 def test_an_engine_in_a_ray_actor_has_every_call_of_the_interface() -> None:
-    calls = {n for n, m in vars(InferenceEngine).items() if inspect.iscoroutinefunction(m) or n == "generate"}
+    calls = {
+        n
+        for n, m in vars(InferenceEngine).items()
+        if inspect.iscoroutinefunction(m) or n == "generate"
+    }
     assert calls <= vars(RayEngine).keys()
 
 
-SEQUENCES = sorted(f.name for f in fields(SamplingParams) if isinstance(getattr(SamplingParams(), f.name), tuple))
+SEQUENCES = sorted(
+    f.name for f in fields(SamplingParams) if isinstance(getattr(SamplingParams(), f.name), tuple)
+)
 
 
 def test_these_settings_are_sequences() -> None:
@@ -147,7 +169,9 @@ def test_one_text_is_a_sequence_of_one(name: str) -> None:
     assert getattr(SamplingParams(**{name: "end"}), name) == ("end",)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("none", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"])
+@pytest.mark.parametrize(
+    "none", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logit_bias"]
+)
 def test_none_is_nothing(none: str) -> None:
     assert SamplingParams(**{none: None}) == SamplingParams()  # type: ignore[arg-type]
 
@@ -161,8 +185,14 @@ async def test_the_embedded_engine_takes_lists(tied_model: str) -> None:
     engine = TransformersEngine(EngineConfig(tied_model, max_model_len=32, threads=1))
     await engine.start()
     try:
-        said = SamplingParams(max_tokens=2, stop=["zz"], bad_words=["q"], stop_token_ids=[3], allowed_token_ids=[4, 5])  # type: ignore[arg-type]
-        answers = [o async for outputs in engine.generate([GenerationRequest("a", [1, 2], said)]) for o in outputs]
+        said = SamplingParams(
+            max_tokens=2, stop=["zz"], bad_words=["q"], stop_token_ids=[3], allowed_token_ids=[4, 5]
+        )  # type: ignore[arg-type]
+        answers = [
+            o
+            async for outputs in engine.generate([GenerationRequest("a", [1, 2], said)])
+            for o in outputs
+        ]
         assert set(answers[0].token_ids) <= {4, 5}
     finally:
         await engine.shutdown()

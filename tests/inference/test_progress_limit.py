@@ -28,7 +28,11 @@ class SlowEngine(InferenceEngine):
     """Computes up to ``slots`` requests at once, a token of each in ``step_s``, until ``stops_s``."""
 
     def __init__(
-        self, slots: int = SLOTS, step_s: float = STEP_S, stops_s: float = NEVER_S, cache_tokens: int = 0
+        self,
+        slots: int = SLOTS,
+        step_s: float = STEP_S,
+        stops_s: float = NEVER_S,
+        cache_tokens: int = 0,
     ) -> None:
         super().__init__(EngineConfig("model"))
         self.step_s = step_s
@@ -56,7 +60,9 @@ class SlowEngine(InferenceEngine):
         for _ in tasks:
             yield [await answers.get()]
 
-    async def _answer(self, request: GenerationRequest, answers: asyncio.Queue[GenerationOutput]) -> None:
+    async def _answer(
+        self, request: GenerationRequest, answers: asyncio.Queue[GenerationOutput]
+    ) -> None:
         loop = asyncio.get_running_loop()
         count = request.sampling.max_tokens
         async with self._slots:
@@ -66,13 +72,21 @@ class SlowEngine(InferenceEngine):
                 await asyncio.sleep(NEVER_S)
             del self._started_s[request.request_id]
             self._finished_tokens += count
-        await answers.put(GenerationOutput(request.request_id, [7] * count, [-0.5] * count, [0] * count, "length"))
+        await answers.put(
+            GenerationOutput(request.request_id, [7] * count, [-0.5] * count, [0] * count, "length")
+        )
 
     async def stats(self) -> EngineStats:
         self.reports += 1
         now = min(asyncio.get_running_loop().time(), self.stops_s)
-        running = sum(int((now - started) / self.step_s) for started in self._started_s.values() if started < now)
-        return EngineStats(generated_tokens=self._finished_tokens + running, cache_tokens=self.cache_tokens)
+        running = sum(
+            int((now - started) / self.step_s)
+            for started in self._started_s.values()
+            if started < now
+        )
+        return EngineStats(
+            generated_tokens=self._finished_tokens + running, cache_tokens=self.cache_tokens
+        )
 
 
 def request(number: int, tokens: int = RESPONSE) -> GenerationRequest:
@@ -92,7 +106,9 @@ async def test_the_time_in_an_engines_queue_does_not_count_while_it_answers():
     assert asyncio.get_running_loop().time() == pytest.approx(6 * 0.3)
 
 
-WAITS = pytest.mark.parametrize("cache_tokens", [0, SLOTS * RESPONSE], ids=["engine's queue", "client's queue"])
+WAITS = pytest.mark.parametrize(
+    "cache_tokens", [0, SLOTS * RESPONSE], ids=["engine's queue", "client's queue"]
+)
 
 
 @WAITS
@@ -109,7 +125,9 @@ async def test_long_responses_are_no_timeout_while_the_engine_generates(cache_to
 @pytest.mark.parametrize("stops_s", [1.0, 700.0, 1638.5, 3000.0])
 @virtual_time
 async def test_an_engine_that_stops_ends_its_requests_within_the_limit(cache_tokens, stops_s):
-    client = InferenceClient([SlowEngine(cache_tokens=cache_tokens, stops_s=stops_s)], request_timeout_s=600.0)
+    client = InferenceClient(
+        [SlowEngine(cache_tokens=cache_tokens, stops_s=stops_s)], request_timeout_s=600.0
+    )
     await client.start()
     answers = await results(client, 1024)
     errors = [answer for answer in answers if isinstance(answer, TimeoutError)]
@@ -171,6 +189,8 @@ async def test_the_limit_counts_again_from_a_later_request():
     client = InferenceClient([engine], request_timeout_s=600.0)
     await client.generate(request(0, tokens=2))
     await asyncio.sleep(5000.0)
-    with pytest.raises(TimeoutError, match="request r1 was not answered: engine 0 generated nothing for 600 s"):
+    with pytest.raises(
+        TimeoutError, match="request r1 was not answered: engine 0 generated nothing for 600 s"
+    ):
         await client.generate(request(1))
     assert asyncio.get_running_loop().time() == pytest.approx(5601.0)

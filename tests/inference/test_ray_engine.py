@@ -28,7 +28,9 @@ REQUESTS = 1_100  # each is one call; Ray's own limit of concurrent calls per ac
 
 @pytest.mark.matrix
 @pytest.mark.slow
-async def test_a_paused_engine_full_of_requests_can_be_resumed(ray_session: None, tied_model: str) -> None:
+async def test_a_paused_engine_full_of_requests_can_be_resumed(
+    ray_session: None, tied_model: str
+) -> None:
     async def answer(number: int) -> int:
         request = GenerationRequest(str(number), [1, 2], SamplingParams(max_tokens=1))
         return sum([len(outputs) async for outputs in engine.generate([request])])
@@ -84,7 +86,10 @@ def test_one_that_joins_takes_the_slot_of_one_that_has_left_and_not_of_one_that_
 ) -> None:
     monkeypatch.setattr(ray_engine, "ray", Actors())
     slots = [{"num_gpus": 1, "slot": number} for number in range(3)]
-    engines = [RayEngine("transformers", EngineConfig("no model", max_model_len=16), slot) for slot in slots]
+    engines = [
+        RayEngine("transformers", EngineConfig("no model", max_model_len=16), slot)
+        for slot in slots
+    ]
     engines[0].kill()  # its replacement loads
     with pytest.raises(UserError, match="takes 1 GPUs, and Ray has 0 that are free"):
         RayEngine.one_more(engines, [False, False, False], 1)
@@ -97,7 +102,9 @@ def test_one_that_joins_takes_the_slot_of_one_that_has_left_and_not_of_one_that_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["kill", "shutdown"])
-async def test_every_call_of_an_engine_that_was_shut_down_fails(ray_session: None, end: str) -> None:
+async def test_every_call_of_an_engine_that_was_shut_down_fails(
+    ray_session: None, end: str
+) -> None:
     """A caller may have started its call before the engine was shut down: the call has to fail as well."""
 
     async def generate() -> None:
@@ -119,7 +126,11 @@ async def test_every_call_of_an_engine_that_was_shut_down_fails(ray_session: Non
         "wake": lambda: engine.wake("weights"),
         "stats": engine.stats,
     }
-    own = {name for name, method in vars(RayEngine).items() if not name.startswith("_") and _is_remote_call(method)}
+    own = {
+        name
+        for name, method in vars(RayEngine).items()
+        if not name.startswith("_") and _is_remote_call(method)
+    }
     assert calls.keys() == own - {"shutdown"}
     if end == "kill":
         engine.kill()
@@ -131,9 +142,13 @@ async def test_every_call_of_an_engine_that_was_shut_down_fails(ray_session: Non
 
 
 @pytest.mark.parametrize(
-    "error", [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("")], ids=["ended", "memory"]
+    "error",
+    [ray.exceptions.RayActorError(), ray.exceptions.OutOfMemoryError("")],
+    ids=["ended", "memory"],
 )
-def test_an_engine_whose_process_ended_or_was_ended_for_its_memory_has_failed(error: Exception) -> None:
+def test_an_engine_whose_process_ended_or_was_ended_for_its_memory_has_failed(
+    error: Exception,
+) -> None:
     engine = object.__new__(RayEngine)
     engine._actor = object()
     with pytest.raises(EngineFailedError), engine._alive():

@@ -121,22 +121,41 @@ def test_progress_has_one_version_also_after_an_update() -> None:
     request.receive([5], [-1.0])
     request.receive([5], [-1.0])
     progress = request.progress()
-    assert progress is not None and progress.token_ids.tolist() == [5, 5] and progress.versions.tolist() == [7, 7]
+    assert (
+        progress is not None
+        and progress.token_ids.tolist() == [5, 5]
+        and progress.versions.tolist() == [7, 7]
+    )
     request.certain = 2
     request.receive([5], [-1.0])
     assert request.progress() is None
 
 
 def test_how_full_a_cache_is_stands_among_the_metrics_of_a_server() -> None:
-    lines = ["# TYPE vllm:kv_cache_usage_perc gauge", 'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25']
-    assert cache_share("\n".join([*lines, 'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 7.5e-1', ""])) == 0.5
+    lines = [
+        "# TYPE vllm:kv_cache_usage_perc gauge",
+        'vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25',
+    ]
+    assert (
+        cache_share(
+            "\n".join([*lines, 'vllm:kv_cache_usage_perc{engine="1",model_name="m"} 7.5e-1', ""])
+        )
+        == 0.5
+    )
     assert cache_share("") is None
 
 
 def test_sampling_is_told_as_json() -> None:
-    told = sampling_fields(SamplingParams(stop=("a",), logit_bias={3: 1.0}, top_k=-1, seed=5), json=True)
+    told = sampling_fields(
+        SamplingParams(stop=("a",), logit_bias={3: 1.0}, top_k=-1, seed=5), json=True
+    )
     assert json.loads(json.dumps(told)) == told
-    assert (told["stop"], told["logit_bias"], told["top_k"], told["seed"]) == (["a"], {"3": 1.0}, 0, 5)
+    assert (told["stop"], told["logit_bias"], told["top_k"], told["seed"]) == (
+        ["a"],
+        {"3": 1.0},
+        0,
+        5,
+    )
     assert told["detokenize"] is True and "bad_words" not in told
 
 

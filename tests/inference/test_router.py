@@ -29,8 +29,12 @@ from skyasync.simulate.clock import run_virtual
 pytestmark = pytest.mark.slow
 
 
-def request(name: str, prompt: int = 4, most: int = 16, session: str | None = None) -> GenerationRequest:
-    return GenerationRequest(name, np.ones(prompt, np.int32), SamplingParams(max_tokens=most), session)
+def request(
+    name: str, prompt: int = 4, most: int = 16, session: str | None = None
+) -> GenerationRequest:
+    return GenerationRequest(
+        name, np.ones(prompt, np.int32), SamplingParams(max_tokens=most), session
+    )
 
 
 def answer(tokens: int, reason: str = "stop") -> GenerationOutput:
@@ -45,7 +49,12 @@ def set_capacity(routes: Router, capacity: Sequence[int]) -> None:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(1, 300), st.integers(1, 900), st.sampled_from([None, "a", "b", "c"])),
+        st.tuples(
+            st.just("ask"),
+            st.integers(1, 300),
+            st.integers(1, 900),
+            st.sampled_from([None, "a", "b", "c"]),
+        ),
         st.tuples(st.just("end"), st.integers(0, 99), st.integers(0, 900), st.none()),
         st.tuples(st.just("die"), st.integers(0, 99), st.just(0), st.none()),
         st.tuples(st.just("renew"), st.integers(0, 99), st.just(0), st.none()),
@@ -56,7 +65,9 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.integers(1, 4), st.lists(st.integers(0, 2000), min_size=4, max_size=4))
-def test_load_is_released_and_failed_engines_get_no_requests(events: list, count: int, capacity: list[int]) -> None:
+def test_load_is_released_and_failed_engines_get_no_requests(
+    events: list, count: int, capacity: list[int]
+) -> None:
     routes, there = Router(count), list[Charge]()
     set_capacity(routes, capacity)
     began: dict[str, int] = {}
@@ -65,7 +76,9 @@ def test_load_is_released_and_failed_engines_get_no_requests(events: list, count
             charge = routes.choose(request("r", first, second, session), now)
             if charge is None:
                 assert all(
-                    routes.in_flight[i] and np.isfinite(routes.capacity[i]) for i in range(count) if routes.healthy[i]
+                    routes.in_flight[i] and np.isfinite(routes.capacity[i])
+                    for i in range(count)
+                    if routes.healthy[i]
                 ), "no request waits without a reason"
                 continue
             there.append(charge)
@@ -85,7 +98,9 @@ def test_load_is_released_and_failed_engines_get_no_requests(events: list, count
             held = [charge.tokens for charge in there if charge.engine == index]
             assert routes.in_flight[index] == len(held)
             assert routes.outstanding[index] == pytest.approx(sum(held))
-            assert routes.cache_tokens[index] == pytest.approx(sum(c.cache_tokens for c in there if c.engine == index))
+            assert routes.cache_tokens[index] == pytest.approx(
+                sum(c.cache_tokens for c in there if c.engine == index)
+            )
 
 
 @given(st.lists(st.tuples(st.integers(1, 500), st.integers(1, 500)), min_size=2, max_size=60))
@@ -106,12 +121,16 @@ def test_an_engine_with_a_full_cache_is_skipped_while_another_has_free_space() -
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.booleans()), max_size=60), st.integers(1, 3))
-def test_a_full_engine_gets_nothing_unless_it_is_idle(sizes: list[tuple[int, bool]], count: int) -> None:
+def test_a_full_engine_gets_nothing_unless_it_is_idle(
+    sizes: list[tuple[int, bool]], count: int
+) -> None:
     routes, there = Router(count), list[Charge]()
     set_capacity(routes, [300] * count)
     for number, (prompt, ends) in enumerate(sizes):
         before = routes.cache_tokens.tolist()
-        charge = routes.choose(GenerationRequest("r", np.full(prompt, number, np.int32), SamplingParams(max_tokens=9)))
+        charge = routes.choose(
+            GenerationRequest("r", np.full(prompt, number, np.int32), SamplingParams(max_tokens=9))
+        )
         if charge is None:
             assert all(held + prompt > 300 for held in before)
         else:
@@ -138,14 +157,18 @@ def test_what_an_engine_says_of_its_cache_counts() -> None:
 
 def test_an_engine_that_has_the_prompt_is_preferred_while_loads_are_near() -> None:
     def ask(text: int, prompt: int = 400, most: int = 10) -> int:
-        charge = routes.choose(GenerationRequest("r", np.full(prompt, text, np.int32), SamplingParams(max_tokens=most)))
+        charge = routes.choose(
+            GenerationRequest("r", np.full(prompt, text, np.int32), SamplingParams(max_tokens=most))
+        )
         assert charge
         return charge.engine
 
     routes = Router(2)
     assert [ask(1), ask(2)] == [0, 1]
     assert [ask(2), ask(1)] == [1, 0], "each request goes to the engine that has its prompt"
-    assert [ask(3, 50), ask(2)] == [0, 1], "the engine with the prompt has 50 tokens more: near enough"
+    assert [ask(3, 50), ask(2)] == [0, 1], (
+        "the engine with the prompt has 50 tokens more: near enough"
+    )
     assert ask(2) == 0, "the engine with the prompt has 450 tokens more: too many"
     routes.prompts.clear()
     routes = Router(2)
@@ -202,11 +225,15 @@ class Engine(InferenceEngine):
     async def stats(self) -> EngineStats:
         return EngineStats()
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         loop = asyncio.get_running_loop()
         running = {}
         for each in requests:
-            sequence = virtual.Sequence(len(each.prompt_token_ids), self.lengths[each.request_id], loop.create_future())
+            sequence = virtual.Sequence(
+                len(each.prompt_token_ids), self.lengths[each.request_id], loop.create_future()
+            )
             self._engine.submit(sequence)
             running[sequence.done] = each.request_id
         while running:
@@ -216,10 +243,16 @@ class Engine(InferenceEngine):
             yield [GenerationOutput(n, *([[0] * self.lengths[n]] * 3), "stop") for n in names]
 
 
-async def waves(speeds: Sequence[float], wave: int, count: int, seed: int = 0) -> tuple[list[int], list[float]]:
+async def waves(
+    speeds: Sequence[float], wave: int, count: int, seed: int = 0
+) -> tuple[list[int], list[float]]:
     """Tokens by engine in all waves of requests but the first, and the duration of each wave."""
     draw = random.Random(seed)
-    lengths = {f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600) for w in range(count) for i in range(wave)}
+    lengths = {
+        f"{w}-{i}": min(1 + int(draw.expovariate(1 / 60)), 600)
+        for w in range(count)
+        for i in range(wave)
+    }
     engines = [Engine(speed, lengths) for speed in speeds]
     client = InferenceClient(engines, 1e9)  # type: ignore[arg-type]
     await client.start()
@@ -236,7 +269,9 @@ async def waves(speeds: Sequence[float], wave: int, count: int, seed: int = 0) -
 def test_an_engine_twice_as_fast_gets_twice_the_tokens() -> None:
     (slow, fast), took = run_virtual(waves([1.0, 2.0], 400, 6))
     assert 1.8 < fast / slow < 2.2
-    assert max(took[1:]) < 0.85 * took[0], "a wave that is divided by number waits for the slow engine"
+    assert max(took[1:]) < 0.85 * took[0], (
+        "a wave that is divided by number waits for the slow engine"
+    )
 
 
 @pytest.mark.matrix
@@ -262,7 +297,9 @@ class Small(Engine):
         for name in names:
             self.holds.pop(name, None)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         sizes = {each.request_id: len(each.prompt_token_ids) for each in requests}
         self.order += sizes
         self.holds |= sizes
@@ -317,7 +354,10 @@ async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microsec
         routes.in_flight[charge.engine] += 1
         routes.outstanding[charge.engine] += charge.tokens
         routes.cache_tokens[charge.engine] += charge.cache_tokens
-    new = [GenerationRequest(str(i), np.full(512, i, np.int32), SamplingParams(max_tokens=1024)) for i in range(200)]
+    new = [
+        GenerationRequest(str(i), np.full(512, i, np.int32), SamplingParams(max_tokens=1024))
+        for i in range(200)
+    ]
 
     def choose() -> None:
         for each in new:
@@ -327,7 +367,9 @@ async def test_a_choice_among_1024_engines_with_256_requests_each_takes_microsec
 
     assert min(timeit.repeat(choose, timer=time.thread_time, number=1, repeat=9)) / len(new) <= 1e-4
     assert len(table.at(7)) == 256
-    assert min(timeit.repeat(lambda: table.at(7), timer=time.thread_time, number=1, repeat=9)) <= 1e-4
+    assert (
+        min(timeit.repeat(lambda: table.at(7), timer=time.thread_time, number=1, repeat=9)) <= 1e-4
+    )
 
 
 def test_engines_that_are_alike_get_the_same() -> None:

@@ -28,7 +28,12 @@ ADAPTER = ["trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
 
 
 def config(
-    *, backend: str = "vllm", asked: str = "auto", shared: bool = False, engines: int = 1, ranks: int = 1
+    *,
+    backend: str = "vllm",
+    asked: str = "auto",
+    shared: bool = False,
+    engines: int = 1,
+    ranks: int = 1,
 ) -> Config:
     cfg = Config()
     cfg.generator.backend, cfg.generator.weight_sync_backend = backend, asked
@@ -49,9 +54,24 @@ def config(
         ),
         (config(shared=True, asked="shared_memory"), True, "shared_memory", ""),
         (config(shared=True, asked="cuda_ipc"), True, "cuda_ipc", ""),
-        (config(backend="transformers"), True, "shared_memory", "the transformers engine has no other way"),
-        (config(), False, "shared_memory", "auto is shared_memory: mapped memory, which the vllm engine loads"),
-        (config(backend="transformers"), False, "shared_memory", "shared_memory: mapped memory, on which the engines"),
+        (
+            config(backend="transformers"),
+            True,
+            "shared_memory",
+            "the transformers engine has no other way",
+        ),
+        (
+            config(),
+            False,
+            "shared_memory",
+            "auto is shared_memory: mapped memory, which the vllm engine loads",
+        ),
+        (
+            config(backend="transformers"),
+            False,
+            "shared_memory",
+            "shared_memory: mapped memory, on which the engines",
+        ),
         (config(asked="shared_memory"), True, "shared_memory", ""),
         (config(asked="nccl"), True, "nccl", ""),
     ],
@@ -70,10 +90,16 @@ def test_weights_go_from_gpu_to_gpu_where_vllm_has_gpus_of_its_own(
     [
         (["generator.backend=vllm"], "mapped memory, which the vllm engine loads"),
         (["generator.backend=transformers"], "mapped memory, on which the engines compute"),
-        (["generator.backend=transformers", "generator.dtype=bfloat16"], "engines copy (generator.dtype=bfloat16"),
+        (
+            ["generator.backend=transformers", "generator.dtype=bfloat16"],
+            "engines copy (generator.dtype=bfloat16",
+        ),
         ([SERVER, "generator.weight_sync_dir=/shared/w"], "a file of the weights in /shared/w"),
         ([SERVER], "a file of the weights in memory of this machine"),
-        (["generator.backend=vllm", "generator.weight_sync_mode=delta"], "a file of what has changed"),
+        (
+            ["generator.backend=vllm", "generator.weight_sync_mode=delta"],
+            "a file of what has changed",
+        ),
         (["generator.backend=vllm", *ADAPTER], "a file of the adapters alone"),
         (
             ["generator.backend=transformers", "ray.address=auto"],
@@ -91,11 +117,17 @@ def test_a_run_says_by_what_its_weights_travel(overrides: list[str], said: str) 
     ("name", "value", "limit"),
     [
         ("allowed_token_ids", list(range(1025)), "1025 tokens: on a GPU vLLM takes at most 1024"),
-        ("logit_bias", {str(token): 1.0 for token in range(1025)}, "1025 tokens: on a GPU vLLM takes at most 1024"),
+        (
+            "logit_bias",
+            {str(token): 1.0 for token in range(1025)},
+            "1025 tokens: on a GPU vLLM takes at most 1024",
+        ),
         ("stop_token_ids", list(range(129)), "129 tokens: with min_tokens vLLM takes at most 128"),
     ],
 )
-def test_lists_that_would_end_vllm_on_a_gpu_are_rejected_before_it_starts(name: str, value: object, limit: str) -> None:
+def test_lists_that_would_end_vllm_on_a_gpu_are_rejected_before_it_starts(
+    name: str, value: object, limit: str
+) -> None:
     cfg = Config()
     cfg.generator.backend = "vllm"
     cfg.generator.sampling_params.min_tokens = 1
@@ -123,7 +155,9 @@ def test_a_run_names_its_engine_and_why_it_is_this_one(overrides: list[str], lin
         (False, "transformers (generator.backend=auto: vLLM is not installed)"),
     ],
 )
-def test_auto_names_what_decides(installed: bool, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_names_what_decides(
+    installed: bool, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda name: installed or None)
     cfg = Config()
     assert chosen_engine(cfg) == line
@@ -146,14 +180,20 @@ def test_weights_that_are_modified_are_not_shared(
     backend: str, mode: str, rank: int, sync: str, maps: bool, computed_on: bool
 ) -> None:
     cfg = config(backend=backend)
-    cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = mode, rank, sync
+    cfg.generator.weight_sync_mode, cfg.trainer.policy.lora.rank, cfg.trainer.policy.lora.sync = (
+        mode,
+        rank,
+        sync,
+    )
     assert (maps_weights(cfg), computes_on_mapped_weights(cfg)) == (maps, computed_on)
     cfg.generator.engines = ["http://127.0.0.1:8000"]
     assert not maps_weights(cfg), "a server may belong to anybody"
 
 
 @given(engines=st.integers(1, 9), ranks=st.integers(1, 4), shared=st.booleans())
-def test_engines_that_share_a_device_divide_the_memory_they_may_take(engines: int, ranks: int, shared: bool) -> None:
+def test_engines_that_share_a_device_divide_the_memory_they_may_take(
+    engines: int, ranks: int, shared: bool
+) -> None:
     cfg = config(shared=shared, engines=engines, ranks=ranks)
     slots = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
     crowded = max(Counter(slots.of["engines"]).values())
@@ -168,5 +208,7 @@ def test_tokens_per_step_are_at_least_a_token_for_every_sequence() -> None:
     cfg.generator.max_num_batched_tokens = 16_384
     assert engine_config(cfg, gpus=True).max_num_batched_tokens == 16_384
     cfg.generator.max_num_batched_tokens = 1_000
-    with pytest.raises(UserError, match=r"max_num_batched_tokens=1000 is less than generator\.max_num_seqs=1024"):
+    with pytest.raises(
+        UserError, match=r"max_num_batched_tokens=1000 is less than generator\.max_num_seqs=1024"
+    ):
         engine_config(cfg, gpus=True)

@@ -32,7 +32,8 @@ def config(path: str, index: int = 0, **extra: object) -> EngineConfig:
 def test_every_vllm_engine_has_a_seed_of_its_own_and_the_first_one_that_of_the_run() -> None:
     seeds = [engine_arguments(config("m", index), cpu=False)["seed"] for index in range(64)]
     others = [
-        engine_arguments(EngineConfig("m", seed=43, extra={"engine_index": i}), cpu=True)["seed"] for i in range(64)
+        engine_arguments(EngineConfig("m", seed=43, extra={"engine_index": i}), cpu=True)["seed"]
+        for i in range(64)
     ]
     assert seeds[0] == 42
     assert others[0] == 43
@@ -50,11 +51,16 @@ async def groups(engines: list[InferenceEngine], batch: int) -> list[list[Genera
             GenerationRequest(f"b{batch}-g{group}-r{index * share + sample}", [2, 3, 4 + group], ask)
             for group in range(GROUPS) for sample in range(share)
         ]  # fmt: skip
-        answers = {o.request_id: o async for outputs in engines[index].generate(asked) for o in outputs}
+        answers = {
+            o.request_id: o async for outputs in engines[index].generate(asked) for o in outputs
+        }
         return [answers[request.request_id] for request in asked]
 
     parts = await asyncio.gather(*(part(index) for index in range(len(engines))))
-    return [[o for p in parts for o in p[group * share : (group + 1) * share]] for group in range(GROUPS)]
+    return [
+        [o for p in parts for o in p[group * share : (group + 1) * share]]
+        for group in range(GROUPS)
+    ]
 
 
 def check_distinct(found: list[list[GenerationOutput]]) -> None:
@@ -69,7 +75,9 @@ async def test_groups_over_two_and_four_engines_have_as_many_different_samples_a
     backend: str, engines_session: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Probabilities are spread out: two equal samples of 12 tokens are no coincidence."""
-    monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")  # otherwise vLLM would compile its sampler four times
+    monkeypatch.setenv(
+        "TORCH_COMPILE_DISABLE", "1"
+    )  # otherwise vLLM would compile its sampler four times
     save_model(tmp_path, tied=False)
     engines = [ENGINES[backend](config(str(tmp_path), index)) for index in range(4)]
     client = InferenceClient(engines)

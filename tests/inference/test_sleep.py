@@ -15,17 +15,23 @@ from tests.chaos.simulated_processes import Engine, response_tokens
 
 
 def request(number: int) -> GenerationRequest:
-    return GenerationRequest(f"r{number}", [number], SamplingParams(max_tokens=8), session_id=f"s{number}")
+    return GenerationRequest(
+        f"r{number}", [number], SamplingParams(max_tokens=8), session_id=f"s{number}"
+    )
 
 
-async def start_requests(client: InferenceClient, count: int) -> list[asyncio.Task[GenerationOutput]]:
+async def start_requests(
+    client: InferenceClient, count: int
+) -> list[asyncio.Task[GenerationOutput]]:
     await client.start()
     return [asyncio.create_task(client.generate(request(number))) for number in range(count)]
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 4), st.integers(1, 12), st.integers(0, 2**32))
-def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(engines: int, count: int, seed: int) -> None:
+def test_no_token_is_lost_or_repeated_whichever_engines_sleep_and_wake(
+    engines: int, count: int, seed: int
+) -> None:
     """``Engine`` fails the test if it gets requests while it sleeps, or falls asleep with requests."""
 
     async def run() -> None:
@@ -70,7 +76,9 @@ def test_engines_that_wake_get_their_share_of_what_waits() -> None:
         client = InferenceClient([Engine(), Engine(), Engine()])
         await client.start()
         await client.sleep([1, 2])
-        tasks = [asyncio.create_task(client.generate(request(7 + 8 * number))) for number in range(9)]
+        tasks = [
+            asyncio.create_task(client.generate(request(7 + 8 * number))) for number in range(9)
+        ]
         await asyncio.sleep(0.1)
         assert client.pool.router.in_flight.tolist() == [9, 0, 0]
         await client.wake("weights", [1, 2])

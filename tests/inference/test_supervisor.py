@@ -31,7 +31,9 @@ class Machine:
     """Engines that generate one token a second, which is its own position, and a record of computed positions."""
 
     def __init__(self) -> None:
-        self.computed: dict[str, list[int]] = {}  # caller's request -> positions that an engine reported or answered
+        self.computed: dict[
+            str, list[int]
+        ] = {}  # caller's request -> positions that an engine reported or answered
         self.killed = self.made = 0
         self.broken_starts = 0
 
@@ -82,7 +84,13 @@ class Engine(InferenceEngine):
         await self.here()
         for request in requests:
             assert request.request_id not in self.rows
-            self.rows[request.request_id] = {"request": request, "tokens": [], "versions": [], "told": 0, "end": None}
+            self.rows[request.request_id] = {
+                "request": request,
+                "tokens": [],
+                "versions": [],
+                "told": 0,
+                "end": None,
+            }
         mine = [request.request_id for request in requests]
         while mine:
             ending = asyncio.create_task(self.gone.wait())
@@ -107,7 +115,11 @@ class Engine(InferenceEngine):
     def output(self, row, start):
         tokens = row["tokens"][start:]
         return GenerationOutput(
-            row["request"].request_id, tokens, [-0.5] * len(tokens), row["versions"][start:], row["end"]
+            row["request"].request_id,
+            tokens,
+            [-0.5] * len(tokens),
+            row["versions"][start:],
+            row["end"],
         )
 
     async def progress(self):
@@ -122,7 +134,9 @@ class Engine(InferenceEngine):
     async def pause(self, mode="keep"):
         await self.call(f"pause {mode}")
         if mode == "abort":
-            self.end(None)  # interrupted requests are reported; computing on afterwards does no harm here
+            self.end(
+                None
+            )  # interrupted requests are reported; computing on afterwards does no harm here
         else:
             self.running.clear()
 
@@ -179,7 +193,12 @@ class Run:
         self.machine, self.weights = Machine(), Weights()
         self.client = InferenceClient([Engine(self.machine) for _ in range(engines)], timeout_s)
         self.supervisor = EngineSupervisor(
-            self.client, self.weights, max_restarts=restarts, heartbeat_s=2.0, heartbeat_timeout_s=5.0, limit_s=60.0
+            self.client,
+            self.weights,
+            max_restarts=restarts,
+            heartbeat_s=2.0,
+            heartbeat_timeout_s=5.0,
+            limit_s=60.0,
         )
 
     async def __aenter__(self) -> Run:
@@ -200,7 +219,9 @@ class Run:
         async with self.weights.turn:
             await (self.client.cut() if mode == "recompute" else self.client.pause("keep"))
             self.weights.version += 1
-            await self.client.update_weights(WeightUpdate(self.weights.version, "shared_memory", {}))
+            await self.client.update_weights(
+                WeightUpdate(self.weights.version, "shared_memory", {})
+            )
         await self.client.resume()
 
 
@@ -213,7 +234,9 @@ def ask(run: Run, count: int, tokens: int = 12) -> list[asyncio.Task[GenerationO
 def check(answers: list[GenerationOutput], tokens: int = 12) -> None:
     assert [answer.request_id for answer in answers] == [f"r{i}" for i in range(len(answers))]
     for answer in answers:
-        assert answer.token_ids.tolist() == list(range(PROMPT, PROMPT + tokens)), "each position once, in order"
+        assert answer.token_ids.tolist() == list(range(PROMPT, PROMPT + tokens)), (
+            "each position once, in order"
+        )
         assert answer.versions.tolist() == sorted(answer.versions.tolist())
         assert len(answer.logprobs) == tokens and answer.finish_reason == "length"
 
@@ -240,12 +263,16 @@ async def test_requests_of_a_failed_engine_continue_at_the_other_from_their_know
     ],
 )
 @virtual_time
-async def test_a_response_starts_over_if_its_sampling_looks_at_the_response_so_far(sampling: dict) -> None:
+async def test_a_response_starts_over_if_its_sampling_looks_at_the_response_so_far(
+    sampling: dict,
+) -> None:
     sent: list[tuple[int, int]] = []
 
     class Seeing(Engine):
         def generate(self, requests):
-            sent.extend((len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests)
+            sent.extend(
+                (len(request.prompt_token_ids), request.sampling.max_tokens) for request in requests
+            )
             return super().generate(requests)
 
     run = Run()
@@ -269,7 +296,12 @@ async def test_a_request_without_an_engine_waits_for_the_one_that_is_started() -
         await asyncio.sleep(4.5)
         run.kill(0)
         check(await asyncio.gather(*tasks))
-        assert (run.supervisor.failures, run.supervisor.restarts, run.machine.made, run.machine.killed) == (1, 1, 2, 1)
+        assert (
+            run.supervisor.failures,
+            run.supervisor.restarts,
+            run.machine.made,
+            run.machine.killed,
+        ) == (1, 1, 2, 1)
 
 
 @virtual_time
@@ -283,7 +315,9 @@ async def test_without_an_engine_the_requests_own_limit_holds() -> None:
 
 
 @virtual_time
-async def test_a_hanging_engine_counts_as_failed_after_the_timeout_and_its_process_is_killed() -> None:
+async def test_a_hanging_engine_counts_as_failed_after_the_timeout_and_its_process_is_killed() -> (
+    None
+):
     async with Run() as run:
         tasks = ask(run, 4, tokens=20)
         await asyncio.sleep(3.5)
@@ -297,7 +331,9 @@ async def test_a_hanging_engine_counts_as_failed_after_the_timeout_and_its_proce
 
 @pytest.mark.parametrize("end", ["kill", "hang"])
 @virtual_time
-async def test_an_engine_that_fails_in_a_sync_is_left_out_and_gets_the_new_version_afterwards(end: str) -> None:
+async def test_an_engine_that_fails_in_a_sync_is_left_out_and_gets_the_new_version_afterwards(
+    end: str,
+) -> None:
     async with Run() as run:
         tasks = ask(run, 4, tokens=30)
         await asyncio.sleep(3.3)
@@ -312,11 +348,16 @@ async def test_an_engine_that_fails_in_a_sync_is_left_out_and_gets_the_new_versi
 
 
 @virtual_time
-async def test_engines_send_heartbeats_in_time_however_many_there_are_and_few_of_them_their_tokens() -> None:
+async def test_engines_send_heartbeats_in_time_however_many_there_are_and_few_of_them_their_tokens() -> (
+    None
+):
     count, seconds = 300, 41
     async with Run(engines=count) as run:
         await asyncio.sleep(seconds)
-        asked = [[name for name in engine.calls if name in ("progress", "stats")] for engine in run.client.engines]
+        asked = [
+            [name for name in engine.calls if name in ("progress", "stats")]
+            for engine in run.client.engines
+        ]
     assert min(map(len, asked)) >= seconds // 2 - 2, "every heartbeat_s"
     tokens = [names.count("progress") for names in asked]
     assert min(tokens) >= 1 and sum(tokens) <= POLLED_PER_S * seconds + count
@@ -393,7 +434,9 @@ async def test_without_another_engine_the_failure_is_the_error_of_the_engines_re
 
 
 @virtual_time
-async def test_an_engine_without_progress_is_alive_while_it_answers_and_its_requests_start_again() -> None:
+async def test_an_engine_without_progress_is_alive_while_it_answers_and_its_requests_start_again() -> (
+    None
+):
     class Silent(Engine):
         progress = InferenceEngine.progress
 
@@ -452,7 +495,9 @@ class Loading(Engine):
 
 @pytest.mark.parametrize("members", [{}, {"members": [0, 1]}], ids=["each", "together"])
 @virtual_time
-async def test_an_engine_that_loads_for_longer_than_a_heartbeats_limit_is_healthy(members: dict) -> None:
+async def test_an_engine_that_loads_for_longer_than_a_heartbeats_limit_is_healthy(
+    members: dict,
+) -> None:
     run = Run()
     run.client.engines[:] = [Loading(run.machine), Loading(run.machine)]
     async with run:
@@ -460,15 +505,21 @@ async def test_an_engine_that_loads_for_longer_than_a_heartbeats_limit_is_health
         await asyncio.sleep(3)
         await run.client.update_weights(WeightUpdate(1, "nccl", members))
         check(await asyncio.gather(*tasks))
-        assert run.supervisor.failures == 0 and [engine.version for engine in run.client.engines] == [1, 1]
+        assert run.supervisor.failures == 0 and [
+            engine.version for engine in run.client.engines
+        ] == [1, 1]
 
 
 @virtual_time
-async def test_an_engine_that_hangs_while_it_loads_and_one_whose_update_was_given_up_have_failed() -> None:
+async def test_an_engine_that_hangs_while_it_loads_and_one_whose_update_was_given_up_have_failed() -> (
+    None
+):
     run = Run()
     run.client.engines[:] = [Loading(run.machine), Loading(run.machine)]
     async with run:
-        update = asyncio.create_task(run.client.update_weights(WeightUpdate(1, "shared_memory", {})))
+        update = asyncio.create_task(
+            run.client.update_weights(WeightUpdate(1, "shared_memory", {}))
+        )
         await asyncio.sleep(3)
         run.hang(1)
         await update
@@ -476,8 +527,12 @@ async def test_an_engine_that_hangs_while_it_loads_and_one_whose_update_was_give
         await asyncio.sleep(20)
         stuck = run.client.engines[0]
         stuck.load_s = 1e6
-        update = asyncio.create_task(run.client.update_weights(WeightUpdate(2, "shared_memory", {})))
-        blocked = asyncio.create_task(stuck.update_weights(WeightUpdate(2, "shared_memory", {})))  # remains in it
+        update = asyncio.create_task(
+            run.client.update_weights(WeightUpdate(2, "shared_memory", {}))
+        )
+        blocked = asyncio.create_task(
+            stuck.update_weights(WeightUpdate(2, "shared_memory", {}))
+        )  # remains in it
         await asyncio.sleep(1)
         update.cancel()
         await asyncio.sleep(15)
@@ -495,7 +550,9 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=100)
-@example(events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283])  # a request at the moment of an interruption
+@example(
+    events=[(1e-283, "recompute")], starts=[1e-90, 1e-116, 1e-283]
+)  # a request at the moment of an interruption
 @given(events=EVENTS, starts=st.lists(st.floats(0.0, 12.0), min_size=1, max_size=6))
 def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, starts) -> None:
     async def play() -> None:
@@ -504,7 +561,9 @@ def test_whenever_engines_die_every_request_is_answered_once_and_whole(events, s
 
             async def one(index: int, after: float) -> GenerationOutput:
                 await asyncio.sleep(after)
-                return await run.client.generate(GenerationRequest(f"r{index}", [1] * PROMPT, sampling))
+                return await run.client.generate(
+                    GenerationRequest(f"r{index}", [1] * PROMPT, sampling)
+                )
 
             async def happen(after: float, what: str) -> None:
                 await asyncio.sleep(after)

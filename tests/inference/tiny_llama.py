@@ -40,7 +40,9 @@ def save_tiny_llama(folder: Path, *, tied: bool, seed: int = 0, head_dim: int = 
 def _byte_tokenizer() -> PreTrainedTokenizerFast:
     """Token i < 256 is byte i (in the alphabet's order); 256 is the end of a sequence, the rest are spare."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<eos>", "<spare1>", "<spare2>", "<spare3>"])

@@ -83,7 +83,12 @@ class Local(BasePPOExp):
     def get_train_dataset(self) -> Any:
         source = "rows"
         self.cfg.data.train_data = [source]
-        return load_prompts([source], self.cfg, self.get_tokenizer(), known={source: [dict(row) for row in self.rows]})
+        return load_prompts(
+            [source],
+            self.cfg,
+            self.get_tokenizer(),
+            known={source: [dict(row) for row in self.rows]},
+        )
 
     def get_tokenizer(self) -> Any:
         return tokenizer()
@@ -102,7 +107,12 @@ class Local(BasePPOExp):
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         pool = local_pool(env_settings(cfg.environment))
         return EpisodeGenerator(
-            inference_engine_client, pool, tokenizer, self.length, EpisodeLimits.of(cfg), cfg.data.apply_chat_template
+            inference_engine_client,
+            pool,
+            tokenizer,
+            self.length,
+            EpisodeLimits.of(cfg),
+            cfg.data.apply_chat_template,
         )
 
     def get_agent_generator(self, cfg: Any, tokenizer: Any, inference_engine_client: Any) -> Any:
@@ -140,7 +150,9 @@ class Local(BasePPOExp):
 class Run:
     """The result of a run."""
 
-    def __init__(self, trainer: Any, tracker: Rows, dispatch: RecordingDispatch, before: dict[str, Any]) -> None:
+    def __init__(
+        self, trainer: Any, tracker: Rows, dispatch: RecordingDispatch, before: dict[str, Any]
+    ) -> None:
         self.trainer, self.rows, self.dispatch = trainer, tracker.rows, dispatch
         self.batches = dispatch.batches
         after = dispatch.weights()
@@ -149,12 +161,18 @@ class Run:
     @property
     def metrics(self) -> dict[str, float]:
         """The newest value of every metric."""
-        return {name: value for step in sorted(self.rows) for name, value in self.rows[step].items()}
+        return {
+            name: value for step in sorted(self.rows) for name, value in self.rows[step].items()
+        }
 
     @property
     def texts(self) -> list[str]:
         """The trained rows as text."""
-        found = [(t, m) for batch in self.batches for t, m in zip(batch.tokens, batch.attention_mask, strict=True)]
+        found = [
+            (t, m)
+            for batch in self.batches
+            for t, m in zip(batch.tokens, batch.attention_mask, strict=True)
+        ]
         return [tokenizer().decode(tokens[mask].tolist()) for tokens, mask in found]
 
 

@@ -38,7 +38,9 @@ class Schedule:
         """The rate of optimizer step ``step``, counted from 1, as their schedulers give it."""
         optimizer = optim.SGD([nn.Parameter()], lr=self.peak)
         options = {"min_lr_rate": self.least} if self.least else {}
-        scheduler = get_scheduler(self.name, optimizer, self.warm_up, self.length, scheduler_specific_kwargs=options)
+        scheduler = get_scheduler(
+            self.name, optimizer, self.warm_up, self.length, scheduler_specific_kwargs=options
+        )
         for _ in range(step - 1):
             optimizer.step()
             scheduler.step()
@@ -83,7 +85,10 @@ class Arithmetic:
     lengths: tuple[int, int]  # prompt, response
     plan: str
     staleness: int
-    precision: tuple[str, str] = ("bfloat16", "float32")  # of passes, of the weights that the optimizer changes
+    precision: tuple[str, str] = (
+        "bfloat16",
+        "float32",
+    )  # of passes, of the weights that the optimizer changes
 
 
 def arithmetic(cfg: Config, schedule: Schedule) -> Arithmetic:
@@ -104,7 +109,8 @@ def arithmetic(cfg: Config, schedule: Schedule) -> Arithmetic:
             update=(trainer.policy_mini_batch_size or trainer.train_batch_size) * samples,
             passes=trainer.update_epochs_per_batch,
         ),
-        loss=algorithm.policy_loss_type + (" to behaviour" if algorithm.ratio_anchor == "behaviour" else ""),
+        loss=algorithm.policy_loss_type
+        + (" to behaviour" if algorithm.ratio_anchor == "behaviour" else ""),
         clip=clip,
         reduction=algorithm.loss_reduction,
         advantage=advantage(cfg),
@@ -133,7 +139,10 @@ def advantage(cfg: Config) -> str:
 def whitened(cfg: Config) -> bool:
     algorithm = cfg.trainer.algorithm
     by_estimator = {"reinforce++": True, "reinforce++_baseline": True, "gae": algorithm.gae_whiten}
-    return by_estimator.get(algorithm.advantage_estimator, False) or algorithm.advantage_batch_normalize
+    return (
+        by_estimator.get(algorithm.advantage_estimator, False)
+        or algorithm.advantage_batch_normalize
+    )
 
 
 def penalty(cfg: Config) -> Penalty:
@@ -154,9 +163,14 @@ def correction(cfg: Config) -> str:
     if algorithm.policy_loss_type == "decoupled_ppo":
         return f"decoupled {algorithm.behave_imp_weight_cap:g}"
     if name == "auto":
-        assert algorithm.policy_loss_type == "rollout_is", "auto is a choice of ours, not of the recipe"
+        assert algorithm.policy_loss_type == "rollout_is", (
+            "auto is a choice of ours, not of the recipe"
+        )
         name = "none"
-    masks = [f"{mask} {algorithm.geo_mask_low:g} {algorithm.geo_mask_high:g}" for mask in algorithm.off_policy_masks]
+    masks = [
+        f"{mask} {algorithm.geo_mask_low:g} {algorithm.geo_mask_high:g}"
+        for mask in algorithm.off_policy_masks
+    ]
     return ", ".join([name + bounds.get(name, ""), *masks])
 
 
@@ -198,9 +212,9 @@ python -m skyrl.train.entrypoints.main_base data.train_data="['/data/train.parqu
   generator.sampling_params.max_generate_length=1024 trainer.policy.optimizer_config.lr=1.0e-6 \\
   trainer.algorithm.use_kl_loss=true environment.env_class=gsm8k generator.n_samples_per_prompt=5
 """
-SKYRL_ASYNC = SKYRL_SYNC.replace("skyrl.train.entrypoints.main_base", "examples.train.async.main_async").replace(
-    "trainer.epochs=20", "trainer.epochs=20 trainer.placement.colocate_all=false"
-)
+SKYRL_ASYNC = SKYRL_SYNC.replace(
+    "skyrl.train.entrypoints.main_base", "examples.train.async.main_async"
+).replace("trainer.epochs=20", "trainer.epochs=20 trainer.placement.colocate_all=false")
 SKYRL_DAPO = """
 python -m examples.train.algorithms.dapo.main_dapo trainer.policy.model.path=acme/base trainer.strategy=fsdp \\
   trainer.algorithm.policy_loss_type=dual_clip trainer.algorithm.clip_ratio_c=10.0 \\
@@ -403,7 +417,10 @@ REMARKS = {
     "roll-groups.yaml": [],
     "roll-agents.yaml": [],
     "areal-groups.yaml": ["there with FSDP all are bfloat16"],
-    "areal-critic.yaml": ["each optimizer step; there with each batch", "there with FSDP all are bfloat16"],
+    "areal-critic.yaml": [
+        "each optimizer step; there with each batch",
+        "there with FSDP all are bfloat16",
+    ],
     "areal-defaults.yaml": [],
 }
 
@@ -455,5 +472,7 @@ def test_a_critic_s_optimizer_may_be_a_reference_to_the_policy_s(tmp_path: Path)
 def test_a_critic_begins_as_the_reward_model_where_it_does_there(tmp_path: Path) -> None:
     _, cfg = translate("openrlhf-ppo.sh", tmp_path)
     assert cfg.trainer.critic.model.path == "acme/judge"
-    same_rates(cfg.trainer.critic.optimizer_config, Schedule(9e-6, "cosine_with_min_lr", 30, 1000, 0.1))
+    same_rates(
+        cfg.trainer.critic.optimizer_config, Schedule(9e-6, "cosine_with_min_lr", 30, 1000, 0.1)
+    )
     assert cfg.trainer.critic.value_clip == 0.5

@@ -135,22 +135,38 @@ def test_a_recipe_computes_here_what_it_computes_there(name: str, tmp_path: Path
     mini = trainer.policy_mini_batch_size or trainer.train_batch_size
     updates = ceil(trainer.train_batch_size / mini) * trainer.update_epochs_per_batch
     total = trainer.max_training_steps * updates
-    assert {step: learning_rate(step - 1, optimizer, total) for step in expected.rates} == pytest.approx(expected.rates)
-    assert (trainer.train_batch_size, generator.n_samples_per_prompt) == (expected.prompts, expected.samples)
+    assert {
+        step: learning_rate(step - 1, optimizer, total) for step in expected.rates
+    } == pytest.approx(expected.rates)
+    assert (trainer.train_batch_size, generator.n_samples_per_prompt) == (
+        expected.prompts,
+        expected.samples,
+    )
     assert (updates, trainer.max_training_steps) == (expected.updates, expected.steps)
     bound = algorithm.clip_ratio_c if algorithm.policy_loss_type == "dual_clip" else 0.0
     assert (algorithm.eps_clip_low, algorithm.eps_clip_high, bound) == expected.clip
     assert placement_of_kl(found.config) == expected.kl
-    assert (trainer.max_prompt_length, generator.sampling_params.max_generate_length) == expected.lengths
-    assert (algorithm.policy_loss_type, algorithm.loss_reduction) == (expected.loss, expected.reduction)
-    assert (algorithm.ratio_anchor, algorithm.off_policy_correction) == (expected.anchor, expected.correction)
+    assert (
+        trainer.max_prompt_length,
+        generator.sampling_params.max_generate_length,
+    ) == expected.lengths
+    assert (algorithm.policy_loss_type, algorithm.loss_reduction) == (
+        expected.loss,
+        expected.reduction,
+    )
+    assert (algorithm.ratio_anchor, algorithm.off_policy_correction) == (
+        expected.anchor,
+        expected.correction,
+    )
     assert trainer.policy.model.dtype == expected.dtype, "of the passes; master weights are float32"
     assert trainer.allow_uncorrected is False or algorithm.ratio_anchor == "proximal"
     if expected.scale is not None:
         epsilon, unbiased = expected.scale
         rewards = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 0.25], [0.0, 0.0]])
         mask = torch.ones(4, 2, dtype=torch.bool)
-        advantages, _ = compute_advantages(algorithm, rewards, mask, torch.zeros(4, dtype=torch.long))
+        advantages, _ = compute_advantages(
+            algorithm, rewards, mask, torch.zeros(4, dtype=torch.long)
+        )
         scores = rewards.sum(1)
         there = (scores - scores.mean()) / (scores.std(correction=int(unbiased)) + epsilon)
         assert torch.allclose(advantages[:, 1], there, rtol=1e-7, atol=1e-7)
@@ -168,7 +184,10 @@ def test_a_warm_up_in_steps_says_what_a_step_is(tmp_path: Path) -> None:
     ("words", "remark"),
     [
         ("data.shuffle=False", "#   data.shuffle=false: prompts are shuffled by trainer.seed"),
-        ("data.truncation=left", "#   data.truncation=left: prompts above trainer.max_prompt_length are left out"),
+        (
+            "data.truncation=left",
+            "#   data.truncation=left: prompts above trainer.max_prompt_length are left out",
+        ),
         (
             f"{ACTOR}fsdp_config.model_dtype=bf16",
             f"#   {ACTOR}fsdp_config.model_dtype=bf16: the type of",
@@ -197,14 +216,20 @@ def test_of_branches_that_are_not_known_only_the_first_adds_flags(tmp_path: Path
     (tmp_path / "run.sh").write_text(BRANCHES)
     recipe = read_recipe([str(tmp_path / "run.sh")])
     assert recipe.branches
-    assert recipe.keys == {"actor_rollout_ref.actor.optim.lr": 1e-6, "trainer.total_epochs": 3, "trainer.test_freq": 2}
+    assert recipe.keys == {
+        "actor_rollout_ref.actor.optim.lr": 1e-6,
+        "trainer.total_epochs": 3,
+        "trainer.test_freq": 2,
+    }
 
 
 ASYNC_MAIN = "python -m verl.experimental.fully_async_policy.fully_async_main"
 CORRECTED = "algorithm.rollout_correction."
 
 
-def of_words(folder: Path, *words: str, program: str = "python3 -m verl.trainer.main_ppo") -> Translation:
+def of_words(
+    folder: Path, *words: str, program: str = "python3 -m verl.trainer.main_ppo"
+) -> Translation:
     """The translation of a verl command with these words."""
     (folder / "run.sh").write_text(f"{program} data.train_files=a.parquet {' '.join(words)}\n")
     return Translation(read_recipe([str(folder / "run.sh")]), folder)
@@ -228,7 +253,9 @@ def test_prompts_ahead_are_those_that_the_asynchronous_program_submits(
         program=ASYNC_MAIN,
     )  # fmt: skip
     trainer = found.config.trainer
-    most = 32 * 4 * (threshold + 1) * interval  # prompts in flight or in the queue after a weight sync
+    most = (
+        32 * 4 * (threshold + 1) * interval
+    )  # prompts in flight or in the queue after a weight sync
     assert (trainer.async_generation_ratio + 1) * trainer.train_batch_size == pytest.approx(most)
     assert (trainer.async_generation_ratio, trainer.max_staleness) == (ahead, ceil(ahead))
 
@@ -246,7 +273,11 @@ def test_a_threshold_of_zero_is_on_policy_after_each_sync(tmp_path: Path) -> Non
 
 
 def test_intervals_of_the_asynchronous_program_count_weight_syncs(tmp_path: Path) -> None:
-    words = ("trainer.test_freq=20", "trainer.save_freq=5", "async_training.trigger_parameter_sync_step=4")
+    words = (
+        "trainer.test_freq=20",
+        "trainer.save_freq=5",
+        "async_training.trigger_parameter_sync_step=4",
+    )
     found = of_words(tmp_path, *words, f"{ROLLOUT}n=8", program=ASYNC_MAIN)
     assert (found["trainer.eval_interval"], found["trainer.ckpt_interval"]) == (80, 20)
     assert "20 weight syncs there, 4 steps from one to the next" in found.text
@@ -256,9 +287,13 @@ def test_intervals_of_the_asynchronous_program_count_weight_syncs(tmp_path: Path
 
 def test_the_proximal_policy_of_the_asynchronous_program_is_said(tmp_path: Path) -> None:
     words = (f"{CORRECTED}bypass_mode=False", f"{ROLLOUT}n=8")
-    found = of_words(tmp_path, *words, "async_training.trigger_parameter_sync_step=4", program=ASYNC_MAIN)
+    found = of_words(
+        tmp_path, *words, "async_training.trigger_parameter_sync_step=4", program=ASYNC_MAIN
+    )
     assert "there that of the last weight sync" in differences(found)
-    one = of_words(tmp_path, *words, "async_training.trigger_parameter_sync_step=1", program=ASYNC_MAIN)
+    one = of_words(
+        tmp_path, *words, "async_training.trigger_parameter_sync_step=1", program=ASYNC_MAIN
+    )
     assert "there that of the last weight sync" not in differences(one)
 
 
@@ -299,7 +334,11 @@ def test_a_rejection_keeps_the_same_tokens(options: str, bounds: str, tmp_path: 
     torch.manual_seed(0)
     behaviour = -torch.rand(64, 6, dtype=torch.float64) - 0.5
     proximal = behaviour + 0.3 * torch.randn(64, 6, dtype=torch.float64)
-    tensors = {"proximal": proximal, "behaviour": behaviour, "mask": torch.ones(64, 6, dtype=torch.bool)}
+    tensors = {
+        "proximal": proximal,
+        "behaviour": behaviour,
+        "mask": torch.ones(64, 6, dtype=torch.bool),
+    }
     names = options.split(",")
     limits = bounds.split(",") if "," in bounds else [bounds] * len(names)
     there = torch.ones(64, 6, dtype=torch.bool)
@@ -310,18 +349,28 @@ def test_a_rejection_keeps_the_same_tokens(options: str, bounds: str, tmp_path: 
         here &= bind(CORRECTIONS[mask], algorithm)(tensors).bool()
     assert 0 < here.sum() < here.numel(), "the bounds cut in between"
     assert here.equal(there)
-    assert f"{CORRECTED}rollout_rs" not in found.text.partition("without a counterpart")[2].partition("# What")[0]
+    assert (
+        f"{CORRECTED}rollout_rs"
+        not in found.text.partition("without a counterpart")[2].partition("# What")[0]
+    )
 
 
 def test_two_rejections_by_the_same_mask_are_said(tmp_path: Path) -> None:
-    words = (f"{CORRECTED}rollout_rs='token_k2,seq_max_k3'", f"{CORRECTED}rollout_rs_threshold='0.1'")
+    words = (
+        f"{CORRECTED}rollout_rs='token_k2,seq_max_k3'",
+        f"{CORRECTED}rollout_rs_threshold='0.1'",
+    )
     found = of_words(tmp_path, *words, f"{ROLLOUT}n=8")
     assert found[f"{A}off_policy_masks"] == []
     assert found.why(f"{CORRECTED}rollout_rs")
 
 
 def test_ppo_around_the_engines_policy_has_no_further_weight(tmp_path: Path) -> None:
-    words = (f"{CORRECTED}bypass_mode=true", f"{CORRECTED}rollout_is=token", f"{CORRECTED}rollout_is_threshold=2.0")
+    words = (
+        f"{CORRECTED}bypass_mode=true",
+        f"{CORRECTED}rollout_is=token",
+        f"{CORRECTED}rollout_is_threshold=2.0",
+    )
     found = of_words(tmp_path, *words, "algorithm.adv_estimator=grpo", f"{ROLLOUT}n=8")
     algorithm = found.config.trainer.algorithm
     assert (algorithm.policy_loss_type, algorithm.ratio_anchor) == ("dual_clip", "behaviour")
@@ -330,11 +379,19 @@ def test_ppo_around_the_engines_policy_has_no_further_weight(tmp_path: Path) -> 
 
 
 def test_reinforce_around_the_engines_policy_has_a_truncated_weight(tmp_path: Path) -> None:
-    words = (f"{CORRECTED}bypass_mode=true", f"{CORRECTED}loss_type=reinforce", f"{CORRECTED}rollout_is=token")
+    words = (
+        f"{CORRECTED}bypass_mode=true",
+        f"{CORRECTED}loss_type=reinforce",
+        f"{CORRECTED}rollout_is=token",
+    )
     found = of_words(tmp_path, *words, f"{CORRECTED}rollout_is_threshold=3.0", f"{ROLLOUT}n=8")
     algorithm = found.config.trainer.algorithm
     assert (algorithm.policy_loss_type, algorithm.ratio_anchor) == ("tis", "behaviour")
-    assert (algorithm.tis_low, algorithm.tis_high, algorithm.off_policy_correction) == (0.0, 3.0, "none")
+    assert (algorithm.tis_low, algorithm.tis_high, algorithm.off_policy_correction) == (
+        0.0,
+        3.0,
+        "none",
+    )
     plain = of_words(tmp_path, *words[:2], f"{ROLLOUT}n=8")
     assert plain[f"{A}policy_loss_type"] == "vanilla"
     decoupled = of_words(tmp_path, f"{CORRECTED}loss_type=reinforce", f"{ROLLOUT}n=8")
@@ -347,12 +404,18 @@ def test_the_asynchronous_programs_replace_the_loss(tmp_path: Path) -> None:
     found = of_words(tmp_path, mode, f"{ROLLOUT}n=8", program=ASYNC_MAIN)
     assert found[f"{A}policy_loss_type"] == "dual_clip"
     assert "bypass_mode decides" in found.why(f"{ACTOR}policy_loss.loss_mode")
-    decoupled = of_words(tmp_path, mode, f"{ROLLOUT}n=8", f"{CORRECTED}bypass_mode=False", program=ASYNC_MAIN)
+    decoupled = of_words(
+        tmp_path, mode, f"{ROLLOUT}n=8", f"{CORRECTED}bypass_mode=False", program=ASYNC_MAIN
+    )
     assert decoupled[f"{A}policy_loss_type"] == "gspo"
 
 
 def test_the_thresholds_of_dppo_are_its_clip_range(tmp_path: Path) -> None:
-    words = (f"{ACTOR}policy_loss.loss_mode=dppo_kl", f"{ACTOR}clip_ratio_low=0.04", f"{ACTOR}clip_ratio_high=0.05")
+    words = (
+        f"{ACTOR}policy_loss.loss_mode=dppo_kl",
+        f"{ACTOR}clip_ratio_low=0.04",
+        f"{ACTOR}clip_ratio_high=0.05",
+    )
     found = of_words(tmp_path, *words, f"{ACTOR}clip_ratio_c=1000.0", f"{ROLLOUT}n=8")
     dppo = found.config.trainer.algorithm.dppo
     assert (dppo.divergence, dppo.delta_low, dppo.delta_high) == ("kl", 0.04, 0.05)
@@ -361,7 +424,11 @@ def test_the_thresholds_of_dppo_are_its_clip_range(tmp_path: Path) -> None:
 
 
 def test_a_norm_without_a_constant_divides_by_the_longest_response(tmp_path: Path) -> None:
-    words = (f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=3000", f"{ROLLOUT}n=8")
+    words = (
+        f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm",
+        "data.max_response_length=3000",
+        f"{ROLLOUT}n=8",
+    )
     assert of_words(tmp_path, *words)[f"{A}max_seq_len"] == 3000
     assert of_words(tmp_path, *words, f"{ACTOR}loss_scale_factor=500")[f"{A}max_seq_len"] == 500
 
@@ -371,7 +438,9 @@ def test_the_bound_of_gspos_ratio_is_said(tmp_path: Path) -> None:
     found = of_words(tmp_path, mode, "algorithm.adv_estimator=grpo", f"{ROLLOUT}n=8")
     assert "there by exp(10)" in differences(found)
     assert "token_gradient" not in found[f"{A}extra"]
-    per_token = of_words(tmp_path, mode, "algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}n=8")
+    per_token = of_words(
+        tmp_path, mode, "algorithm.adv_estimator=reinforce_plus_plus", f"{ROLLOUT}n=8"
+    )
     assert per_token[f"{A}extra"] == {"token_gradient": True}
 
 
@@ -383,7 +452,9 @@ def test_a_kl_penalty_in_the_reward_meets_the_group_as_it_does_there(tmp_path: P
 
 
 def test_arguments_of_the_chat_template_are_entries_of_ours(tmp_path: Path) -> None:
-    found = of_words(tmp_path, "+data.apply_chat_template_kwargs.enable_thinking=False", f"{ROLLOUT}n=8")
+    found = of_words(
+        tmp_path, "+data.apply_chat_template_kwargs.enable_thinking=False", f"{ROLLOUT}n=8"
+    )
     assert found["data.chat_template_kwargs"] == {"enable_thinking": False}
     assert "Not known as keys" not in found.text
 

@@ -55,7 +55,9 @@ def carries(row: TableRow, default: Default, context: ConversionContext) -> bool
 @pytest.mark.parametrize("system", DERIVED)
 def test_a_default_that_differs_from_ours_is_translated_or_has_a_reason(system: str) -> None:
     table, known = systems()[system].table, defaults(system)
-    context = ConversionContext({}, {d.key: d.value for d in known}, {key.path: key.default for key in KEYS})
+    context = ConversionContext(
+        {}, {d.key: d.value for d in known}, {key.path: key.default for key in KEYS}
+    )
     wrong, needless = [], []
     for default in known:
         row = table.find(default.key)
@@ -84,7 +86,11 @@ def test_a_default_is_in_the_translation_unless_it_is_ours(system: str) -> None:
     title = systems()[system].title
     assert f"# {title}'s default" in text
     expected = {
-        "openrlhf": ["warmup_ratio: 0.03", "scheduler: cosine_with_min_lr", "adam_betas: [0.9, 0.95]"],
+        "openrlhf": [
+            "warmup_ratio: 0.03",
+            "scheduler: cosine_with_min_lr",
+            "adam_betas: [0.9, 0.95]",
+        ],
         "skyrl": ["off_policy_correction: none", "use_kl_loss: true", "weight_decay: 0.01"],
         "roll": ["scheduler: linear", "loss_reduction: sequence_mean", "top_p: 0.7"],
         "verl": ["dtype: bfloat16", "policy_loss_type: dual_clip", "off_policy_correction: none"],

@@ -38,7 +38,11 @@ class Translation:
         return value
 
     def why(self, key: str) -> str:
-        return next(line for line in self.text.splitlines() if line.startswith((f"#   {key}=", f"#   {key}:")))
+        return next(
+            line
+            for line in self.text.splitlines()
+            if line.startswith((f"#   {key}=", f"#   {key}:"))
+        )
 
 
 def of(folder: Path, system: str, *words: str, command: str = "") -> Translation:
@@ -57,7 +61,10 @@ def test_keys_that_are_also_ours_may_stand_next_to_others(tmp_path: Path) -> Non
         "generator.num_inference_engines=4", "generator.inference_engine_tensor_parallel_size=1",
         "generator.backend=vllm", "generator.async_engine=true", "generator.weight_sync_backend=nccl",
     ]  # fmt: skip
-    recipe = script(tmp_path, "uv run --isolated -m examples.async.main_async " + " \\\n  ".join(words) + ' "$@"\n')
+    recipe = script(
+        tmp_path,
+        "uv run --isolated -m examples.async.main_async " + " \\\n  ".join(words) + ' "$@"\n',
+    )
     found = Translation(recipe, tmp_path)
     assert (found["trainer.plan"], found["generator.num_inference_engines"]) == ("one_step_off", 4)
     assert (found[f"{P}policy_num_gpus_per_node"], found[f"{P}colocate_policy_ref"]) == (4, True)
@@ -65,7 +72,14 @@ def test_keys_that_are_also_ours_may_stand_next_to_others(tmp_path: Path) -> Non
 
 
 def test_partial_rollout_is_a_plan_whose_engines_run_on(tmp_path: Path) -> None:
-    found = of(tmp_path, "openrlhf", *ASYNC, "--train.partial_rollout_enable", "--train.async_queue_size", "3")
+    found = of(
+        tmp_path,
+        "openrlhf",
+        *ASYNC,
+        "--train.partial_rollout_enable",
+        "--train.async_queue_size",
+        "3",
+    )
     assert (found["trainer.plan"], found["trainer.partial_rollout"], found["trainer.max_staleness"]) == (
         "fully_async", "keep", 3,
     )  # fmt: skip
@@ -86,11 +100,15 @@ def test_what_nothing_reads_is_left_out_even_at_our_default(tmp_path: Path) -> N
     found = of(tmp_path, "openrlhf", "--train.async_enable", "--train.partial_rollout_enable", "false",
                "--train.async_queue_size", "1")  # fmt: skip
     assert "partial_rollout" not in found.written["trainer"]
-    assert "has no effect with trainer.plan=one_step_off" in found.why("train.partial_rollout_enable")
+    assert "has no effect with trainer.plan=one_step_off" in found.why(
+        "train.partial_rollout_enable"
+    )
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_models_that_are_colocated_share_the_policy_s_devices(asynchronous: bool, tmp_path: Path) -> None:
+def test_models_that_are_colocated_share_the_policy_s_devices(
+    asynchronous: bool, tmp_path: Path
+) -> None:
     plan = ("--train.async_enable", "--algo.advantage.is_correction_enable") if asynchronous else ()
     found = of(tmp_path, "openrlhf", *plan, "--train.colocate_all", "--actor.num_gpus_per_node", "4",
                "--ref.num_gpus_per_node", "4", "--critic.num_gpus_per_node", "4", "--vllm.num_engines", "4",
@@ -106,7 +124,10 @@ def test_models_that_are_colocated_share_the_policy_s_devices(asynchronous: bool
 def test_colocated_engines_use_all_devices_of_the_policy(tmp_path: Path) -> None:
     found = of(tmp_path, "verl", "trainer.n_gpus_per_node=8", "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
                "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.hybrid_engine=true")  # fmt: skip
-    assert (found["generator.num_inference_engines"], found["generator.inference_engine_tensor_parallel_size"]) == (
+    assert (
+        found["generator.num_inference_engines"],
+        found["generator.inference_engine_tensor_parallel_size"],
+    ) == (
         8,
         1,
     )
@@ -119,7 +140,10 @@ def test_streams_without_a_batch_have_mini_batches_and_engines_of_their_own(tmp_
                "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
                command="-m verl.experimental.fully_async_policy.fully_async_main")  # fmt: skip
     assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (128, 32)
-    assert (found["generator.num_inference_engines"], found["trainer.max_training_steps"]) == (4, 400)
+    assert (found["generator.num_inference_engines"], found["trainer.max_training_steps"]) == (
+        4,
+        400,
+    )
 
 
 def test_groups_of_an_agent_are_filtered_by_their_scores(tmp_path: Path) -> None:
@@ -130,7 +154,9 @@ def test_groups_of_an_agent_are_filtered_by_their_scores(tmp_path: Path) -> None
     assert of(tmp_path, "openrlhf", *filtered)[f"{A}dynamic_sampling.metric"] == ""
 
 
-def test_checkpoints_for_others_are_exports_and_a_data_set_is_cut_by_its_name(tmp_path: Path) -> None:
+def test_checkpoints_for_others_are_exports_and_a_data_set_is_cut_by_its_name(
+    tmp_path: Path,
+) -> None:
     found = of(tmp_path, "openrlhf", "--ckpt.save_hf", "--ckpt.save_steps", "10", "--data.max_samples", "128000",
                "--data.prompt_dataset", "acme/sums", "--ckpt.path", "/data/ckpt", "--ckpt.best_metric_key",
                "eval/acc")  # fmt: skip
@@ -143,7 +169,10 @@ def test_a_variable_of_the_environment_that_a_system_reads_is_a_key(tmp_path: Pa
     words = " ".join((*ASYNC, "--train.agent_func_path", "agent.py"))
     recipe = script(tmp_path, f"{exports}python3 -m openrlhf.cli.train_ppo_ray {words}\n")
     found = Translation(recipe, tmp_path)
-    assert (found["generator.max_concurrent_episodes"], found["trainer.async_queue_size"]) == (16, 4)
+    assert (found["generator.max_concurrent_episodes"], found["trainer.async_queue_size"]) == (
+        16,
+        4,
+    )
 
 
 AGENTIC = {
@@ -171,7 +200,9 @@ def roll(folder: Path, **more: object) -> Translation:
 def test_an_unnamed_group_size_is_one_response(tmp_path: Path) -> None:
     found = roll(tmp_path)
     assert (found["trainer.train_batch_size"], found["generator.n_samples_per_prompt"]) == (1024, 1)
-    assert found["trainer.policy_mini_batch_size"] == 2 * 128 * 4 // 2, "two tensor ranks have the same rows"
+    assert found["trainer.policy_mini_batch_size"] == 2 * 128 * 4 // 2, (
+        "two tensor ranks have the same rows"
+    )
     assert found[f"{A}advantage_estimator"] == "normalized"
     assert (found[f"{A}reward_norm_mean"], found[f"{A}reward_norm_std"]) == ("none", "none")
 
@@ -189,20 +220,30 @@ def test_a_batch_of_agents_counts_trajectories(tmp_path: Path) -> None:
         ({"grouping": "traj_group_id", "method": "mean"}, "group", "none"),
         ({"grouping": "batch", "method": "mean_std"}, "batch", "batch"),
         ({"norm_mean_type": "group", "norm_std_type": "batch"}, "group", "batch"),
-        ({"grouping": "traj_group_id", "method": "mean_std", "norm_std_type": "batch"}, "group", "batch"),
+        (
+            {"grouping": "traj_group_id", "method": "mean_std", "norm_std_type": "batch"},
+            "group",
+            "batch",
+        ),
     ],
 )
 def test_rewards_of_agents_are_compared_by_their_norms_whatever_the_estimator(
     norms: dict[str, str], mean: str, deviation: str, tmp_path: Path
 ) -> None:
-    found = roll(tmp_path, train_env_manager={"group_size": 8, "num_env_groups": 16}, reward_normalization=norms)
+    found = roll(
+        tmp_path,
+        train_env_manager={"group_size": 8, "num_env_groups": 16},
+        reward_normalization=norms,
+    )
     assert found[f"{A}advantage_estimator"] == "normalized"
     assert (found[f"{A}reward_norm_mean"], found[f"{A}reward_norm_std"]) == (mean, deviation)
     spread_of_the_rewards = (mean, deviation) == ("group", "batch")
     assert found[f"{A}extra"] == ({"raw_std": True} if spread_of_the_rewards else {})
 
 
-def test_a_variable_of_the_file_is_no_reward_model_and_validation_pauses_generation(tmp_path: Path) -> None:
+def test_a_variable_of_the_file_is_no_reward_model_and_validation_pauses_generation(
+    tmp_path: Path,
+) -> None:
     found = roll(tmp_path)
     assert found["trainer.reward.model.path"] == ""
     assert "a variable of the file" in found.why("reward_pretrain")
@@ -215,7 +256,9 @@ def test_mesh_dimensions_engine_options_and_recomputation_are_translated(tmp_pat
     assert found["trainer.parallel.tensor"] == 2
     assert found["trainer.policy.gradient_checkpointing"] is True
     assert found["generator.engine_kwargs"] == {"block_size": 16, "load_format": "auto"}
-    assert "sglang_server" in next(line for line in found.text.splitlines() if "backend: vllm" in line)
+    assert "sglang_server" in next(
+        line for line in found.text.splitlines() if "backend: vllm" in line
+    )
     areal = of(tmp_path, "areal", "actor.backend=fsdp:d2t2", "rollout.backend=vllm:d2t2")
     assert (areal[f"{P}policy_num_gpus_per_node"], areal["trainer.parallel.tensor"]) == (4, 2)
     whole = of(tmp_path, "areal", "allocation_mode=sglang:d4t2+d2c2")
@@ -230,7 +273,10 @@ def test_rows_of_skyrl_s_gsm8k_are_judged_by_the_reward_function_though_they_nam
     tmp_path: Path,
 ) -> None:
     found = of(tmp_path, "skyrl", "environment.env_class=gsm8k")
-    assert (found["environment.env_class"], found["environment.reward_funcs"]) == ("reward", ["gsm8k"])
+    assert (found["environment.env_class"], found["environment.reward_funcs"]) == (
+        "reward",
+        ["gsm8k"],
+    )
     assert found["environment.env_class_from_rows"] is False
 
 
@@ -250,7 +296,9 @@ CISPO = f"{ACTOR}policy_loss.loss_mode=cispo"
         ("roll", ["pg_variant=cispo", "cispo_epsilon_high=0.3"], (0.1, 0.3)),
     ],
 )
-def test_cispo_has_their_bounds(system: str, words: list[str], bounds: tuple[float, float], tmp_path: Path) -> None:
+def test_cispo_has_their_bounds(
+    system: str, words: list[str], bounds: tuple[float, float], tmp_path: Path
+) -> None:
     found = of(tmp_path, system, *words)
     assert found[f"{A}policy_loss_type"] == "cispo"
     assert (found[f"{A}cispo.cispo_eps_clip_low"], found[f"{A}cispo.cispo_eps_clip_high"]) == bounds
@@ -259,7 +307,9 @@ def test_cispo_has_their_bounds(system: str, words: list[str], bounds: tuple[flo
 def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
     given = of(tmp_path, "trl", "--loss_type", "cispo", "--epsilon_high", "0.28")
     assert "no weight exceeds 0.28 there" in given.why("epsilon_high")
-    assert "no weight exceeds 0.2 there" in of(tmp_path, "trl", "--loss_type", "cispo").why("epsilon")
+    assert "no weight exceeds 0.2 there" in of(tmp_path, "trl", "--loss_type", "cispo").why(
+        "epsilon"
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,24 +323,40 @@ def test_a_bound_of_cispo_below_1_is_said(tmp_path: Path) -> None:
         ("trl", ["--loss_type", "sapo"]),
     ],
 )
-def test_a_loss_whose_sequences_count_alike_there_is_averaged_so(system: str, words: list[str], tmp_path: Path) -> None:
+def test_a_loss_whose_sequences_count_alike_there_is_averaged_so(
+    system: str, words: list[str], tmp_path: Path
+) -> None:
     found = of(tmp_path, system, *words)
     assert found[f"{A}loss_reduction"] == "sequence_mean"
-    assert f"loss_reduction: sequence_mean  # {words[0].partition('=')[0].lstrip('-')}" in found.text
+    assert (
+        f"loss_reduction: sequence_mean  # {words[0].partition('=')[0].lstrip('-')}" in found.text
+    )
 
 
 def test_a_reduction_that_the_loss_overrules_is_said(tmp_path: Path) -> None:
-    found = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
+    found = of(
+        tmp_path,
+        "verl",
+        f"{ACTOR}policy_loss.loss_mode=gspo",
+        f"{ACTOR}loss_agg_mode=seq-mean-token-sum",
+    )
     assert found[f"{A}loss_reduction"] == "sequence_mean"
     assert "policy_loss.loss_mode decides" in found.why(f"{ACTOR}loss_agg_mode")
-    same = of(tmp_path, "verl", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=seq-mean-token-mean")
+    same = of(
+        tmp_path,
+        "verl",
+        f"{ACTOR}policy_loss.loss_mode=gspo",
+        f"{ACTOR}loss_agg_mode=seq-mean-token-mean",
+    )
     assert "loss_reduction: sequence_mean  # actor_rollout_ref.actor.loss_agg_mode" in same.text
     other = of(tmp_path, "verl", CISPO, f"{ACTOR}loss_agg_mode=seq-mean-token-sum")
     assert other[f"{A}loss_reduction"] == "sequence_token_sum"
 
 
 def test_gsm8k_has_the_columns_that_its_loader_reads(tmp_path: Path) -> None:
-    found = of(tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k")
+    found = of(
+        tmp_path, "areal", "train_dataset.path=openai/gsm8k", "valid_dataset.path=openai/gsm8k"
+    )
     assert (found["data.train_data"], found["data.val_data"]) == (
         ["openai/gsm8k#main:train"],
         ["openai/gsm8k#main:test"],
@@ -310,7 +376,9 @@ def test_a_translation_is_of_the_recipe_and_not_of_the_machine(
 ) -> None:
     recipe = read_recipe([str(file)])
     here = translated(recipe, detect(recipe))
-    monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda _: None)  # vLLM is not installed
+    monkeypatch.setattr(
+        "skyasync.config.schema.sampling.find_spec", lambda _: None
+    )  # vLLM is not installed
     assert Translation(recipe, tmp_path).text == here
 
 
@@ -318,9 +386,15 @@ def test_an_engine_s_options_do_not_hinge_on_an_installed_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyasync.config.schema.sampling.find_spec", lambda _: None)
-    for system, word in (("openrlhf", "--vllm.enforce_eager"), ("areal", "vllm.enforce_eager=true")):
+    for system, word in (
+        ("openrlhf", "--vllm.enforce_eager"),
+        ("areal", "vllm.enforce_eager=true"),
+    ):
         found = of(tmp_path, system, word)
-        assert (found["generator.backend"], found["generator.engine_kwargs"]) == ("vllm", {"enforce_eager": True})
+        assert (found["generator.backend"], found["generator.engine_kwargs"]) == (
+            "vllm",
+            {"enforce_eager": True},
+        )
 
 
 def test_options_that_servers_do_not_take_are_said(tmp_path: Path) -> None:
@@ -360,12 +434,20 @@ def program(folder: Path, text: str, name: str = "sums.py") -> Translation:
     return Translation(read_recipe([str(folder / name)]), folder)
 
 
-def test_a_program_that_reads_its_command_line_has_the_flags_that_its_docstring_shows(tmp_path: Path) -> None:
+def test_a_program_that_reads_its_command_line_has_the_flags_that_its_docstring_shows(
+    tmp_path: Path,
+) -> None:
     found = program(tmp_path, PROGRAM)
-    assert (found["trainer.policy.model.path"], found["generator.n_samples_per_prompt"]) == ("acme/small", 4)
+    assert (found["trainer.policy.model.path"], found["generator.n_samples_per_prompt"]) == (
+        "acme/small",
+        4,
+    )
     assert found["data.train_data"] == ["acme/sums:train[:5%]"]
     assert found["data.val_data"] == ["acme/sums:test"]
-    assert found["environment.reward_funcs"] == [f"{tmp_path / 'sums.py'}:exact", "acme.rewards:brevity"]
+    assert found["environment.reward_funcs"] == [
+        f"{tmp_path / 'sums.py'}:exact",
+        "acme.rewards:brevity",
+    ]
     assert found[f"{A}policy_loss_type"] == "gspo"
     assert found["trainer.policy.lora.rank"] == 16
     assert found["trainer.policy.lora.target_modules"] == ["q_proj", "v_proj"]
@@ -378,21 +460,34 @@ FLAGS = "--use_vllm true --per_device_train_batch_size 2 --gradient_accumulation
     ("start", "nodes", "per_node"),
     [
         ("accelerate launch --num_processes 8 train.py", 1, 8),
-        ("accelerate launch --config_file zero3.yaml --num_processes=8 --num_machines 2 train.py", 2, 4),
+        (
+            "accelerate launch --config_file zero3.yaml --num_processes=8 --num_machines 2 train.py",
+            2,
+            4,
+        ),
         ("torchrun --nproc-per-node 4 --nnodes 2 -m acme.train", 2, 4),
         ("torchrun --nproc_per_node=8 train.py", 1, 8),
         ("trl grpo --num_processes 8", 1, 8),
     ],
 )
-def test_trls_batches_are_those_of_all_processes(start: str, nodes: int, per_node: int, tmp_path: Path) -> None:
-    found = Translation(script(tmp_path, f"{start} {FLAGS} --vllm_mode colocate\n"), tmp_path, "trl")
-    assert (found[f"{P}policy_num_nodes"], found[f"{P}policy_num_gpus_per_node"]) == (nodes, per_node)
+def test_trls_batches_are_those_of_all_processes(
+    start: str, nodes: int, per_node: int, tmp_path: Path
+) -> None:
+    found = Translation(
+        script(tmp_path, f"{start} {FLAGS} --vllm_mode colocate\n"), tmp_path, "trl"
+    )
+    assert (found[f"{P}policy_num_nodes"], found[f"{P}policy_num_gpus_per_node"]) == (
+        nodes,
+        per_node,
+    )
     assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (16, 8)
     assert found["generator.num_inference_engines"] == 8
     assert "one process" not in found.text
 
 
-@pytest.mark.parametrize("start", ["trl grpo", "accelerate launch --num_processes $N train.py", "python train.py"])
+@pytest.mark.parametrize(
+    "start", ["trl grpo", "accelerate launch --num_processes $N train.py", "python train.py"]
+)
 def test_batches_of_one_process_are_said_to_be(start: str, tmp_path: Path) -> None:
     found = Translation(script(tmp_path, f"{start} {FLAGS}\n"), tmp_path, "trl")
     assert (found["trainer.train_batch_size"], found["trainer.policy_mini_batch_size"]) == (2, 1)
@@ -410,8 +505,13 @@ def test_other_trainers_have_defaults_of_their_own(tmp_path: Path) -> None:
     assert (rloo[f"{A}advantage_estimator"], rloo["generator.n_samples_per_prompt"]) == ("rloo", 2)
     assert (rloo[f"{A}use_kl_in_reward"], rloo[f"{A}kl_loss_coef"]) == (True, 0.05)
     assert (rloo[f"{A}policy_loss_type"], rloo[f"{A}extra"]) == ("gspo", {"product": True})
-    assert (rloo[f"{A}loss_reduction"], rloo[f"{A}off_policy_correction"]) == ("sequence_mean", "none")
-    later = program(tmp_path, "AsyncGRPOTrainer(model='a/b', args=AsyncGRPOConfig(max_staleness=2))\n")
+    assert (rloo[f"{A}loss_reduction"], rloo[f"{A}off_policy_correction"]) == (
+        "sequence_mean",
+        "none",
+    )
+    later = program(
+        tmp_path, "AsyncGRPOTrainer(model='a/b', args=AsyncGRPOConfig(max_staleness=2))\n"
+    )
     assert (later["trainer.plan"], later["trainer.max_staleness"]) == ("fully_async", 2)
 
 
@@ -436,7 +536,10 @@ def test_a_notebook_is_its_code(tmp_path: Path) -> None:
     cells = [
         {"cell_type": "markdown", "source": ["# Sums"]},
         {"cell_type": "code", "source": ["!pip install trl\n", "%env A=1"]},
-        {"cell_type": "code", "source": ["from trl import GRPOConfig\n", "GRPOConfig(learning_rate=3e-6)"]},
+        {
+            "cell_type": "code",
+            "source": ["from trl import GRPOConfig\n", "GRPOConfig(learning_rate=3e-6)"],
+        },
     ]
     found = program(tmp_path, json.dumps({"cells": cells}), "sums.ipynb")
     assert found["trainer.policy.optimizer_config.lr"] == 3e-6
@@ -467,7 +570,11 @@ train quick "${@:2}"
 
 
 def test_conditions_functions_and_word_splitting_are_those_of_a_shell() -> None:
-    [command] = [words for words in shell.read(SHELL, {"MODEL": "acme/small"}).commands if words[0] == "python3"]
+    [command] = [
+        words
+        for words in shell.read(SHELL, {"MODEL": "acme/small"}).commands
+        if words[0] == "python3"
+    ]
     assert flags(command) == {
         "a.lr": 1e-6, "a.big": "yes", "b.name": "small", "b.text": "x y", "b.n": 7, "c.kind": "quick",
         "c.out": "$(pwd)/out",
@@ -475,17 +582,27 @@ def test_conditions_functions_and_word_splitting_are_those_of_a_shell() -> None:
 
 
 def test_a_condition_that_needs_what_is_not_known_is_said(tmp_path: Path) -> None:
-    known = script(tmp_path, 'A=1\nif [ "$A" = 1 ]; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n')
+    known = script(
+        tmp_path, 'A=1\nif [ "$A" = 1 ]; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n'
+    )
     assert (known.keys["seed"], known.branches) == (8, False)
-    unknown = script(tmp_path, "if nvidia-smi; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n")
+    unknown = script(
+        tmp_path, "if nvidia-smi; then B=8; else B=2; fi\npython x.py --seed $B --n 1\n"
+    )
     assert (unknown.keys["seed"], unknown.branches) == (8, True)
 
 
 def test_a_script_that_starts_another_is_read_with_it(tmp_path: Path) -> None:
-    (tmp_path / "base.sh").write_text('python3 -m verl.trainer.main_ppo trainer.total_epochs=${EPOCHS:-2} "$@"\n')
-    recipe = script(tmp_path, 'D=$(dirname "$0")\nEPOCHS=5 bash $D/base.sh data.train_batch_size=8 "$@"\n')
+    (tmp_path / "base.sh").write_text(
+        'python3 -m verl.trainer.main_ppo trainer.total_epochs=${EPOCHS:-2} "$@"\n'
+    )
+    recipe = script(
+        tmp_path, 'D=$(dirname "$0")\nEPOCHS=5 bash $D/base.sh data.train_batch_size=8 "$@"\n'
+    )
     assert recipe.keys == {"trainer.total_epochs": 5, "data.train_batch_size": 8}
-    wrapped = script(tmp_path, 'docker exec box bash -c "cd /x && python3 -m verl.trainer.main_ppo a.b=1"\n')
+    wrapped = script(
+        tmp_path, 'docker exec box bash -c "cd /x && python3 -m verl.trainer.main_ppo a.b=1"\n'
+    )
     assert wrapped.keys == {"a.b": 1}
 
 
@@ -506,7 +623,10 @@ def test_the_yaml_file_that_a_script_names_is_read(named: str, tmp_path: Path) -
 
 
 def test_a_launcher_s_yaml_has_its_script(tmp_path: Path) -> None:
-    job = {"resources": {"cpus": 4}, "run": "cd x\npython3 -m verl.trainer.main_ppo trainer.total_epochs=4\n"}
+    job = {
+        "resources": {"cpus": 4},
+        "run": "cd x\npython3 -m verl.trainer.main_ppo trainer.total_epochs=4\n",
+    }
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(job))
     assert read_recipe([str(tmp_path / "job.yaml")]).keys == {"trainer.total_epochs": 4}
 

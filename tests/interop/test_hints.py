@@ -10,7 +10,13 @@ from skyasync.config import Config, ConfigError, load_config
 from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
 from skyasync.config.values import WrongTypeError, convert, free, parse
-from skyasync.interop.conversion import ConversionContext, NoCounterpartError, converted, key_hint, value_hint
+from skyasync.interop.conversion import (
+    ConversionContext,
+    NoCounterpartError,
+    converted,
+    key_hint,
+    value_hint,
+)
 from skyasync.interop.system import TableRow, Target, expand, systems
 
 KEYS = Keys.of(Config)
@@ -31,7 +37,9 @@ def refused(*overrides: str) -> list[str]:
 
 def accepts(key: Key, text: str) -> bool:
     try:
-        value = convert(parse(text), key.type if "." not in key.path or not key.is_mapping else object)
+        value = convert(
+            parse(text), key.type if "." not in key.path or not key.is_mapping else object
+        )
     except WrongTypeError:
         return False
     elements = value if isinstance(value, list) else [value]
@@ -54,16 +62,32 @@ def test_a_table_has_five_columns_and_names_each_key_once(system: str) -> None:
 
 
 def test_every_key_of_ours_in_a_table_exists() -> None:
-    wrong = [(name, str(target)) for name, row in ROWS for target in row.targets if KEYS.holder(target.path) is None]
+    wrong = [
+        (name, str(target))
+        for name, row in ROWS
+        for target in row.targets
+        if KEYS.holder(target.path) is None
+    ]
     assert wrong == []
 
 
 def test_every_value_of_ours_in_a_table_loads() -> None:
     wrong = []
     for name, row in ROWS:
-        pairs = [(target, text) for target in row.free for text in row.aliases.values() if text not in "~-"]
-        pairs += [(target, target.fixed or "") for target in row.targets if target.fixed is not None]
-        wrong += [(name, str(t), text) for t, text in pairs if t.path in KEYS and not accepts(KEYS[t.path], text)]
+        pairs = [
+            (target, text)
+            for target in row.free
+            for text in row.aliases.values()
+            if text not in "~-"
+        ]
+        pairs += [
+            (target, target.fixed or "") for target in row.targets if target.fixed is not None
+        ]
+        wrong += [
+            (name, str(t), text)
+            for t, text in pairs
+            if t.path in KEYS and not accepts(KEYS[t.path], text)
+        ]
     assert wrong == []
 
 
@@ -123,7 +147,8 @@ def names_ours(note: str) -> bool:
     """Whether a note names the key, group or command of ours that does the same."""
     words = re.findall(r"[\w.]*\w", note)
     return "skyasync " in note or any(
-        word in GROUPS or word in PATHS or (word in ENDINGS and re.search(r"[._]", word)) for word in words
+        word in GROUPS or word in PATHS or (word in ENDINGS and re.search(r"[._]", word))
+        for word in words
     )
 
 
@@ -141,18 +166,26 @@ def test_a_feature_that_is_said_to_be_missing_is(reason: str) -> None:
 def test_keys_that_notes_name_exist() -> None:
     named = re.compile(r"\b(?:trainer|generator|environment|data|ray)\.[a-z]\w*(?:\.\w+)*")
     found = [(name, word) for name, row in ROWS for word in named.findall(row.note)]
-    assert [(name, word) for name, word in found if word not in GROUPS and KEYS.holder(word) is None] == []
+    assert [
+        (name, word) for name, word in found if word not in GROUPS and KEYS.holder(word) is None
+    ] == []
 
 
 def test_no_value_is_denied_or_changed_that_is_ours() -> None:
     wrong = []
     for name, row in ROWS:
         for target in row.free:
-            options = {str(option) for option in (KEYS[target.path].options() or ())} if target.path in KEYS else set()
+            options = (
+                {str(option) for option in (KEYS[target.path].options() or ())}
+                if target.path in KEYS
+                else set()
+            )
             wrong += [
                 (name, row.names[0], theirs, ours)
                 for theirs, ours in row.aliases.items()
-                if theirs in options and ours not in (theirs, "~") and FALSE_FRIENDS.get((name, theirs)) != ours
+                if theirs in options
+                and ours not in (theirs, "~")
+                and FALSE_FRIENDS.get((name, theirs)) != ours
             ]
     assert wrong == []
 
@@ -182,8 +215,12 @@ def test_no_key_of_a_system_gets_a_fuzzy_hint(system: str) -> None:
     assert unanswered == []
 
 
-@pytest.mark.parametrize(("system", "theirs", "ours"), FLAGS, ids=[f"{flag[0]}:{flag[1]}" for flag in FLAGS])
-def test_a_drawn_flag_has_the_answer_that_was_decided_by_hand(system: str, theirs: str, ours: str) -> None:
+@pytest.mark.parametrize(
+    ("system", "theirs", "ours"), FLAGS, ids=[f"{flag[0]}:{flag[1]}" for flag in FLAGS]
+)
+def test_a_drawn_flag_has_the_answer_that_was_decided_by_hand(
+    system: str, theirs: str, ours: str
+) -> None:
     row = systems()[system].table.find(theirs)
     assert row is not None
     hint = unknown_key(theirs, KEYS)
@@ -211,13 +248,25 @@ def test_two_hundred_flags_have_an_answer() -> None:
         ("ds.ring_attn_head_stride=2", "no counterpart here: no such stride"),
         ("ckpt.path=/tmp/x", "here it is trainer.ckpt_path=/tmp/x"),
         ("train.async_enable=true", "here it is trainer.plan=one_step_off"),
-        ("eps_clip_low_high=[0.2,0.27]", "trainer.algorithm.eps_clip_low=0.2 and trainer.algorithm.eps_clip_high=0.27"),
+        (
+            "eps_clip_low_high=[0.2,0.27]",
+            "trainer.algorithm.eps_clip_low=0.2 and trainer.algorithm.eps_clip_high=0.27",
+        ),
         ("rollout.max_head_offpolicyness=0", "stays at its default for 0"),
-        ("actor.optimizer.lr_scheduler_type=cosine", "trainer.policy.optimizer_config.scheduler=cosine"),
+        (
+            "actor.optimizer.lr_scheduler_type=cosine",
+            "trainer.policy.optimizer_config.scheduler=cosine",
+        ),
         ("algorithm.adv_estimator=remax", "without a counterpart for remax"),
         ("per_device_train_batch_size=4", "trainer.micro_train_batch_size_per_gpu=4"),
-        ("actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0", "FSDP2 wraps and shards by itself"),
-        ("clip_ratio_low=0.1", "that is how verl spells it; here it is trainer.algorithm.eps_clip_low=0.1"),
+        (
+            "actor_rollout_ref.actor.fsdp_config.wrap_policy.min_num_params=0",
+            "FSDP2 wraps and shards by itself",
+        ),
+        (
+            "clip_ratio_low=0.1",
+            "that is how verl spells it; here it is trainer.algorithm.eps_clip_low=0.1",
+        ),
         ("no_advantage_std_norm=true", "trainer.algorithm.extra.scale=false"),
     ],
 )
@@ -228,20 +277,32 @@ def test_a_hint_says_the_whole_setting(override: str, hint: str) -> None:
 
 def test_a_key_that_two_systems_mean_differently_names_both() -> None:
     [problem] = refused("l2=0.01")
-    assert "OpenRLHF means: here it is trainer.policy.optimizer_config.weight_decay=0.01; ROLL means: " in problem
+    assert (
+        "OpenRLHF means: here it is trainer.policy.optimizer_config.weight_decay=0.01; ROLL means: "
+        in problem
+    )
     [problem] = refused("rollout_batch_size=64")
     assert problem.count("trainer.train_batch_size=64") == 2
     assert "ROLL means" in problem
 
 
 def test_a_key_that_two_systems_mean_alike_names_them_once() -> None:
-    assert "that is how ROLL and TRL spell it; here it is trainer.runs_dir=x" in refused("output_dir=x")[0]
-    assert "that is OpenRLHF and TRL's; it needs no setting here" in refused("attn_implementation=eager")[0]
+    assert (
+        "that is how ROLL and TRL spell it; here it is trainer.runs_dir=x"
+        in refused("output_dir=x")[0]
+    )
+    assert (
+        "that is OpenRLHF and TRL's; it needs no setting here"
+        in refused("attn_implementation=eager")[0]
+    )
 
 
 def test_a_key_that_ours_ends_in_is_suggested_only_if_the_value_is_the_same() -> None:
     assert "did you mean generator.sampling_params.top_k?" in refused("top_k=5")[0]
-    assert "that is how TRL spells it; here it is generator.sampling_params.top_k=-1" in refused("top_k=0")[0]
+    assert (
+        "that is how TRL spells it; here it is generator.sampling_params.top_k=-1"
+        in refused("top_k=0")[0]
+    )
 
 
 def test_responses_are_said_as_prompts_with_the_number() -> None:
@@ -264,7 +325,10 @@ def test_a_name_with_the_ending_of_one_of_ours_is_distinguished() -> None:
     ("override", "hint"),
     [
         ("trainer.algorithm.policy_loss_type=regular", "SkyRL's regular is ppo here"),
-        ("trainer.policy.optimizer_config.scheduler=cosine_with_warmup", "cosine_with_warmup is cosine here"),
+        (
+            "trainer.policy.optimizer_config.scheduler=cosine_with_warmup",
+            "cosine_with_warmup is cosine here",
+        ),
         ("trainer.resume_mode=null", "null is none here"),
         ("trainer.ckpt_interval=-1", "-1 is 0 here"),
         ("trainer.algorithm.advantage_estimator=group_norm", "OpenRLHF's group_norm is grpo here"),
@@ -292,7 +356,9 @@ def test_a_row_reads_its_parts() -> None:
     row = TableRow.read("a b\t1\tx.y[1] z.w=on\tnull=~ @list\tsaid")
     assert (row.names, row.default, row.function, row.note) == (("a", "b"), "1", "list", "said")
     assert [str(target) for target in row.free] == ["x.y[1]"]
-    assert [(target.path, target.fixed) for target in row.targets if target.fixed is not None] == [("z.w", "on")]
+    assert [(target.path, target.fixed) for target in row.targets if target.fixed is not None] == [
+        ("z.w", "on")
+    ]
 
 
 def test_a_value_of_the_wrong_form_is_answered_too() -> None:

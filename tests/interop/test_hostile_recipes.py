@@ -79,7 +79,9 @@ def test_a_hostile_recipe_is_translated_or_ends_in_one_line(
     assert time.process_time() - begin < SECONDS
 
 
-@pytest.mark.parametrize("name", ["doubled variable", "replacement", "aliases", "names of a program", "keys"])
+@pytest.mark.parametrize(
+    "name", ["doubled variable", "replacement", "aliases", "names of a program", "keys"]
+)
 def test_the_line_says_the_limit(name: str, tmp_path: Path) -> None:
     file, text = HOSTILE[name]
     (tmp_path / file).write_text(text)
@@ -106,12 +108,20 @@ def test_scripts_that_source_one_another_end(tmp_path: Path) -> None:
 def test_a_recipe_reads_no_variable_of_the_environment_that_may_be_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    secrets = {"HF_TOKEN": "hf_0123456789abcdef", "WANDB_API_KEY": "w-77aa", "MY_URL": "https://u:p4ss@h"}
+    secrets = {
+        "HF_TOKEN": "hf_0123456789abcdef",
+        "WANDB_API_KEY": "w-77aa",
+        "MY_URL": "https://u:p4ss@h",
+    }
     for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", "/home/me")
-    words = " ".join(f"trainer.project_name=x-${name} data.train_files=${{{name}:-none}}" for name in secrets)
-    (tmp_path / "run.sh").write_text(f"{START} {words} data.val_files=$HOME/test.parquet trainer.x=$HF_TOKEN\n")
+    words = " ".join(
+        f"trainer.project_name=x-${name} data.train_files=${{{name}:-none}}" for name in secrets
+    )
+    (tmp_path / "run.sh").write_text(
+        f"{START} {words} data.val_files=$HOME/test.parquet trainer.x=$HF_TOKEN\n"
+    )
     command(["translate", str(tmp_path / "run.sh")])
     text = capsys.readouterr().out
     assert [value for value in secrets.values() if value in text] == []
@@ -120,7 +130,9 @@ def test_a_recipe_reads_no_variable_of_the_environment_that_may_be_secret(
 
 
 def test_a_script_s_variables_are_its_own(tmp_path: Path) -> None:
-    assert shell.read("A=1; run $A ${B:-2} $C", environment={}).commands == [["run", "1", "2", "$C"]]
+    assert shell.read("A=1; run $A ${B:-2} $C", environment={}).commands == [
+        ["run", "1", "2", "$C"]
+    ]
     many = " ".join(f"a.b{at}=1" for at in range(MOST_KEYS - 1))
     (tmp_path / "run.sh").write_text(f"{START} {many}")
     assert len(read_recipe([str(tmp_path / "run.sh")]).keys) == MOST_KEYS

@@ -36,8 +36,16 @@ def test_asking_imports_nothing_heavy() -> None:
 def test_without_the_package_every_question_has_an_answer() -> None:
     nothing = OtherFrameworks()
     assert type(other_frameworks()) is not OtherFrameworks
-    assert (nothing.key_hint("train.batch_size", UNKNOWN, {}, {}), nothing.value_hint("a", 1)) == ("", "")
-    assert (nothing.titles(), nothing.variables(), nothing.environments, nothing.reward_signatures()) == (
+    assert (nothing.key_hint("train.batch_size", UNKNOWN, {}, {}), nothing.value_hint("a", 1)) == (
+        "",
+        "",
+    )
+    assert (
+        nothing.titles(),
+        nothing.variables(),
+        nothing.environments,
+        nothing.reward_signatures(),
+    ) == (
         [],
         {},
         {},

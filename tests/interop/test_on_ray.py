@@ -13,7 +13,9 @@ from tests.interop.harness import model
 from tests.interop.skyrl.files import environment, printed
 
 pytestmark = pytest.mark.slow
-ENVS.pop("measure", None)  # which importing the file has registered: it exists for the tests that register it
+ENVS.pop(
+    "measure", None
+)  # which importing the file has registered: it exists for the tests that register it
 
 FILES = Path(__file__).parent
 ROWS = f"{FILES}/rows.py:rows"
@@ -38,7 +40,9 @@ def run(folder: Path, experiment: type[BasePPOExp], *overrides: str, steps: int 
 
 @pytest.mark.matrix
 def test_skyrls_environment(ray_session: None, tmp_path: Path) -> None:
-    environment.register(id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0})
+    environment.register(
+        id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0}
+    )
     trained = run(
         tmp_path, BasePPOExp, "environment.env_class=measure", "generator.max_turns=1",
         "environment.env_config={start: 10, reward: {scale: 0.5}}",
@@ -65,6 +69,10 @@ def test_the_tutorials_printed_classes_and_settings(ray_session: None, tmp_path:
 
 @pytest.mark.matrix
 def test_openrlhfs_agent_with_a_loop_of_its_own(ray_session: None, tmp_path: Path) -> None:
-    trained = run(tmp_path, BasePPOExp, f"generator.agent_func_path={FILES}/openrlhf/files/agent_single_turn.py")
+    trained = run(
+        tmp_path,
+        BasePPOExp,
+        f"generator.agent_func_path={FILES}/openrlhf/files/agent_single_turn.py",
+    )
     assert all(mean >= 10.0 for mean in trained.series("reward/mean"))
     assert max(trained.series("response/length_max")) <= 4.0

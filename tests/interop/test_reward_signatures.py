@@ -20,7 +20,9 @@ SEEN = TurnTokens("<user>2+2=<eos>", "four<eos>", [1, 2, 3], [4, 5])
 
 
 def rewarded_by(func, **extras):
-    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras)
+    env = RewardEnv(
+        {ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras
+    )
     assert env.sees_tokens(env.env_config, extras)
     env.init([{"role": "user", "content": "2+2="}])
     env.seen = SEEN
@@ -81,7 +83,9 @@ def test_a_function_that_looks_at_no_tokens_is_shown_none():
 
 
 def scored(func, **extras):
-    env = RewardEnv({ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras)
+    env = RewardEnv(
+        {ENV_KEY: RewardSettings(funcs=(func,), timeout_s=20.0, on_timeout="raise")}, extras
+    )
     if env.sees_tokens(env.env_config, extras):
         env.seen = SEEN
     env.init([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}])
@@ -111,20 +115,28 @@ def test_trls_conversations_and_tokens(kind, tmp_path):
 
 
 def test_a_trl_function_that_does_not_apply_counts_as_0_and_is_no_metric(tmp_path):
-    reward, metrics = scored(file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [None]\n"))
+    reward, metrics = scored(
+        file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [None]\n")
+    )
     assert reward == 0.0 and "reward_func" not in metrics
 
 
 def test_a_trl_function_that_answers_for_several_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"reward_func is \[1.0, 2.0\]"):
-        scored(file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [1.0, 2.0]\n"))
+        scored(
+            file_with(tmp_path, "def reward_func(completions, **kwargs):\n    return [1.0, 2.0]\n")
+        )
 
 
 @pytest.mark.parametrize(
     "extras",
     [
         {"data_source": "math", "ground_truth": "four", "extra_info": {"index": 3}},
-        {"data_source": "math", "reward_model": {"style": "rule", "ground_truth": "four"}, "extra_info": {"index": 3}},
+        {
+            "data_source": "math",
+            "reward_model": {"style": "rule", "ground_truth": "four"},
+            "extra_info": {"index": 3},
+        },
     ],
 )
 def test_verls_parameters_and_its_dictionary(extras, tmp_path):
@@ -139,9 +151,7 @@ def test_verls_parameters_and_its_dictionary(extras, tmp_path):
 
 
 def test_verls_number_without_the_optional_columns(tmp_path):
-    code = (
-        "def reward_func(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str == '4'\n"
-    )
+    code = "def reward_func(data_source, solution_str, ground_truth, extra_info=None):\n    return solution_str == '4'\n"
     assert scored(file_with(tmp_path, code), label="4")[0] == 0.0
 
 
@@ -181,7 +191,12 @@ def test_openrlhfs_modules_exist_only_while_its_file_loads(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "answer"),
-    [(r"so \boxed{4}", "4"), (r"\boxed{1} \boxed{\frac{1}{2}}!", r"\frac{1}{2}"), ("4", None), (r"\boxed{4", None)],
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} \boxed{\frac{1}{2}}!", r"\frac{1}{2}"),
+        ("4", None),
+        (r"\boxed{4", None),
+    ],
 )
 def test_what_is_boxed(text, answer):
     assert extract_boxed_answer(text) == answer
@@ -222,13 +237,19 @@ class Server:
 
 def test_a_reward_server_is_asked_with_openrlhfs_json_and_again_if_it_fails(monkeypatch):
     monkeypatch.setattr(remote, "PAUSE_S", 0.01)
-    server = Server({"rewards": [0.5], "scores": [1.0], "extra_logs": {"dummy_scores": [2.0]}}, fails=2)
+    server = Server(
+        {"rewards": [0.5], "scores": [1.0], "extra_logs": {"dummy_scores": [2.0]}}, fails=2
+    )
     step, metrics = rewarded_by(server.url, label="4")
     assert step["reward"] == 0.5
     assert metrics["remote_reward/score"] == 1.0
     assert metrics["remote_reward/dummy_scores"] == 2.0
     assert (
-        server.asked == [{"query": ["<user>2+2=<eos>four<eos>"], "prompts": ["<user>2+2=<eos>"], "labels": ["4"]}] * 3
+        server.asked
+        == [
+            {"query": ["<user>2+2=<eos>four<eos>"], "prompts": ["<user>2+2=<eos>"], "labels": ["4"]}
+        ]
+        * 3
     )
 
 
@@ -249,7 +270,13 @@ def test_metrics_of_a_server_have_a_name():
 def test_a_row_without_tokens_says_what_the_function_needs(tmp_path):
     with pytest.raises(UserError, match="needs 'labels'"):
         score_response(
-            [RewardFunction.of(file_with(tmp_path, "def reward_func(queries, prompts, labels):\n    return [1]\n"))],
+            [
+                RewardFunction.of(
+                    file_with(
+                        tmp_path, "def reward_func(queries, prompts, labels):\n    return [1]\n"
+                    )
+                )
+            ],
             {},
             5.0,
         )

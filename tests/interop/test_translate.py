@@ -54,7 +54,9 @@ def of(*words: str, system: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("file", "system"), SAMPLES)
-def test_a_recipe_is_recognised_loads_and_accounts_for_every_key(file: str, system: str, tmp_path: Path) -> None:
+def test_a_recipe_is_recognised_loads_and_accounts_for_every_key(
+    file: str, system: str, tmp_path: Path
+) -> None:
     recipe = read_recipe([str(HERE / file)])
     assert detect(recipe) == system
     text = translated(recipe, system)
@@ -125,7 +127,9 @@ def test_a_recipe_says_here_what_it_says_there(file: str, system: str) -> None:
 
 def test_keys_without_a_counterpart_are_comments_with_a_reason() -> None:
     text = translated(read_recipe([str(HERE / "openrlhf/recipe.sh")]), "openrlhf")
-    assert "#   critic.num_gpus_per_node=2: trainer.placement" in text  # which has no effect without gae
+    assert (
+        "#   critic.num_gpus_per_node=2: trainer.placement" in text
+    )  # which has no effect without gae
     assert "#   ds.zero_stage=3: fsdp2 always shards" in text
     assert "# Not known as keys of OpenRLHF:\n#   quux.zorp=7" in text
 
@@ -140,14 +144,23 @@ def test_a_system_s_defaults_alone_load(system: str, tmp_path: Path) -> None:
 def test_every_key_at_its_default_is_accounted_for(system: str, tmp_path: Path) -> None:
     from skyasync.config.values import free, parse
 
-    keys = {row.names[0]: free(parse(row.default)) for row in systems()[system].table.rows if row.default}
+    keys = {
+        row.names[0]: free(parse(row.default))
+        for row in systems()[system].table.rows
+        if row.default
+    }
     text = translated(SourceRecipe(keys), system)
     ours(text, tmp_path)
-    assert [key for key in keys if not any(key in line.partition("#")[2] for line in text.splitlines())] == []
+    assert [
+        key for key in keys if not any(key in line.partition("#")[2] for line in text.splitlines())
+    ] == []
 
 
 def test_what_contradicts_is_left_out_with_the_reason(tmp_path: Path) -> None:
-    text = translated(SourceRecipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"), "skyrl")
+    text = translated(
+        SourceRecipe({"trainer.placement.colocate_all": True}, "-m examples.async.main_async"),
+        "skyrl",
+    )
     assert ours(text, tmp_path).trainer.placement.colocate_all is False
     assert "#   trainer.placement.colocate_all=true: plan one_step_off" in text
 
@@ -174,7 +187,21 @@ def test_a_shell_script_is_read_as_a_shell_would() -> None:
     if [ "$A" = 1 ]; then G=yes; else G=no; fi
     run "${LIST[@]}" $B "$F" ${D} $G $H ${NOT_SET} $@ | tee log
     """
-    words = ["run", "--x", "1", "--y", "#z", "--w", "6", "$A", "a b", "3", "yes", "h/i", "${NOT_SET}"]
+    words = [
+        "run",
+        "--x",
+        "1",
+        "--y",
+        "#z",
+        "--w",
+        "6",
+        "$A",
+        "a b",
+        "3",
+        "yes",
+        "h/i",
+        "${NOT_SET}",
+    ]
     assert words in shell.read(text, environment={}).commands
 
 
@@ -211,20 +238,26 @@ def test_flags_are_read_as_argparse_and_hydra_would() -> None:
         (["trainer.logger=console"], "skyrl", ["jsonl", "console"]),
     ],
 )
-def test_a_translated_list_of_loggers_keeps_the_metrics_file(words: list[str], system: str, loggers: list[str]) -> None:
+def test_a_translated_list_of_loggers_keeps_the_metrics_file(
+    words: list[str], system: str, loggers: list[str]
+) -> None:
     text = translated(SourceRecipe(flags(words)), system)
     assert flat(text)["trainer.logger"] == loggers
     assert ("there is no tracker clearml" in text) == ("clearml" in words[0])
 
 
-@pytest.mark.parametrize("name", ["7b-$(date +%Y)", "$EXPERIMENT", "7b-`date +%Y`", "7b-$(basename $(pwd) x)"])
+@pytest.mark.parametrize(
+    "name", ["7b-$(date +%Y)", "$EXPERIMENT", "7b-`date +%Y`", "7b-$(basename $(pwd) x)"]
+)
 def test_a_name_that_a_shell_fills_in_is_no_value(name: str, tmp_path: Path) -> None:
     (tmp_path / "run.sh").write_text(
         f"NAME={name}\npython -m verl.trainer.main_ppo trainer.experiment_name=$NAME trainer.total_epochs=2\n"
     )
     text = translated(read_recipe([str(tmp_path / "run.sh")]), "verl")
     assert "trainer.run_name" not in flat(text)
-    assert "write it by hand" in next(line for line in text.splitlines() if "#   trainer.experiment_name=" in line)
+    assert "write it by hand" in next(
+        line for line in text.splitlines() if "#   trainer.experiment_name=" in line
+    )
 
 
 def test_an_ambiguous_or_foreign_recipe_asks_for_the_system() -> None:
@@ -246,7 +279,9 @@ def test_the_verb_prints_a_configuration_and_loads_nothing_heavy(tmp_path: Path)
     assert ours(ran.stdout, tmp_path).trainer.plan == "fully_async"
 
 
-def test_flags_may_be_given_without_a_file_and_win_over_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_may_be_given_without_a_file_and_win_over_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     command(["translate", "--from", "trl", "--learning_rate", "5e-6"])
     assert flat(capsys.readouterr().out)["trainer.policy.optimizer_config.lr"] == 5e-6
     command(["translate", str(HERE / "verl/recipe.yaml"), "trainer.total_epochs=9"])
@@ -270,7 +305,9 @@ def test_what_cannot_be_translated_is_said_in_one_line(
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["a: " + "[" * 5000, "loss_type: grpo\ntrain_dataset: " + "[" * 400 + "]" * 400])
+@pytest.mark.parametrize(
+    "text", ["a: " + "[" * 5000, "loss_type: grpo\ntrain_dataset: " + "[" * 400 + "]" * 400]
+)
 def test_a_recipe_that_is_nested_too_deeply_is_said(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,7 +320,9 @@ def test_a_recipe_that_is_nested_too_deeply_is_said(
 @pytest.mark.parametrize("value", ["1" * 5000, ".inf", ".nan"])
 def test_a_number_without_a_whole_value_is_left_out(value: str) -> None:
     text = translated(SourceRecipe(flags(["--num_train_epochs", value])), "trl")
-    assert next(line for line in text.splitlines() if "num_train_epochs" in line).endswith(": a whole number here")
+    assert next(line for line in text.splitlines() if "num_train_epochs" in line).endswith(
+        ": a whole number here"
+    )
 
 
 def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,13 +331,17 @@ def test_help_names_the_systems(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_values_of_secret_keys_are_not_repeated() -> None:
-    text = translated(SourceRecipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal")
+    text = translated(
+        SourceRecipe({"stats_logger.wandb.wandb_api_key": "hush", "seed": 1}), "areal"
+    )
     assert "stats_logger.wandb.wandb_api_key" in text
     assert "hush" not in text
 
 
 def test_what_a_shell_would_fill_in_stays_as_text_and_is_said(tmp_path: Path) -> None:
-    text = translated(SourceRecipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf")
+    text = translated(
+        SourceRecipe({"data.prompt_dataset": "${ROOT}/sums", "train.seed": 1}), "openrlhf"
+    )
     assert ours(text, tmp_path).data.train_data == ["${ROOT}/sums"]
     assert "to be written by hand:\n#   data.prompt_dataset=${ROOT}/sums" in text
 
@@ -334,7 +377,9 @@ def test_a_recipe_with_a_critic_keeps_it(tmp_path: Path) -> None:
         (["--max_len", "3072", "--prompt_max_len", "512"], 512, 2560),
     ],
 )
-def test_lengths_of_earlier_releases_are_limits_of_their_own(words: list[str], prompt: int, response: int) -> None:
+def test_lengths_of_earlier_releases_are_limits_of_their_own(
+    words: list[str], prompt: int, response: int
+) -> None:
     found = {"trainer.max_prompt_length": 512, **of(*words, system="openrlhf")}
     assert found["trainer.max_prompt_length"] == prompt
     assert found["generator.sampling_params.max_generate_length"] == response
@@ -348,12 +393,22 @@ def test_a_penalty_counts_if_it_is_on_and_is_complete_at_the_longest_response() 
     words = [f"{OVERLONG}len=64", f"{OVERLONG}penalty_factor=0.5", "data.max_response_length=512"]
     on = of(*words, f"{OVERLONG}enable=True", system="verl")
     buffer = f"{A}overlong_buffer."
-    assert (on[f"{buffer}len"], on[f"{buffer}max_len"], on[f"{buffer}penalty_factor"]) == (64, 512, 0.5)
+    assert (on[f"{buffer}len"], on[f"{buffer}max_len"], on[f"{buffer}penalty_factor"]) == (
+        64,
+        512,
+        0.5,
+    )
     off = of(*words, f"{OVERLONG}enable=False", system="verl")
     assert [path for path in off if path.startswith(buffer)] == []
-    older = of("reward_model.overlong_buffer.len=64", "reward_model.overlong_buffer.enable=True", system="verl")
+    older = of(
+        "reward_model.overlong_buffer.len=64",
+        "reward_model.overlong_buffer.enable=True",
+        system="verl",
+    )
     assert older[f"{buffer}len"] == 64
-    given = of("--reward.overlong_buffer_len", "64", "--rollout.max_new_tokens", "300", system="openrlhf")
+    given = of(
+        "--reward.overlong_buffer_len", "64", "--rollout.max_new_tokens", "300", system="openrlhf"
+    )
     assert (given[f"{buffer}len"], given[f"{buffer}max_len"]) == (64, 300)
 
 
@@ -376,7 +431,9 @@ def test_a_penalty_counts_if_it_is_on_and_is_complete_at_the_longest_response() 
         (["pg_clip=0.1", "pg_clip_high=0.28", "use_pg_clip_range=true"], "roll", {f"{A}eps_clip_high": 0.28}),
     ],
 )  # fmt: skip
-def test_a_key_counts_if_its_switch_is_on(words: list[str], system: str, expected: dict[str, object]) -> None:
+def test_a_key_counts_if_its_switch_is_on(
+    words: list[str], system: str, expected: dict[str, object]
+) -> None:
     found = of(*words, system=system)
     assert {path: found.get(path) for path in expected} == expected
 
@@ -394,7 +451,9 @@ def test_a_key_counts_if_its_switch_is_on(words: list[str], system: str, expecte
          {"advantage_estimator": "gae", "gae_whiten": False, "reward_norm_mean": None}),
     ],
 )  # fmt: skip
-def test_advantages_are_whitened_if_they_are_there(words: list[str], system: str, expected: dict[str, object]) -> None:
+def test_advantages_are_whitened_if_they_are_there(
+    words: list[str], system: str, expected: dict[str, object]
+) -> None:
     found = of(*words, system=system)
     assert {name: found.get(f"{A}{name}") for name in expected} == expected
 
@@ -410,7 +469,9 @@ def test_trls_eval_steps_count_with_the_strategy_steps_alone(strategy: str, inte
 def test_a_verl_recipe_without_a_reward_function_says_that_one_must_be_given() -> None:
     comment = "#   custom_reward_function.path: without one"
     assert comment in translated(SourceRecipe(flags(["data.train_files=a.parquet"])), "verl")
-    assert comment not in translated(SourceRecipe(flags(["custom_reward_function.path=a.py"])), "verl")
+    assert comment not in translated(
+        SourceRecipe(flags(["custom_reward_function.path=a.py"])), "verl"
+    )
 
 
 def test_a_trl_run_evaluates_with_the_sampling_of_training() -> None:
@@ -424,7 +485,9 @@ def test_a_skyrl_run_evaluates_greedily_with_its_response_length_unless_it_says_
     usual = of("generator.sampling_params.max_generate_length=4096", system="skyrl")
     assert usual.get(f"{group}temperature", 0.0) == 0.0, "greedy, as by default here"
     assert usual.get(f"{group}max_generate_length", 4096) == 4096, "as in training"
-    own = of("generator.sampling_params.max_generate_length=4096", f"{group}top_p=0.7", system="skyrl")
+    own = of(
+        "generator.sampling_params.max_generate_length=4096", f"{group}top_p=0.7", system="skyrl"
+    )
     assert (own[f"{group}temperature"], own[f"{group}max_generate_length"]) == (1.0, 1024)
 
 
@@ -437,10 +500,15 @@ def test_a_skyrl_run_evaluates_greedily_with_its_response_length_unless_it_says_
         (["async_generation_ratio=1", "num_return_sequences_in_group=8", "adv_estimator=grpo"], "roll"),
     ],
 )  # fmt: skip
-def test_an_asynchronous_recipe_without_a_correction_has_none_here(words: list[str], system: str) -> None:
+def test_an_asynchronous_recipe_without_a_correction_has_none_here(
+    words: list[str], system: str
+) -> None:
     found = of(*words, system=system)
     assert found["trainer.plan"] != "sync"
-    assert (found[f"{A}off_policy_correction"], found["trainer.allow_uncorrected"]) == ("none", True)
+    assert (found[f"{A}off_policy_correction"], found["trainer.allow_uncorrected"]) == (
+        "none",
+        True,
+    )
     on = {
         "openrlhf": "--algo.advantage.is_correction_enable",
         "skyrl": f"{A}off_policy_correction.tis_ratio_type=token",

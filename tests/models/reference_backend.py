@@ -47,7 +47,11 @@ class ReferenceBackend(ModelBackend):
             self.value_head = parts[VALUE_HEAD] = head
         self.optimizers = {
             part: torch.optim.AdamW(
-                parts[part].parameters(), options.lr, tuple(options.adam_betas), options.eps, options.weight_decay
+                parts[part].parameters(),
+                options.lr,
+                tuple(options.adam_betas),
+                options.eps,
+                options.weight_decay,
             )
             for part, options in spec.optimizers.items()
         }
@@ -60,12 +64,16 @@ class ReferenceBackend(ModelBackend):
             torch.is_grad_enabled() and bool(request.names - {VALUES} or request.value_gradient)
         )
         with layers:
-            states = self.model.base_model(row.tokens, attention_mask=row.attention_mask.long()).last_hidden_state
+            states = self.model.base_model(
+                row.tokens, attention_mask=row.attention_mask.long()
+            ).last_hidden_state
         before = torch.roll(states, 1, 1)
         found: dict[str, Tensor] = {}
         if request.names - {VALUES}:
             distribution = self.spec.distribution
-            logits = self.model.lm_head(before) / (1.0 if request.plain else distribution.temperature)
+            logits = self.model.lm_head(before) / (
+                1.0 if request.plain else distribution.temperature
+            )
             logprobs = logits.log_softmax(-1)
             found[LOGPROBS] = logprobs.gather(-1, row.tokens[..., None])[..., 0]
             found[ENTROPY] = -(logprobs.exp() * logprobs).sum(-1)
@@ -78,7 +86,9 @@ class ReferenceBackend(ModelBackend):
                 found[TOKEN_LOGPROBS] = logprobs.gather(-1, request.token_ids)
         if VALUES in request.names:
             share = request.value_gradient
-            shared = before.detach() + share * (before - before.detach()) if share else before.detach()
+            shared = (
+                before.detach() + share * (before - before.detach()) if share else before.detach()
+            )
             found[VALUES] = self.value_head(shared)[..., 0]
         return {
             name: value.where(mask if value.dim() == 2 else mask[..., None], 0.0)
@@ -93,7 +103,9 @@ class ReferenceBackend(ModelBackend):
             return {name: torch.zeros(batch.tokens.shape) for name in request.names}
         return {name: torch.cat([row[name] for row in rows]) for name in request.names}
 
-    def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
+    def forward_backward(
+        self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         found: dict[str, list[Tensor]] = {name: [] for name in returns}
         for row in batch.split(1):
             outputs = self._outputs(row, loss.request(row))
@@ -109,7 +121,9 @@ class ReferenceBackend(ModelBackend):
         self._metrics = {part: totals.reduce() for part, totals in self._totals.items()}
         for part, metrics in self._metrics.items():
             metrics["loss"] *= scale
-            gradients = [p.grad.mul_(scale) for p in self._parts[part].parameters() if p.grad is not None]
+            gradients = [
+                p.grad.mul_(scale) for p in self._parts[part].parameters() if p.grad is not None
+            ]
             metrics["grad_norm"] = float(torch.cat([g.flatten() for g in gradients]).norm())
             if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["grad_norm"])):
                 return f"the loss of step {self.step} is not finite: {metrics}"
@@ -129,7 +143,11 @@ class ReferenceBackend(ModelBackend):
                             parameter.grad *= limit / metrics["grad_norm"]
                 for group in optimizer.param_groups:
                     group["lr"] = lr[part]
-                    first = self.spec.optimizers[part].adam_betas[0] if beta1 is None or part != MODEL else beta1
+                    first = (
+                        self.spec.optimizers[part].adam_betas[0]
+                        if beta1 is None or part != MODEL
+                        else beta1
+                    )
                     group["betas"] = (first, group["betas"][1])
                 optimizer.step()
                 self.step += part == MODEL
@@ -158,7 +176,9 @@ class ReferenceBackend(ModelBackend):
                 for kind, value in self.optimizers[part].state[parameter].items():
                     tensors[f"{part}.{name}.{kind}"] = value
         folder.mkdir(parents=True, exist_ok=True)
-        save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "all.safetensors")
+        save_file(
+            {name: tensor.clone() for name, tensor in tensors.items()}, folder / "all.safetensors"
+        )
         return SaveResult()
 
     def restore(self, folder: Path) -> None:
@@ -169,7 +189,10 @@ class ReferenceBackend(ModelBackend):
             state.clear()
             for name, parameter in module.named_parameters():
                 parameter.data.copy_(tensors[f"{part}.{name}"])
-                kinds = {kind: tensors.get(f"{part}.{name}.{kind}") for kind in ("step", "exp_avg", "exp_avg_sq")}
+                kinds = {
+                    kind: tensors.get(f"{part}.{name}.{kind}")
+                    for kind in ("step", "exp_avg", "exp_avg_sq")
+                }
                 if kinds["step"] is not None:
                     state[parameter] = kinds
 

@@ -43,7 +43,9 @@ def by_flex(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     def reference(*args: Any, **options: Any) -> Any:
         asked.append(args[0])
-        return flex_attention.flex_attention(*args, **{k: v for k, v in options.items() if k != "training"})
+        return flex_attention.flex_attention(
+            *args, **{k: v for k, v in options.items() if k != "training"}
+        )
 
     monkeypatch.setattr(library, "compile_friendly_flex_attention", reference)
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *states: None)
@@ -74,11 +76,15 @@ def test_the_squares_that_are_looked_at_hold_all_that_is_seen(window: int, squar
             .unflatten(1, (-1, square))
         )
         assert not (cut.any(4).any(2) & ~some).any(), "visible tokens are attended to"
-        assert not (every & ~cut.all(4).all(2)).any(), "all tokens are attended to if all count as visible"
+        assert not (every & ~cut.all(4).all(2)).any(), (
+            "all tokens are attended to if all count as visible"
+        )
         assert every.any() or square == 128 or window in (1,)
 
 
-def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: str, by_flex: list[Tensor]) -> None:
+def test_packed_rows_and_prompts_in_common_give_the_same_gradient(
+    untied_model: str, by_flex: list[Tensor]
+) -> None:
     found = _learnt(untied_model)
     assert by_flex and all(states.shape[0] == 1 for states in by_flex), "packed, without rectangles"
     with pytest.MonkeyPatch.context() as patch:
@@ -90,14 +96,20 @@ def test_packed_rows_and_prompts_in_common_give_the_same_gradient(untied_model: 
     assert float((found[1] - expected[1]).norm() / expected[1].norm()) < 1e-5
 
 
-def test_shared_prompts_of_similar_rows_take_no_dense_mask(untied_model: str, by_flex: list[Tensor]) -> None:
+def test_shared_prompts_of_similar_rows_take_no_dense_mask(
+    untied_model: str, by_flex: list[Tensor]
+) -> None:
     """Rows of one width are not packed."""
     model = TokenModel(load_causal_lm(untied_model, torch.float32))
     tokens = torch.randint(1, 60, (2, 1, 30)).expand(2, 4, 30).reshape(8, 30).clone()
     tokens[:, 20:] = torch.randint(1, 60, (8, 10))
     mask = torch.ones(8, 30, dtype=torch.bool)
-    batch = TokenBatch(tokens, mask, mask & (torch.arange(30) >= 20), torch.arange(2).repeat_interleave(4))
-    (micro,) = MicroBatches(batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=False)
+    batch = TokenBatch(
+        tokens, mask, mask & (torch.arange(30) >= 20), torch.arange(2).repeat_interleave(4)
+    )
+    (micro,) = MicroBatches(
+        batch, max_tokens=1000, share_prefixes=True, hidden_size=64, packs=False
+    )
     assert micro.layout.visible_until is not None and not micro.layout.blocks
     found = model(micro.layout)["logprobs"]
     assert by_flex and all(states.shape[0] == 2 for states in by_flex)
@@ -114,10 +126,14 @@ def _learnt(path: str, *, gradient_checkpointing: str = "auto") -> tuple[Tensor,
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
     batch = make_batch(groups=4, longest_response=30)
-    batch.group_ids = torch.where(batch.group_ids > 1, torch.arange(len(batch)) + 9, batch.group_ids)
+    batch.group_ids = torch.where(
+        batch.group_ids > 1, torch.arange(len(batch)) + 9, batch.group_ids
+    )
     said = worker.logprobs(batch)
     worker.forward_backward(batch)
-    return said, torch.cat([p.grad.flatten() for p in worker.backend.model.parameters() if p.grad is not None])
+    return said, torch.cat(
+        [p.grad.flatten() for p in worker.backend.model.parameters() if p.grad is not None]
+    )
 
 
 class _Heads(torch.nn.Module):
@@ -132,13 +148,17 @@ def test_slices_attend_over_windows_and_prompts_in_common_alike(
     group = context.Context.of(_alone())
     module = _Heads()
     drawn = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, heads, 250, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2)]
+    states = [
+        torch.randn(2, heads, 250, 8, generator=drawn, requires_grad=True) for heads in (4, 2, 2)
+    ]
     seen = None if ends is None else torch.tensor(ends, dtype=torch.int32)
     results = []
     try:
         for flex in (True, False):
             given = attention_inputs(seen, (), torch.device("cpu"), flexible=flex, context=group)
-            found, _ = context.attention(module, *states, **given, sliding_window=window, scaling=8**-0.5)
+            found, _ = context.attention(
+                module, *states, **given, sliding_window=window, scaling=8**-0.5
+            )
             weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
             read = weights if seen is None else weights * (seen != NO_END)[:, :, None, None]
             results.append([found.detach(), *torch.autograd.grad((found * read).sum(), states)])
@@ -177,11 +197,16 @@ def test_all_shapes_of_rows_and_windows_are_compiled(monkeypatch: pytest.MonkeyP
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(flex_attention.flex_attention, backend=counter)
-    with torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False), torch.no_grad():
+    with (
+        torch._dynamo.config.patch(recompile_limit=8, fail_on_recompile_limit_hit=False),
+        torch.no_grad(),
+    ):
         allow_recompilations()
         for length in (257, 300, 512, 90, 60, 128):
             for count in (1, 2, 4):
-                ends = (torch.arange(length).expand(count, -1).div(50, rounding_mode="floor").int() + 1) * 50
+                ends = (
+                    torch.arange(length).expand(count, -1).div(50, rounding_mode="floor").int() + 1
+                ) * 50
                 spec, states = MaskSpec(ends), torch.randn(count, 2, length, 16)
                 for window in (0, 64):
                     compiled(states, states, states, block_mask=spec.mask(window))
@@ -206,7 +231,9 @@ def test_it_is_compiled_and_learns_the_same_with_selective_checkpointing(
     monkeypatch.setattr(
         library,
         "compile_friendly_flex_attention",
-        lambda *args, **options: compiled(*args, **{k: v for k, v in options.items() if k != "training"}),
+        lambda *args, **options: compiled(
+            *args, **{k: v for k, v in options.items() if k != "training"}
+        ),
     )
     found = _learnt(untied_model, gradient_checkpointing="selective")
     torch.compiler.reset()

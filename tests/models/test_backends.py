@@ -59,7 +59,11 @@ def load(request: pytest.FixtureRequest, untied_model: str) -> Iterator[Load]:
         cfg = config_for(untied_model)
         cfg.trainer.micro_batch_tokens = more.pop("micro_batch_tokens", 64)
         spec = ModelSpec(
-            "policy", "trainer.policy", untied_model, cfg.trainer, **{"optimizers": {MODEL: LINEAR}, **more}
+            "policy",
+            "trainer.policy",
+            untied_model,
+            cfg.trainer,
+            **{"optimizers": {MODEL: LINEAR}, **more},
         )
         backend = kind()
         backend.load(replace(spec, **options), RankContext())
@@ -95,7 +99,9 @@ def value_loss(**options: Any) -> ValueLoss:
 def learning(seed: int = 0) -> UpdateBatch:
     batch = make_batch(seed=seed)
     drawn = torch.Generator().manual_seed(seed)
-    batch.returns, batch.values = (torch.randn(batch.tokens.shape, generator=drawn) * batch.loss_mask for _ in range(2))
+    batch.returns, batch.values = (
+        torch.randn(batch.tokens.shape, generator=drawn) * batch.loss_mask for _ in range(2)
+    )
     return batch
 
 
@@ -110,13 +116,17 @@ def close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def plain(path: str, batch: UpdateBatch, temperature: float = 1.0) -> tuple[Any, Tensor, Tensor]:
     """transformers' model, and what its states give: log-probabilities ``[rows, length, vocabulary]``, states."""
     model = AutoModelForCausalLM.from_pretrained(path)
-    states = model.model(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state.roll(1, 1)
+    states = model.model(
+        batch.tokens, attention_mask=batch.attention_mask.long()
+    ).last_hidden_state.roll(1, 1)
     return model, (model.lm_head(states) / temperature).log_softmax(-1), states
 
 
 def test_outputs_are_those_of_the_plain_model(load: Load, untied_model: str) -> None:
     batch = make_batch()
-    tokens = torch.randint(0, 96, (*batch.tokens.shape, 3), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        0, 96, (*batch.tokens.shape, 3), generator=torch.Generator().manual_seed(1)
+    )
     request = OutputRequest.of(LOGPROBS, ENTROPY, TOP_K, TOKEN_LOGPROBS, top_k=2, token_ids=tokens)
     backend = load(distribution=SampledDistribution(0.7))
     _, logprobs, _ = plain(untied_model, batch, 0.7)
@@ -126,10 +136,14 @@ def test_outputs_are_those_of_the_plain_model(load: Load, untied_model: str) -> 
         ENTROPY: -(logprobs.exp() * logprobs).sum(-1, keepdim=True),
         TOP_K: torch.cat([likeliest.float(), most], -1),
     }
-    whole = backend.forward(batch, replace(request, names=request.names - {TOKEN_LOGPROBS}, token_ids=None))
+    whole = backend.forward(
+        batch, replace(request, names=request.names - {TOKEN_LOGPROBS}, token_ids=None)
+    )
     for name, value in expected.items():
         found = whole[name] if whole[name].dim() == 3 else whole[name][..., None]
-        torch.testing.assert_close(found, value.where(batch.loss_mask[..., None], 0.0), atol=2e-5, rtol=0)
+        torch.testing.assert_close(
+            found, value.where(batch.loss_mask[..., None], 0.0), atol=2e-5, rtol=0
+        )
     assert whole.keys() == expected.keys()
 
 
@@ -137,7 +151,9 @@ def test_plain_log_probabilities_are_at_temperature_one(load: Load, untied_model
     batch = make_batch()
     _, logprobs, _ = plain(untied_model, batch)
     expected = logprobs.gather(-1, batch.tokens[..., None])[..., 0] * batch.loss_mask
-    found = load(distribution=SampledDistribution(0.5)).forward(batch, OutputRequest(plain=True))[LOGPROBS]
+    found = load(distribution=SampledDistribution(0.5)).forward(batch, OutputRequest(plain=True))[
+        LOGPROBS
+    ]
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
@@ -147,7 +163,9 @@ def test_a_batch_without_rows_has_outputs_without_rows(load: Load) -> None:
 
 
 @pytest.mark.parametrize("tokens", [40, 10_000])
-def test_the_policys_gradient_is_that_of_its_loss_written_by_hand(load: Load, untied_model: str, tokens: int) -> None:
+def test_the_policys_gradient_is_that_of_its_loss_written_by_hand(
+    load: Load, untied_model: str, tokens: int
+) -> None:
     batch = make_batch()
     model, logprobs, _ = plain(untied_model, batch)
     current = logprobs.gather(-1, batch.tokens[..., None])[..., 0]
@@ -169,12 +187,16 @@ def test_the_policys_gradient_is_that_of_its_loss_written_by_hand(load: Load, un
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3])
-def test_a_joint_loss_adds_its_share_of_the_value_losss_gradient(load: Load, untied_model: str, share: float) -> None:
+def test_a_joint_loss_adds_its_share_of_the_value_losss_gradient(
+    load: Load, untied_model: str, share: float
+) -> None:
     batch, both = learning(), {MODEL: LINEAR, VALUE_HEAD: LINEAR}
     alone = gradient(load(), batch)
     backend = load(optimizers=both)
     values = backend.forward(batch, OutputRequest.of(VALUES))[VALUES]
-    found = gradient(backend, batch, loss=JointLoss(policy_loss(), value_loss(part=VALUE_HEAD, gradient=share)))
+    found = gradient(
+        backend, batch, loss=JointLoss(policy_loss(), value_loss(part=VALUE_HEAD, gradient=share))
+    )
     moved = {name: (found[name] - alone[name]).abs().max() for name in alone}
     assert max(moved.values()) < 1e-6 if not share else moved["model.embed_tokens.weight"] > 1e-5
     assert not torch.equal(backend.forward(batch, OutputRequest.of(VALUES))[VALUES], values)
@@ -185,7 +207,9 @@ def test_a_value_head_that_learns_alone_leaves_the_model(load: Load) -> None:
     before = weights(backend)
     backend.forward_backward(learning(), value_loss(part=VALUE_HEAD, gradient=0.0))
     assert backend.optimizer_step({MODEL: 1.0, VALUE_HEAD: 1.0}).keys() == {VALUE_HEAD}
-    assert backend.step == 0 and all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    assert backend.step == 0 and all(
+        torch.equal(before[name], tensor) for name, tensor in backend.weights()
+    )
 
 
 def test_a_critics_gradient_is_that_of_the_value_loss(load: Load, untied_model: str) -> None:
@@ -195,7 +219,10 @@ def test_a_critics_gradient_is_that_of_the_value_loss(load: Load, untied_model: 
     model, _, states = plain(untied_model, batch)
     values = (states @ head[0]).squeeze(-1)
     torch.testing.assert_close(
-        backend.forward(batch, OutputRequest.of(VALUES))[VALUES], values.detach() * batch.loss_mask, atol=2e-6, rtol=0
+        backend.forward(batch, OutputRequest.of(VALUES))[VALUES],
+        values.detach() * batch.loss_mask,
+        atol=2e-6,
+        rtol=0,
     )
     clipped = batch.values + (values - batch.values).clamp(-0.2, 0.2)
     loss = torch.maximum((values - batch.returns) ** 2, (clipped - batch.returns) ** 2) / 2
@@ -226,7 +253,9 @@ def test_a_dropped_gradient_leaves_no_trace(load: Load) -> None:
     backend.forward_backward(make_batch(seed=3), policy_loss())
     assert backend.examine() == ""
     backend.drop_gradient()
-    assert backend.step == 0 and all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    assert backend.step == 0 and all(
+        torch.equal(before[name], tensor) for name, tensor in backend.weights()
+    )
     close(gradient(backend, batch), gradient(load(), batch))
     assert backend.step == 1
 
@@ -239,7 +268,9 @@ def test_a_loss_that_is_not_finite_changes_nothing(load: Load) -> None:
     assert "not finite" in backend.examine()
     with pytest.raises(NonFiniteError, match="not finite"):
         backend.optimizer_step({MODEL: 1.0})
-    assert backend.step == 0 and all(torch.equal(before[name], tensor) for name, tensor in backend.weights())
+    assert backend.step == 0 and all(
+        torch.equal(before[name], tensor) for name, tensor in backend.weights()
+    )
     close(gradient(backend, make_batch()), gradient(load(), make_batch()))
 
 
@@ -247,7 +278,9 @@ def test_the_gradient_is_clipped_to_its_norm(load: Load) -> None:
     batch = make_batch()
     whole = gradient(load(), batch)
     norm = torch.cat([g.flatten() for g in whole.values()]).norm()
-    clipped = gradient(load(optimizers={MODEL: replace(LINEAR, max_grad_norm=float(norm) / 2)}), batch)
+    clipped = gradient(
+        load(optimizers={MODEL: replace(LINEAR, max_grad_norm=float(norm) / 2)}), batch
+    )
     close(clipped, {name: g / 2 for name, g in whole.items()})
 
 
@@ -278,7 +311,9 @@ def test_training_goes_on_from_a_checkpoint_bitwise(load: Load, tmp_path: Path, 
     other.restore(tmp_path)
     assert other.step == 2
     assert steps(other, 2, 3) == steps(backend, 2, 3)
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(backend.weights(), other.weights(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(backend.weights(), other.weights(), strict=True)
+    )
 
 
 def test_a_first_decay_rate_is_that_of_one_step(load: Load) -> None:
@@ -292,12 +327,14 @@ def test_a_first_decay_rate_is_that_of_one_step(load: Load) -> None:
     for name, tensor in backend.weights():
         first, second = (found[name] for found in gradients)
         moment = (0.5 * 0.2 * first + 0.5 * second) / (1 - 0.5**2)
-        torch.testing.assert_close(before[name] - tensor, moment / (1 + second.abs()), atol=1e-6, rtol=1e-3)
+        torch.testing.assert_close(
+            before[name] - tensor, moment / (1 + second.abs()), atol=1e-6, rtol=1e-3
+        )
     backend.forward_backward(learning(2), policy_loss())
     backend.optimizer_step({MODEL: 0.0})
-    assert {tuple(group["betas"]) for group in optimizer_of(backend).param_groups} == {(0.8, 0.0)}, (
-        "the settings' again"
-    )
+    assert {tuple(group["betas"]) for group in optimizer_of(backend).param_groups} == {
+        (0.8, 0.0)
+    }, "the settings' again"
 
 
 def optimizer_of(backend: Any) -> torch.optim.Optimizer:
@@ -311,7 +348,9 @@ def test_a_round_trip_through_host_memory_changes_no_bit(load: Load) -> None:
         each.optimizer_step({MODEL: 1e-2})
     backend.offload()
     backend.onload()
-    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(backend.weights(), other.weights(), strict=True))
+    assert all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(backend.weights(), other.weights(), strict=True)
+    )
     close(gradient(backend, make_batch(seed=4)), gradient(other, make_batch(seed=4)))
 
 
@@ -330,12 +369,17 @@ def test_a_worker_trains_alike_with_any_backend(untied_model: str) -> None:
             return ReferenceBackend()
 
     found = []
-    for worker in (PolicyWorker(config_for(untied_model), threads=1), Plain(config_for(untied_model))):
+    for worker in (
+        PolicyWorker(config_for(untied_model), threads=1),
+        Plain(config_for(untied_model)),
+    ):
         worker.setup()
         metrics = [worker.update_policy(make_batch(seed=seed)) for seed in (0, 1)]
         found.append((metrics, worker.score([[5, 6, 7, 8]])[0]))
     for ours, plain in zip(found[0][0], found[1][0], strict=True):
-        common = {name: value for name, value in ours.items() if name not in (ROW_TOKENS, COMPUTED_TOKENS)}
+        common = {
+            name: value for name, value in ours.items() if name not in (ROW_TOKENS, COMPUTED_TOKENS)
+        }
         assert common == pytest.approx(plain, rel=1e-3, abs=1e-5)
     assert found[0][1] == pytest.approx(found[1][1], abs=1e-3)
 

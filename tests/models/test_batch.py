@@ -11,7 +11,9 @@ from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, Upda
 def batch(lengths, groups=None, width=0):
     """Rows of these lengths; row r has r * 100 + position."""
     width = max([*lengths, width], default=0)
-    mask = torch.tensor([[t < n for t in range(width)] for n in lengths], dtype=torch.bool).reshape(-1, width)
+    mask = torch.tensor([[t < n for t in range(width)] for n in lengths], dtype=torch.bool).reshape(
+        -1, width
+    )
     tokens = torch.arange(len(lengths)).reshape(-1, 1) * 100 + torch.arange(width)
     return ScoredBatch(
         tokens=torch.where(mask, tokens, 0),
@@ -74,7 +76,11 @@ def test_a_stage_keeps_what_came_before_and_what_a_hook_has_added():
     trained = scored.to_stage(TrainingBatch, advantages=torch.zeros(2, 3))
     assert trained.tokens is scored.tokens and trained.bonus is scored.bonus
     update = trained.to_stage(UpdateBatch, loss_weights=torch.ones(2, 3))
-    assert isinstance(update, RolloutBatch) and update.advantages is trained.advantages and update.selection is None
+    assert (
+        isinstance(update, RolloutBatch)
+        and update.advantages is trained.advantages
+        and update.selection is None
+    )
 
 
 def test_a_stage_is_refused_without_what_it_promises():
@@ -85,7 +91,9 @@ def test_a_stage_is_refused_without_what_it_promises():
 def test_what_a_hook_set_by_the_name_of_the_next_stage_is_that_stages():
     scored = batch([2])
     scored.advantages = torch.ones(1, 2)
-    assert scored.to_stage(TrainingBatch).select(torch.tensor([0])).advantages.tolist() == [[1.0, 1.0]]
+    assert scored.to_stage(TrainingBatch).select(torch.tensor([0])).advantages.tolist() == [
+        [1.0, 1.0]
+    ]
 
 
 def test_pieces_and_their_concatenation_are_of_the_same_stage():
@@ -93,7 +101,11 @@ def test_pieces_and_their_concatenation_are_of_the_same_stage():
     pieces = list(trained.split(1))
     assert all(type(piece) is TrainingBatch for piece in pieces)
     whole = TrainingBatch.concatenate([piece.trim() for piece in pieces])
-    assert type(whole) is TrainingBatch and whole.advantages.shape == (2, 3) and whole.proximal_logprobs is None
+    assert (
+        type(whole) is TrainingBatch
+        and whole.advantages.shape == (2, 3)
+        and whole.proximal_logprobs is None
+    )
 
 
 def test_what_a_hook_has_added_is_cut_and_joined_with_the_rest():

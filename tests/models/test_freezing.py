@@ -41,11 +41,19 @@ def two_steps(rank: Rank, folder: str) -> tuple[dict[str, bool], set[str], set[s
     batch = batch_of_images(folder)
     share = len(batch) // rank.count
     for _ in range(2):
-        rank.worker.forward_backward(batch.select(torch.arange(rank.rank * share, (rank.rank + 1) * share)).trim())
+        rank.worker.forward_backward(
+            batch.select(torch.arange(rank.rank * share, (rank.rank + 1) * share)).trim()
+        )
         gradients = {name for name, parameter in parameters.items() if parameter.grad is not None}
         rank.worker.optimizer_step()
-    same = {f"model.{name}": torch.equal(weight, before[name]) for name, weight in backend.weights()}
-    return same, gradients, {name for name, parameter in parameters.items() if parameter in backend.optimizer.state}
+    same = {
+        f"model.{name}": torch.equal(weight, before[name]) for name, weight in backend.weights()
+    }
+    return (
+        same,
+        gradients,
+        {name for name, parameter in parameters.items() if parameter in backend.optimizer.state},
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -96,7 +104,9 @@ def test_the_rest_has_the_same_gradient_and_a_resumed_run_the_same_weights(tmp_p
     for worker in workers:
         worker.forward_backward(batch)
         worker.optimizer_step()
-    for (name, one), (_, other) in zip(first.backend.weights(), second.backend.weights(), strict=True):
+    for (name, one), (_, other) in zip(
+        first.backend.weights(), second.backend.weights(), strict=True
+    ):
         assert torch.equal(one, other), name
 
 
@@ -109,7 +119,9 @@ def test_the_rest_has_the_same_gradient_and_a_resumed_run_the_same_weights(tmp_p
         (["model"], r"freeze=\[model\] is all of Qwen3VLForConditionalGeneration: nothing would be trained"),
     ],
 )  # fmt: skip
-def test_a_wrong_name_is_rejected_with_the_nearest(tmp_path: Path, names: list[str], problem: str) -> None:
+def test_a_wrong_name_is_rejected_with_the_nearest(
+    tmp_path: Path, names: list[str], problem: str
+) -> None:
     folder = save_tiny("qwen3_vl", tmp_path / "model")
     with pytest.raises(UserError, match=problem):
         check_frozen(folder, {}, names)
@@ -119,8 +131,17 @@ def test_a_model_of_text_has_no_tower_and_adapters_freeze_by_themselves(tmp_path
     folder = make_model(tmp_path / "llama", tied=True)
     check_frozen(folder, {}, ["model.embed_tokens", "model.layers.0"])
     check_frozen(folder, {}, ["lm_head"])
-    with pytest.raises(UserError, match=r"LlamaForCausalLM has no part 'vision_tower': allowed: names of parameters"):
+    with pytest.raises(
+        UserError,
+        match=r"LlamaForCausalLM has no part 'vision_tower': allowed: names of parameters",
+    ):
         check_frozen(folder, {}, ["vision_tower"])
-    given = ["trainer.policy.model.path=x", "data.train_data=[x.jsonl]", "trainer.policy.lora.rank=4"]
-    with pytest.raises(UserError, match=r"lora\.rank=4 freezes all weights.*trainer\.policy\.freeze=\[lm_head\]"):
+    given = [
+        "trainer.policy.model.path=x",
+        "data.train_data=[x.jsonl]",
+        "trainer.policy.lora.rank=4",
+    ]
+    with pytest.raises(
+        UserError, match=r"lora\.rank=4 freezes all weights.*trainer\.policy\.freeze=\[lm_head\]"
+    ):
         load_config([*given, "trainer.policy.freeze=[lm_head]"])

@@ -30,11 +30,17 @@ from tests.workers.test_critic import SMALL
 
 WIDE: dict[str, Any] = {**SMALL, "initializer_range": 0.5}
 SHAPES: dict[str, PreTrainedConfig] = {
-    "gemma2": Gemma2Config(**WIDE, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
-    "gemma3": Gemma3TextConfig(**WIDE, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8),
+    "gemma2": Gemma2Config(
+        **WIDE, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
+    "gemma3": Gemma3TextConfig(
+        **WIDE, head_dim=8, final_logit_softcapping=2.0, query_pre_attn_scalar=8
+    ),
     "cohere": CohereConfig(**WIDE, logit_scale=0.25, bos_token_id=1, eos_token_id=2),
     "granite": GraniteConfig(**WIDE, logits_scaling=4.0),
-    "granite_moe": GraniteMoeConfig(**WIDE, logits_scaling=4.0, num_local_experts=4, num_experts_per_tok=2),
+    "granite_moe": GraniteMoeConfig(
+        **WIDE, logits_scaling=4.0, num_local_experts=4, num_experts_per_tok=2
+    ),
 }
 
 
@@ -48,13 +54,22 @@ def dtype_of(name: str) -> torch.dtype:
     return torch.float32 if "moe" in name else torch.float64
 
 
-def library(path: str, batch: Any, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+def library(
+    path: str, batch: Any, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Log-probabilities and entropies by the library, and the gradient of their sums."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
-    logits = model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1].double()
+    logits = (
+        model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long())
+        .logits[:, :-1]
+        .double()
+    )
     logprobs = logits.log_softmax(-1)
     first = torch.zeros(len(batch), 1, dtype=torch.float64)
-    chosen = torch.cat([first, logprobs.gather(2, batch.tokens[:, 1:, None])[..., 0]], 1) * batch.loss_mask
+    chosen = (
+        torch.cat([first, logprobs.gather(2, batch.tokens[:, 1:, None])[..., 0]], 1)
+        * batch.loss_mask
+    )
     entropy = torch.cat([first, -(logprobs.exp() * logprobs).sum(-1)], 1) * batch.loss_mask
     (chosen.sum() + entropy.sum()).backward()
     return chosen, entropy, [p.grad for p in model.parameters()]
@@ -79,7 +94,9 @@ def test_the_model_says_what_the_logits_are(
         assert float((found.grad - expected).norm() / norm) < 1e-6, parameter
 
 
-def test_a_linear_head_alone_would_say_something_else(shapes: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_linear_head_alone_would_say_something_else(
+    shapes: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     for name, path in shapes.items():
@@ -93,7 +110,9 @@ def test_a_linear_head_alone_would_say_something_else(shapes: dict[str, str], mo
 async def test_the_embedded_engine_says_the_same(shapes: dict[str, str]) -> None:
     tokens = [[5, 6, 7, 8, 9, 10], [11, 12, 13]]
     for path in shapes.values():
-        engine = TransformersEngine(EngineConfig(path, threads=1, max_model_len=64, max_num_seqs=4, kv_cache_gb=0.01))
+        engine = TransformersEngine(
+            EngineConfig(path, threads=1, max_model_len=64, max_num_seqs=4, kv_cache_gb=0.01)
+        )
         await engine.start()
         found = await engine.score(tokens)
         await engine.shutdown()

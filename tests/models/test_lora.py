@@ -33,7 +33,9 @@ pytestmark = pytest.mark.slow
 
 def lora_config(path: str, **lora: Any) -> Config:
     cfg = config_for(path)
-    cfg.generator.backend = "transformers"  # which takes weights by the names of the model's parameters
+    cfg.generator.backend = (
+        "transformers"  # which takes weights by the names of the model's parameters
+    )
     vars(cfg.trainer.policy.lora).update({"rank": 4, "alpha": 8.0} | lora)
     return cfg
 
@@ -56,7 +58,9 @@ def excite(worker: Any) -> None:
 def keep_gradients(worker: Any) -> None:
     def remember(*_: object) -> None:
         worker.seen = {
-            n: whole(p.grad).clone() for n, p in worker.backend.model.named_parameters() if p.grad is not None
+            n: whole(p.grad).clone()
+            for n, p in worker.backend.model.named_parameters()
+            if p.grad is not None
         }
 
     worker.backend.optimizer.register_step_pre_hook(remember)
@@ -71,7 +75,9 @@ def by_peft(worker: PolicyWorker, folder: Path) -> dict[str, Tensor]:
     worker.settings.lora.export = "adapter"
     worker.export(str(folder))
     worker.settings.lora.export = "merged"
-    base = AutoModelForCausalLM.from_pretrained(worker.backend.spec.path, dtype=worker.backend.dtype)
+    base = AutoModelForCausalLM.from_pretrained(
+        worker.backend.spec.path, dtype=worker.backend.dtype
+    )
     merged = peft.PeftModel.from_pretrained(base, str(folder)).merge_and_unload()
     return {name: p.detach() for name, p in merged.named_parameters()}
 
@@ -94,31 +100,47 @@ def test_a_step_changes_the_adapters_and_nothing_else(model_path: str) -> None:
     before = all_weights(worker)
     worker.update_policy(make_batch())
     worker.update_policy(make_batch(seed=1))
-    changed = {name for name, value in all_weights(worker).items() if not torch.equal(value, before[name])}
+    changed = {
+        name for name, value in all_weights(worker).items() if not torch.equal(value, before[name])
+    }
     assert changed == {name for name in before if ".lora_" in name}
     assert set(worker.seen) == changed
     assert len(changed) == 2 * 2 * 7  # two layers of seven matrices
-    trained = sum(p.numel() for group in worker.backend.optimizer.param_groups for p in group["params"])
+    trained = sum(
+        p.numel() for group in worker.backend.optimizer.param_groups for p in group["params"]
+    )
     assert (
-        sum(p.numel() for state in worker.backend.optimizer.state.values() for p in state.values() if p.dim())
+        sum(
+            p.numel()
+            for state in worker.backend.optimizer.state.values()
+            for p in state.values()
+            if p.dim()
+        )
         == 2 * trained
     )
 
 
-def test_what_is_published_exported_and_broadcast_is_what_peft_merges(model_path: str, tmp_path: Path) -> None:
+def test_what_is_published_exported_and_broadcast_is_what_peft_merges(
+    model_path: str, tmp_path: Path
+) -> None:
     worker = start(lora_config(model_path))
     worker.update_policy(make_batch())
     expected = by_peft(worker, tmp_path / "adapter")
     assert not torch.equal(
-        expected["model.layers.0.mlp.up_proj.weight"], base_weights(worker)["model.layers.0.mlp.up_proj.weight"]
+        expected["model.layers.0.mlp.up_proj.weight"],
+        base_weights(worker)["model.layers.0.mlp.up_proj.weight"],
     )
     equal(published(worker), expected)
     worker.export(str(tmp_path / "merged"))
-    equal(dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters()), expected)
+    equal(
+        dict(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").named_parameters()), expected
+    )
     sent = worker._engine_weights()
     equal(dict(sent), expected)
     specs = worker.transfer_weights("broadcast", "specs")
-    assert list(specs) == list(dict(sent)) and all(list(expected[n].shape) == shape for n, (_, shape) in specs.items())
+    assert list(specs) == list(dict(sent)) and all(
+        list(expected[n].shape) == shape for n, (_, shape) in specs.items()
+    )
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma", "gpt2", "qwen3_moe"])
@@ -157,13 +179,22 @@ def test_trainer_and_published_weights_say_the_same(untied_model: str, tmp_path:
     worker.export(str(tmp_path / "merged"))
     other = PolicyWorker(config_for(str(tmp_path / "merged")), threads=1)
     other.setup()
-    torch.testing.assert_close(worker.logprobs(make_batch()), other.logprobs(make_batch()), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        worker.logprobs(make_batch()), other.logprobs(make_batch()), atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize(
-    "change", [{"micro_batch_tokens": 40}, {"micro_train_batch_size_per_gpu": 2}, {"gradient_checkpointing": True}]
+    "change",
+    [
+        {"micro_batch_tokens": 40},
+        {"micro_train_batch_size_per_gpu": 2},
+        {"gradient_checkpointing": True},
+    ],
 )
-def test_the_gradient_does_not_depend_on_passes_or_recomputation(untied_model: str, change: dict[str, Any]) -> None:
+def test_the_gradient_does_not_depend_on_passes_or_recomputation(
+    untied_model: str, change: dict[str, Any]
+) -> None:
     cfg = lora_config(untied_model)
     cfg.trainer.micro_batch_tokens = 100_000
     whole_batch = start(cfg)
@@ -220,7 +251,9 @@ def resumed(rank: Rank, folder: str) -> tuple[dict[str, Tensor], str]:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)])
-def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str) -> None:
+def test_two_ranks_are_one(
+    untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, dtype: str
+) -> None:
     cfg = lora_config(untied_model)
     cfg.trainer.policy.model.dtype = dtype
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.0
@@ -237,7 +270,9 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
         expected = published(one)
         (path, _) = two.call(publish)
         torch.testing.assert_close(taken(path), expected, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(two.call(reference)[0], one.base_logprobs(make_batch()), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            two.call(reference)[0], one.base_logprobs(make_batch()), atol=1e-6, rtol=0
+        )
     two.call(check_dtypes, dtype)
     two.call(same_files, str(tmp_path))
     (path, nothing) = two.call(publish)
@@ -253,7 +288,9 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
             rtol=1e-2 if dtype == "bfloat16" else 0,
         )
     assert {t.dtype for t in found.values()} == {getattr(torch, dtype)}
-    saved = {name for file in (tmp_path / "state").glob("*.safetensors") for name in load_file(file)}
+    saved = {
+        name for file in (tmp_path / "state").glob("*.safetensors") for name in load_file(file)
+    }
     assert {name for name in saved if ".lora_" not in name} == {"step", "random_state"}
     assert len(saved) == 2 + 28 * 4  # each adapter's two halves: weight, step, two moments
     goes_on = two.call(resumed, str(tmp_path / "state"))[0]
@@ -266,11 +303,15 @@ def test_two_ranks_are_one(untied_model: str, ranks: Callable[[int], Ranks], tmp
 def check_dtypes(rank: Rank, dtype: str) -> None:
     for name, parameter in rank.worker.backend.model.named_parameters():
         assert isinstance(parameter, DTensor)
-        assert parameter.dtype == (torch.float32 if ".lora_" in name else getattr(torch, dtype)), name
+        assert parameter.dtype == (torch.float32 if ".lora_" in name else getattr(torch, dtype)), (
+            name
+        )
         assert parameter.requires_grad == (".lora_" in name)
 
 
-def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(tied_model: str, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(
+    tied_model: str, tmp_path: Path
+) -> None:
     cfg = lora_config(tied_model, dropout=0.2)
     worker = start(cfg)
     worker.update_policy(make_batch())
@@ -280,15 +321,21 @@ def test_a_resumed_run_is_the_run_bit_for_bit_with_dropout_as_well(tied_model: s
     other.load(str(tmp_path / "saved"))
     other.update_policy(make_batch(seed=1))
     assert digest(other) == digest(worker)
-    assert torch.equal(other.logprobs(make_batch()), other.logprobs(make_batch())), "scoring has no dropout"
+    assert torch.equal(other.logprobs(make_batch()), other.logprobs(make_batch())), (
+        "scoring has no dropout"
+    )
     without = start(lora_config(tied_model))
     without.update_policy(make_batch())
     dropping = start(cfg)
     dropping.update_policy(make_batch())
-    assert any(not torch.equal(without.seen[name], gradient) for name, gradient in dropping.seen.items())
+    assert any(
+        not torch.equal(without.seen[name], gradient) for name, gradient in dropping.seen.items()
+    )
 
 
-def test_ranks_that_split_matrices_drop_the_same_inputs(untied_model: str, ranks: Callable[[int], Ranks]) -> None:
+def test_ranks_that_split_matrices_drop_the_same_inputs(
+    untied_model: str, ranks: Callable[[int], Ranks]
+) -> None:
     """Else the gradients of the half that each of them has whole would differ, which ends the run."""
     cfg = lora_config(untied_model, dropout=0.2)
     cfg.trainer.parallel.tensor = 2
@@ -317,7 +364,11 @@ def test_a_router_that_is_no_plain_product_has_no_adapter(tmp_path: Path) -> Non
 def test_layers_are_chosen_by_the_ends_of_their_names(untied_model: str) -> None:
     def adapted(**lora: Any) -> set[str]:
         found = start(lora_config(untied_model, **lora)).backend.model.named_parameters()
-        return {name.removeprefix("model.model.").partition(".lora_")[0] for name, _ in found if ".lora_" in name}
+        return {
+            name.removeprefix("model.model.").partition(".lora_")[0]
+            for name, _ in found
+            if ".lora_" in name
+        }
 
     assert adapted(target_modules=["q_proj", "mlp.up_proj"], exclude_modules=["layers.0.self_attn.q_proj"]) == {
         "layers.1.self_attn.q_proj", "layers.0.mlp.up_proj", "layers.1.mlp.up_proj",
@@ -327,13 +378,24 @@ def test_layers_are_chosen_by_the_ends_of_their_names(untied_model: str) -> None
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"target_modules": ["q_prj"]}, r"target_modules: unknown linear layer 'q_prj': did you mean 'q_proj'"),
-        ({"exclude_modules": ["up_prj"]}, r"exclude_modules: unknown linear layer 'up_prj': did you mean 'up_proj'"),
-        ({"target_modules": ["lm_head"]}, r"target_modules: lm_head shares its weight with the embeddings"),
+        (
+            {"target_modules": ["q_prj"]},
+            r"target_modules: unknown linear layer 'q_prj': did you mean 'q_proj'",
+        ),
+        (
+            {"exclude_modules": ["up_prj"]},
+            r"exclude_modules: unknown linear layer 'up_prj': did you mean 'up_proj'",
+        ),
+        (
+            {"target_modules": ["lm_head"]},
+            r"target_modules: lm_head shares its weight with the embeddings",
+        ),
         ({"target_modules": ["q_proj"], "exclude_modules": ["q_proj"]}, r"trainer\.policy\.lora: "),
     ],
 )
-def test_a_wrong_layer_is_refused_in_one_line(tied_model: str, lora: dict[str, Any], said: str) -> None:
+def test_a_wrong_layer_is_refused_in_one_line(
+    tied_model: str, lora: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UserError, match=said) as caught:
         start(lora_config(tied_model, **lora))
     assert "\n" not in str(caught.value)
@@ -343,7 +405,9 @@ def test_a_run_without_peft_is_told_how_to_add_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("skyasync.preflight.parts.find_spec", lambda package: None)
     cfg = lora_config("anything")
     cfg.generator.backend = "transformers"
-    with pytest.raises(UserError, match=r"peft is not installed; add it with: uv pip install \"skyasync\[lora\]\""):
+    with pytest.raises(
+        UserError, match=r"peft is not installed; add it with: uv pip install \"skyasync\[lora\]\""
+    ):
         check_parts(cfg, [])
 
 

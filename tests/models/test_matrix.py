@@ -73,7 +73,11 @@ class Way:
         return cfg
 
     def rows_packed(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.packed else patch.object(fsdp, "can_share_prefixes", lambda config: False)
+        return (
+            nullcontext()
+            if self.packed
+            else patch.object(fsdp, "can_share_prefixes", lambda config: False)
+        )
 
 
 WITHOUT, WITH = (False,), (True,)
@@ -87,7 +91,9 @@ ON_ONE_RANK = {
 }
 ON_RANKS = {
     "data 4": Way(4),
-    "data 2, selective checkpointing, reduced once": Way(2, recomputed="selective", reduced="update", adapters=WITHOUT),
+    "data 2, selective checkpointing, reduced once": Way(
+        2, recomputed="selective", reduced="update", adapters=WITHOUT
+    ),
     "data 2": Way(2, adapters=WITH),
     "context 2": Way(2, context=2, adapters=WITH),
     "tensor 2": Way(2, tensor=2, adapters=WITH),
@@ -128,10 +134,14 @@ def step(rank: Rank, way: Way) -> Any:
     set_adapters(rank)
     if way.away:
         with patch.object(
-            OffloadBuffers, "moved", lambda buffers, tensor, device, place: buffers.on_host(tensor, place)
+            OffloadBuffers,
+            "moved",
+            lambda buffers, tensor, device, place: buffers.on_host(tensor, place),
         ):
             worker.offload()
-        with patch.object(OffloadBuffers, "moved", lambda buffers, tensor, device, place: tensor.clone()):
+        with patch.object(
+            OffloadBuffers, "moved", lambda buffers, tensor, device, place: tensor.clone()
+        ):
             worker.onload()
     mesh = worker.backend.spec.mesh_shape
     rows = split_for_ranks(batch, mesh.data)[mesh.data_rank(rank.rank)]

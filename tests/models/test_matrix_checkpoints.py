@@ -62,7 +62,10 @@ def with_a_critic(cfg: Config, rank: int = 0) -> None:
 
 
 def recomputed(cfg: Config) -> None:
-    cfg.trainer.policy.gradient_checkpointing, cfg.trainer.policy.reduce_gradients = "selective", "update"
+    cfg.trainer.policy.gradient_checkpointing, cfg.trainer.policy.reduce_gradients = (
+        "selective",
+        "update",
+    )
 
 
 KINDS: dict[str, Callable[[Config], None]] = {
@@ -77,7 +80,9 @@ KINDS: dict[str, Callable[[Config], None]] = {
     "muon": partial(optimized, name="muon"),
     "adamw_8bit": partial(optimized, name="adamw_8bit"),
     "rounded by chance": partial(optimized, dtype="bfloat16", bf16_stochastic_round=True),
-    "8 bits, rounded": partial(optimized, dtype="bfloat16", name="adamw_8bit", bf16_stochastic_round=True),
+    "8 bits, rounded": partial(
+        optimized, dtype="bfloat16", name="adamw_8bit", bf16_stochastic_round=True
+    ),
     "projected": partial(optimized, max_grad_cosine=0.1),
     "projected, bfloat16": partial(optimized, dtype="bfloat16", max_grad_cosine=0.1),
     "projected, rounded by chance": partial(
@@ -138,7 +143,11 @@ def config(path: str, kind: str, way: str) -> Config:
 
 
 def update(worker: ModelWorker) -> None:
-    batch = learning() if VALUE_HEAD in worker.backend.trained or isinstance(worker, CriticWorker) else ragged()
+    batch = (
+        learning()
+        if VALUE_HEAD in worker.backend.trained or isinstance(worker, CriticWorker)
+        else ragged()
+    )
     rows = split_for_ranks(batch, worker.backend.spec.mesh_shape.data)[
         worker.backend.spec.mesh_shape.data_rank(worker.rank)
     ]
@@ -148,7 +157,9 @@ def update(worker: ModelWorker) -> None:
 
 def write(rank: Rank, folder: str) -> tuple[str, str]:
     """Digests of the whole state that is saved after a step, and of every rank's after another."""
-    torch.manual_seed(0)  # ranks have drawn different parts of a critic's new head; nothing is drawn after that
+    torch.manual_seed(
+        0
+    )  # ranks have drawn different parts of a critic's new head; nothing is drawn after that
     update(rank.worker)
     rank.worker.save(folder)
     saved = calls.digest_of_whole(rank.worker)
@@ -163,7 +174,9 @@ def resume(rank: Rank, folder: str) -> tuple[str, str]:
     return loaded, calls.digest(rank.worker)
 
 
-def on(way: str, worker: type[ModelWorker], cfg: Config, ranks: Callable[[int], Ranks]) -> Callable[..., set[Any]]:
+def on(
+    way: str, worker: type[ModelWorker], cfg: Config, ranks: Callable[[int], Ranks]
+) -> Callable[..., set[Any]]:
     """The answers of new ranks, or of this process if one is enough."""
     count = WAYS[way].ranks
     if count > 1:
@@ -176,7 +189,9 @@ def on(way: str, worker: type[ModelWorker], cfg: Config, ranks: Callable[[int], 
     return lambda function, *args: {function(alone, *args)}
 
 
-def check(worker: type[ModelWorker], case: Case, path: str, ranks: Callable[[int], Ranks], folder: str) -> None:
+def check(
+    worker: type[ModelWorker], case: Case, path: str, ranks: Callable[[int], Ranks], folder: str
+) -> None:
     kind, way, other, _ = case
     written = on(way, worker, config(path, kind, way), ranks)(write, folder)
     assert len(written) == 1, "the ranks differ"
@@ -186,7 +201,9 @@ def check(worker: type[ModelWorker], case: Case, path: str, ranks: Callable[[int
 
 
 def table(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=lambda case: f"{case[0]}, {case[1]} read by {case[2]}-{case[3]}")
+    return pytest.mark.parametrize(
+        "case", cases, ids=lambda case: f"{case[0]}, {case[1]} read by {case[2]}-{case[3]}"
+    )
 
 
 @table(POLICIES)

@@ -29,13 +29,22 @@ from tests.workers.processes import Rank, Ranks
 
 def tree_size(batch: UpdateBatch) -> int:
     """Number of different prefixes of a group's rows."""
-    rows = zip(batch.group_ids.tolist(), batch.tokens.tolist(), batch.attention_mask.sum(1).tolist(), strict=True)
+    rows = zip(
+        batch.group_ids.tolist(),
+        batch.tokens.tolist(),
+        batch.attention_mask.sum(1).tolist(),
+        strict=True,
+    )
     return len({(group, *row[:end]) for group, row, length in rows for end in range(1, length + 1)})
 
 
-def whole_trees(batch: UpdateBatch, max_tokens: int = 4096, **options: Any) -> MicroBatches[UpdateBatch]:
+def whole_trees(
+    batch: UpdateBatch, max_tokens: int = 4096, **options: Any
+) -> MicroBatches[UpdateBatch]:
     with patch.object(packing, "MIN_SAVED_TOKENS", 0.0):
-        return MicroBatches(batch, max_tokens=max_tokens, share_prefixes=True, **{"hidden_size": 16, **options})
+        return MicroBatches(
+            batch, max_tokens=max_tokens, share_prefixes=True, **{"hidden_size": 16, **options}
+        )
 
 
 @st.composite
@@ -54,7 +63,12 @@ def trees(draw: st.DrawFn) -> UpdateBatch:
         for _ in range(draw(st.integers(1, 7))):
             known = own[integer(0, len(own) - 1)] if own else []
             kept = known[: integer(0, len(known))]
-            own.append(kept + torch.randint(1, words + 1, (integer(0 if kept else 1, 12),), generator=drawn).tolist())
+            own.append(
+                kept
+                + torch.randint(
+                    1, words + 1, (integer(0 if kept else 1, 12),), generator=drawn
+                ).tolist()
+            )
         rows += own
         groups += [group] * len(own)
     lengths = torch.tensor([len(row) for row in rows])
@@ -83,14 +97,18 @@ def trees(draw: st.DrawFn) -> UpdateBatch:
 def exact_model() -> TokenModel:
     """A family that computes everything in float64 (Llama's norms are float32)."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3)
+    config = GPT2Config(
+        vocab_size=48, n_embd=16, n_layer=2, n_head=2, n_positions=128, initializer_range=0.3
+    )
     config.attn_pdrop = config.embd_pdrop = config.resid_pdrop = 0.0
     model = TokenModel(GPT2LMHeadModel(config).double())
     assert model.packs
     return model
 
 
-def learned(model: TokenModel, batch: UpdateBatch, layouts: list[tuple[Tensor, Any]]) -> tuple[Tensor, Tensor]:
+def learned(
+    model: TokenModel, batch: UpdateBatch, layouts: list[tuple[Tensor, Any]]
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities, and the gradient of a loss with a ratio to each row's own old log-probabilities."""
     model.zero_grad()
     logprobs = torch.zeros(batch.tokens.shape, dtype=torch.float64)
@@ -104,14 +122,21 @@ def learned(model: TokenModel, batch: UpdateBatch, layouts: list[tuple[Tensor, A
 
 
 @settings(max_examples=40, deadline=None)
-@given(batch=trees(), packs=st.booleans(), max_tokens=st.sampled_from([16, 4096]), max_rows=st.sampled_from([0, 3]))
+@given(
+    batch=trees(),
+    packs=st.booleans(),
+    max_tokens=st.sampled_from([16, 4096]),
+    max_rows=st.sampled_from([0, 3]),
+)
 def test_a_trees_gradient_is_that_of_its_rows_one_by_one(
     exact_model: TokenModel, batch: UpdateBatch, packs: bool, max_tokens: int, max_rows: int
 ) -> None:
     micros = list(whole_trees(batch, max_tokens, packs=packs, max_rows=max_rows, hidden_size=1000))
     each = [torch.tensor([row]) for row in range(len(batch))]
     alone = [(row, batch.select(row).trim()) for row in each]
-    plain = [(row, plain_layout(one.tokens, one.attention_mask, one.loss_mask)) for row, one in alone]
+    plain = [
+        (row, plain_layout(one.tokens, one.attention_mask, one.loss_mask)) for row, one in alone
+    ]
     expected, gradient = learned(exact_model, batch, plain)
     found, of_trees = learned(exact_model, batch, [(micro.rows, micro.layout) for micro in micros])
     torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
@@ -126,18 +151,28 @@ def test_each_token_of_a_tree_is_computed_once(batch: UpdateBatch, packs: bool) 
     assert sum(int(micro.layout.visible_until.ne(packing.NO_END).sum() if micro.layout.visible_until is not None
                    else micro.batch.attention_mask.sum()) for micro in micros) == tree_size(batch)  # fmt: skip
     for micro in micros if packs else []:
-        queries = torch.cat([block.tokens for block in micro.layout.blocks]) if micro.layout.blocks else None
+        queries = (
+            torch.cat([block.tokens for block in micro.layout.blocks])
+            if micro.layout.blocks
+            else None
+        )
         if queries is not None:
             assert torch.equal(queries.sort().values, torch.arange(micro.layout.tokens.numel()))
 
 
 @settings(max_examples=200, deadline=None)
-@given(batch=trees(), max_tokens=st.integers(8, 60), max_rows=st.integers(0, 4), dense=st.booleans())
-def test_no_other_cut_of_neighbours_costs_less(batch: UpdateBatch, max_tokens: int, max_rows: int, dense: bool) -> None:
+@given(
+    batch=trees(), max_tokens=st.integers(8, 60), max_rows=st.integers(0, 4), dense=st.booleans()
+)
+def test_no_other_cut_of_neighbours_costs_less(
+    batch: UpdateBatch, max_tokens: int, max_rows: int, dense: bool
+) -> None:
     batch = batch.select(torch.arange(min(len(batch), 8)))
     batch.group_ids.zero_()
     rows = sorted_rows(batch)
-    bundles = cheapest_bundles(rows, hidden_size=3, dense=dense, max_tokens=max_tokens, max_rows=max_rows)
+    bundles = cheapest_bundles(
+        rows, hidden_size=3, dense=dense, max_tokens=max_tokens, max_rows=max_rows
+    )
 
     def cost(starts: list[int]) -> float:
         total = 0.0
@@ -150,7 +185,10 @@ def test_no_other_cut_of_neighbours_costs_less(batch: UpdateBatch, max_tokens: i
 
     found = (bundles.counts.cumsum(0) - bundles.counts).tolist()
     inner = range(1, len(batch))
-    best = min(cost([0, *[row for row in inner if chosen >> (row - 1) & 1]]) for chosen in range(2 ** len(inner)))
+    best = min(
+        cost([0, *[row for row in inner if chosen >> (row - 1) & 1]])
+        for chosen in range(2 ** len(inner))
+    )
     assert cost(found) == best
     assert sorted(bundles.rows.tolist()) == list(range(len(batch)))
 
@@ -168,7 +206,9 @@ def settings_of(path: str, *, rows: int = 0, **sizes: int) -> Any:
     cfg = config_for(path)
     cfg.trainer.micro_batch_tokens, cfg.trainer.micro_train_batch_size_per_gpu = 512, rows
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.0
-    cfg.trainer.algorithm.off_policy_correction = "none"  # its ratios are as inexact as log-probabilities of -10 are
+    cfg.trainer.algorithm.off_policy_correction = (
+        "none"  # its ratios are as inexact as log-probabilities of -10 are
+    )
     vars(cfg.trainer.parallel).update(sizes)
     return cfg
 
@@ -210,7 +250,9 @@ def of_a_rank(rank: Rank, batch: UpdateBatch) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [{}, {"tensor": 2}, {"context": 2}, {"context": 2, "context_kind": "ring"}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"tensor": 2}, {"context": 2}, {"context": 2, "context_kind": "ring"}]
+)
 def test_ranks_of_every_dimension_learn_what_one_does(
     untied_model: str, ranks: Callable[[int], Ranks], sizes: dict[str, Any]
 ) -> None:
@@ -228,7 +270,9 @@ def test_ranks_of_every_dimension_learn_what_one_does(
             assert tree_size(batch) <= computed < 0.5 * rows
 
 
-def test_a_mask_function_sees_what_rows_of_their_own_see(untied_model: str, by_flex: list[Tensor]) -> None:
+def test_a_mask_function_sees_what_rows_of_their_own_see(
+    untied_model: str, by_flex: list[Tensor]
+) -> None:
     batch, worker = episodes(), worker_of(untied_model)
     worker.forward_backward(batch)
     count = len(by_flex)
@@ -248,12 +292,16 @@ def test_tokens_that_a_teacher_asks_for_are_those_of_the_row(exact_model: TokenM
     """Rows that share a token may have different ones."""
     batch = episodes()
     batch.tokens %= 48
-    asked = torch.randint(0, 48, (*batch.tokens.shape, 3), generator=torch.Generator().manual_seed(0))
+    asked = torch.randint(
+        0, 48, (*batch.tokens.shape, 3), generator=torch.Generator().manual_seed(0)
+    )
     (micro,) = whole_trees(batch, packs=True)
     assert len(micro.layout.targets) < len(micro.layout.cells)
 
     def scores(layout: Any, rows: Tensor) -> dict[str, Tensor]:
-        request = OutputRequest.of(LOGPROBS, TOKEN_LOGPROBS, token_ids=asked[rows][:, : layout.shape[1]])
+        request = OutputRequest.of(
+            LOGPROBS, TOKEN_LOGPROBS, token_ids=asked[rows][:, : layout.shape[1]]
+        )
         return exact_model(layout, request)
 
     found = scores(micro.layout, micro.rows)
@@ -280,7 +328,9 @@ def test_ids_of_images_are_compared_whole() -> None:
     """They have 60 bits; these two are equal in the lower 32."""
     batch = episodes(count=1)
     batch.tokens = batch.tokens.clone()
-    batch.tokens[:, 3] = torch.where(torch.arange(len(batch)) % 2 == 0, -5 - (1 << 40), -5 - (2 << 40))
+    batch.tokens[:, 3] = torch.where(
+        torch.arange(len(batch)) % 2 == 0, -5 - (1 << 40), -5 - (2 << 40)
+    )
     found = sorted_rows(batch)
     odd = found.rows % 2
     assert odd.diff().ne(0).sum() == 1
@@ -297,5 +347,7 @@ def test_ranks_get_whole_episodes_and_equal_work() -> None:
     sizes = [tree_size(batch.select(rows)) for rows in parts]
     assert max(sizes) < 0.6 * tree_size(batch)
     assert batch.trajectory_ids is not None
-    shared = set(batch.trajectory_ids[parts[0]].tolist()) & set(batch.trajectory_ids[parts[1]].tolist())
+    shared = set(batch.trajectory_ids[parts[0]].tolist()) & set(
+        batch.trajectory_ids[parts[1]].tolist()
+    )
     assert sum(sizes) < 1.2 * tree_size(batch) and len(shared) <= 1

@@ -28,11 +28,24 @@ from skyasync.config.schema import Config
 from skyasync.errors import UserError
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.inflight import continuation, join
-from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    EngineConfig,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.models.batch import RolloutBatch, UpdateBatch
 from skyasync.models.router_replay import Routers
 from skyasync.rollout.collate import collate
-from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId, action_of
+from skyasync.rollout.types import (
+    Group,
+    Prompt,
+    PromptId,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+    action_of,
+)
 from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.ranks import split_for_ranks
 from tests.models.test_shapes import distance, gradient
@@ -42,16 +55,26 @@ from tests.workers.test_critic import EXPERTS, SMALL
 
 pytestmark = pytest.mark.slow
 
-SHAPE = Qwen3MoeConfig(**{**SMALL, "initializer_range": 0.2}, **EXPERTS, head_dim=8, moe_intermediate_size=16)
+SHAPE = Qwen3MoeConfig(
+    **{**SMALL, "initializer_range": 0.2}, **EXPERTS, head_dim=8, moe_intermediate_size=16
+)
 
 
-GATED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}
+GATED = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 0,
+    "n_group": 2,
+    "topk_group": 1,
+}
 LATENT: dict[str, Any] = {
     **SMALL, **GATED, "num_key_value_heads": 4, "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8,
     "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "initializer_range": 0.2,
 }  # fmt: skip
 OTHERS: list[PreTrainedConfig] = [
-    MixtralConfig(**{**SMALL, "initializer_range": 0.2}, num_local_experts=4, num_experts_per_tok=2),
+    MixtralConfig(
+        **{**SMALL, "initializer_range": 0.2}, num_local_experts=4, num_experts_per_tok=2
+    ),
     Qwen2MoeConfig(**{**SMALL, "initializer_range": 0.2}, **EXPERTS, moe_intermediate_size=16),
     DeepseekV3Config(**LATENT),
 ]
@@ -83,7 +106,9 @@ def folders(make: Callable[[float | None, int], str]) -> tuple[str, str]:
 
 async def played(path: str, dtype: str = "float32") -> RolloutBatch:
     """Three prompts, four samples each; those of the first have a second turn."""
-    engine = TransformersEngine(EngineConfig(path, dtype=dtype, max_model_len=64, extra={"routed_experts": True}))
+    engine = TransformersEngine(
+        EngineConfig(path, dtype=dtype, max_model_len=64, extra={"routed_experts": True})
+    )
     await engine.start()
     groups = []
     try:
@@ -111,7 +136,9 @@ async def played(path: str, dtype: str = "float32") -> RolloutBatch:
 async def generated(engine: TransformersEngine, prompts: list[list[int]]) -> list[GenerationOutput]:
     sampling = SamplingParams(max_tokens=10, ignore_eos=True)
     name = len(prompts[0])
-    requests = [GenerationRequest(f"{name}-{i}", prompt, sampling) for i, prompt in enumerate(prompts)]
+    requests = [
+        GenerationRequest(f"{name}-{i}", prompt, sampling) for i, prompt in enumerate(prompts)
+    ]
     found = {o.request_id: o async for outputs in engine.generate(requests) for o in outputs}
     return [found[request.request_id] for request in requests]
 
@@ -137,10 +164,14 @@ def gap(batch: RolloutBatch, found: Tensor) -> float:
 
 def trained(batch: RolloutBatch) -> UpdateBatch:
     mask = batch.loss_mask
-    return batch.to_stage(UpdateBatch, advantages=mask.float(), loss_weights=mask / mask.sum(), returns=None)
+    return batch.to_stage(
+        UpdateBatch, advantages=mask.float(), loss_weights=mask / mask.sum(), returns=None
+    )
 
 
-@pytest.mark.parametrize(("dtype", "spread", "noise"), [("float32", 1e-6, 2e-5), ("bfloat16", 2e-3, 0.1)])
+@pytest.mark.parametrize(
+    ("dtype", "spread", "noise"), [("float32", 1e-6, 2e-5), ("bfloat16", 2e-3, 0.1)]
+)
 async def test_what_rounding_decides_is_decided_by_the_engine(
     make: Callable[[float | None, int], str], dtype: str, spread: float, noise: float
 ) -> None:
@@ -153,7 +184,9 @@ async def test_what_rounding_decides_is_decided_by_the_engine(
     assert gap(batch, worker.logprobs(choosing(batch))) > 3 * noise
 
 
-async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | None, int], str]) -> None:
+async def test_the_routers_of_replayed_experts_learn(
+    make: Callable[[float | None, int], str],
+) -> None:
     """Replaying the model's own choice changes nothing; another choice has a gradient for the router as well."""
     path = make(None, 0)
     batch = trained(await played(path))
@@ -164,15 +197,23 @@ async def test_the_routers_of_replayed_experts_learn(make: Callable[[float | Non
         worker = worker_of(settings(path))
         worker.forward_backward(told)
         found.append(gradient(worker))
-    gates = [p.grad for name, p in worker.backend.model.named_parameters() if name.endswith("gate.weight")]
+    gates = [
+        p.grad
+        for name, p in worker.backend.model.named_parameters()
+        if name.endswith("gate.weight")
+    ]
     assert distance(found[0], found[1]) < 1e-6 < 0.1 < distance(found[2], found[0])
     assert len(gates) == 2 and all(g is not None and g.norm() > 1e-5 for g in gates)
 
 
 @pytest.mark.matrix
-async def test_packing_and_ranks_replay_alike(folders: tuple[str, str], ranks: Callable[[int], Ranks]) -> None:
+async def test_packing_and_ranks_replay_alike(
+    folders: tuple[str, str], ranks: Callable[[int], Ranks]
+) -> None:
     batch = trained(await played(folders[0]))
-    batch.routed_experts[2] = batch.routed_experts[2].flip(-3)  # a sample with another history of the prompt
+    batch.routed_experts[2] = batch.routed_experts[2].flip(
+        -3
+    )  # a sample with another history of the prompt
     whole = worker_of(settings(folders[1], gradient_checkpointing="selective"))
     logprobs = whole.logprobs(batch)
     whole.forward_backward(batch)
@@ -203,7 +244,9 @@ def step(rank: Rank, batch: UpdateBatch) -> Any:
 
 
 async def test_experts_of_pieces_are_those_of_the_whole(folders: tuple[str, str]) -> None:
-    engine = TransformersEngine(EngineConfig(folders[0], max_model_len=64, extra={"routed_experts": True}))
+    engine = TransformersEngine(
+        EngineConfig(folders[0], max_model_len=64, extra={"routed_experts": True})
+    )
     await engine.start()
     prompt = [5, 6, 7, 8, 9]
     (whole,) = await generated(engine, [prompt])
@@ -212,7 +255,11 @@ async def test_experts_of_pieces_are_those_of_the_whole(folders: tuple[str, str]
     while not answering.done():
         parts += [each.experts for each in await engine.progress()]
     experts = np.concatenate(parts)
-    assert len(parts) > 1 and len(parts[0]) >= 5 and np.array_equal(experts, whole.experts[: len(experts)])
+    assert (
+        len(parts) > 1
+        and len(parts[0]) >= 5
+        and np.array_equal(experts, whole.experts[: len(experts)])
+    )
     interrupted = whole.until(4, "abort")
     assert len(interrupted.experts) == 5 + 3
     rest = continuation(request, interrupted)
@@ -226,7 +273,9 @@ async def test_experts_of_pieces_are_those_of_the_whole(folders: tuple[str, str]
 def test_a_model_without_routers_or_with_others_is_refused_by_name(untied_model: str) -> None:
     with pytest.raises(UserError, match="LlamaForCausalLM has no routers"):
         worker_of(settings(untied_model))
-    model = AutoModelForCausalLM.from_config(DeepseekV2Config(**LATENT, topk_method="group_limited_greedy"))
+    model = AutoModelForCausalLM.from_config(
+        DeepseekV2Config(**LATENT, topk_method="group_limited_greedy")
+    )
     with pytest.raises(UserError, match="the routers of deepseek_v2 do not choose"):
         Routers(model)
 
@@ -249,7 +298,9 @@ def test_other_families_routers_choose_what_they_are_told(shape: PreTrainedConfi
         others = (chosen + 1) % 4
         routers.replay(others)
         moved = model(tokens).logits
-        assert (moved - plain).abs().max() > 1e-3 and torch.equal(torch.from_numpy(routers.chosen()), others)
+        assert (moved - plain).abs().max() > 1e-3 and torch.equal(
+            torch.from_numpy(routers.chosen()), others
+        )
         routers.replay(torch.full_like(chosen, 255))
         torch.testing.assert_close(model(tokens).logits, plain, atol=1e-6, rtol=0)
 
@@ -264,7 +315,11 @@ def test_experts_that_vllm_reports_of_layers_without_a_router_are_left_out() -> 
     config.num_hidden_layers, config.mlp_only_layers = 4, [0, 2]
     with torch.device("meta"):
         routers = Routers(AutoModelForCausalLM.from_config(config))
-    reported = torch.arange(5)[:, None, None] * 10 + torch.arange(4)[None, :, None] + torch.zeros(2, dtype=torch.long)
+    reported = (
+        torch.arange(5)[:, None, None] * 10
+        + torch.arange(4)[None, :, None]
+        + torch.zeros(2, dtype=torch.long)
+    )
     routers.replay(reported)
     assert routers._given is not None
     assert torch.equal(routers._given, reported[:, [1, 3]])

@@ -40,7 +40,9 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**WIDE),
     "qwen2": Qwen2Config(**WIDE),
     "qwen3_tied": Qwen3Config(**WIDE, head_dim=8, tie_word_embeddings=True),
-    "gemma2_capped": Gemma2Config(**WIDE, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+    "gemma2_capped": Gemma2Config(
+        **WIDE, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
+    ),
     "qwen3_moe": Qwen3MoeConfig(**WIDE, **EXPERTS, head_dim=8, moe_intermediate_size=16),
 }
 WIDELY = ("gemma2_capped", "qwen3_moe")  # on four ranks as well
@@ -56,7 +58,9 @@ def ragged() -> UpdateBatch:
 
     Advantages have one sign, so that rounding is compared with the whole gradient, not with a small difference.
     """
-    batch = UpdateBatch.concatenate([make_batch(), make_batch(groups=1, samples=2, seed=1, longest_response=40)])
+    batch = UpdateBatch.concatenate(
+        [make_batch(), make_batch(groups=1, samples=2, seed=1, longest_response=40)]
+    )
     batch.advantages = batch.advantages.abs()
     return batch
 
@@ -95,7 +99,10 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_one_two_and_four_ranks_packed_or_row_by_row_have_one_gradient(
-    shapes: dict[str, str], name: str, ranks: Callable[[int], Ranks], monkeypatch: pytest.MonkeyPatch
+    shapes: dict[str, str],
+    name: str,
+    ranks: Callable[[int], Ranks],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed = of_one(shapes[name])
     with monkeypatch.context() as changed:
@@ -124,7 +131,10 @@ def test_gradients_that_are_added_up_once_and_layers_that_are_recomputed_are_the
     cfg = settings(shapes["qwen3_moe"])
     seen = []
     for how, recomputed in (("micro_batch", False), ("update", "selective")):
-        cfg.trainer.policy.reduce_gradients, cfg.trainer.policy.gradient_checkpointing = how, recomputed
+        cfg.trainer.policy.reduce_gradients, cfg.trainer.policy.gradient_checkpointing = (
+            how,
+            recomputed,
+        )
         ranks(2).set_up(PolicyWorker, cfg)
         seen.append(ranks(2).call(reduced)[0])
     (often, expected), (once, found) = seen
@@ -132,7 +142,9 @@ def test_gradients_that_are_added_up_once_and_layers_that_are_recomputed_are_the
     assert distance(torch.from_numpy(found), torch.from_numpy(expected)) < 1e-6
 
 
-def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dict[str, str]) -> None:
+def test_all_but_the_results_of_matrices_and_attention_is_recomputed(
+    shapes: dict[str, str],
+) -> None:
     """Bytes that autograd keeps of two layers, for each token."""
     layout = plain_layout(*(torch.ones(2, 48, dtype=torch.int64) for _ in range(3)))
     found = {}
@@ -148,7 +160,9 @@ def test_all_but_the_results_of_matrices_and_attention_is_recomputed(shapes: dic
     config = SHAPES["llama"]
     hidden, heads = config.hidden_size, config.num_attention_heads
     keys = hidden // heads * config.num_key_value_heads
-    attention = 2 * hidden + 2 * keys + hidden + heads  # queries, keys, values, two results, the softmax's logarithm
+    attention = (
+        2 * hidden + 2 * keys + hidden + heads
+    )  # queries, keys, values, two results, the softmax's logarithm
     results = attention + 2 * config.intermediate_size + hidden
     assert found["selective"] - found[True] == pytest.approx(2 * 2 * 48 * results * 4, rel=0.05)
 
@@ -161,7 +175,9 @@ def _tensors() -> int:
 
 def taught(rank: Rank) -> Any:
     batch = ragged()
-    return rank.worker.logprobs(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim()).numpy()
+    return rank.worker.logprobs(
+        batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim()
+    ).numpy()
 
 
 def test_a_teacher_on_ranks_of_its_own_says_what_one_rank_says(

@@ -21,18 +21,27 @@ from tests.workers.conftest import config_for, make_batch
 WITH_ENTROPY = OutputRequest.of(LOGPROBS, ENTROPY)
 
 
-def plain_forward(path: str, batch, temperature: float = 1.0, dtype=torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def plain_forward(
+    path: str, batch, temperature: float = 1.0, dtype=torch.float64
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies by the model's own forward with its padding mask, row by row."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    logits = model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1] / temperature
+    logits = (
+        model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+        / temperature
+    )
     distribution = torch.distributions.Categorical(logits=logits)
     chosen, entropy = distribution.log_prob(batch.tokens[:, 1:]), distribution.entropy()
     first = torch.zeros(len(batch), 1, dtype=dtype)
-    return torch.cat([first, chosen], 1) * batch.loss_mask, torch.cat([first, entropy], 1) * batch.loss_mask
+    return torch.cat([first, chosen], 1) * batch.loss_mask, torch.cat(
+        [first, entropy], 1
+    ) * batch.loss_mask
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_and_entropy_equal_those_of_a_plain_forward(model_path: str, temperature: float) -> None:
+def test_logprobs_and_entropy_equal_those_of_a_plain_forward(
+    model_path: str, temperature: float
+) -> None:
     batch = make_batch()
     model = TokenModel(load_causal_lm(model_path, torch.float64), SampledDistribution(temperature))
     scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), WITH_ENTROPY)
@@ -42,18 +51,24 @@ def test_logprobs_and_entropy_equal_those_of_a_plain_forward(model_path: str, te
 
 
 @torch.no_grad()
-def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_models_own(model_path: str) -> None:
+def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_models_own(
+    model_path: str,
+) -> None:
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     filtered = SampledDistribution(0.7, top_k=8, logit_bias={3: 1.0})
     model = TokenModel(load_causal_lm(model_path, torch.float64), filtered)
-    logits = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)(batch.tokens).logits
+    logits = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64)(
+        batch.tokens
+    ).logits
     logits[:, :, 3] += 1.0
     rows, columns = batch.loss_mask.nonzero().T
     before, targets = logits[rows, columns - 1] / 0.7, batch.tokens[rows, columns]
     kept = before >= before.topk(8).values[:, -1:]
     kept[torch.arange(len(targets)), targets] = True  # the sampled token stays possible
-    expected = before.masked_fill(~kept, -torch.inf).log_softmax(-1)[torch.arange(len(targets)), targets]
+    expected = before.masked_fill(~kept, -torch.inf).log_softmax(-1)[
+        torch.arange(len(targets)), targets
+    ]
     found = model(layout, WITH_ENTROPY)
     torch.testing.assert_close(found["logprobs"][rows, columns], expected, atol=1e-6, rtol=0)
     assert found["entropy"] is not None and found["entropy"].isfinite().all()
@@ -63,7 +78,9 @@ def test_logprobs_are_those_of_the_filtered_distribution_and_plain_ones_of_the_m
 
 def test_gradients_through_filters_are_finite(model_path: str) -> None:
     batch = make_batch()
-    model = TokenModel(load_causal_lm(model_path, torch.float32), SampledDistribution(0.7, top_p=0.5, min_p=0.01))
+    model = TokenModel(
+        load_causal_lm(model_path, torch.float32), SampledDistribution(0.7, top_p=0.5, min_p=0.01)
+    )
     scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask), WITH_ENTROPY)
     (scores["logprobs"].sum() + scores["entropy"].sum()).backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -73,7 +90,9 @@ def test_float32_logprobs_are_close_to_float64(model_path: str) -> None:
     batch = make_batch()
     model = TokenModel(load_causal_lm(model_path, torch.float32))
     scores = model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))
-    torch.testing.assert_close(scores["logprobs"].double(), plain_forward(model_path, batch)[0], atol=2e-5, rtol=0)
+    torch.testing.assert_close(
+        scores["logprobs"].double(), plain_forward(model_path, batch)[0], atol=2e-5, rtol=0
+    )
 
 
 def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
@@ -81,13 +100,18 @@ def test_temperature_zero_is_treated_as_one(model_path: str) -> None:
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     model = load_causal_lm(model_path, torch.float32)
     greedy = SampledDistribution.of(SamplingConfig(temperature=0.0, top_k=2))
-    assert torch.equal(TokenModel(model, greedy)(layout)["logprobs"], TokenModel(model)(layout)["logprobs"])
+    assert torch.equal(
+        TokenModel(model, greedy)(layout)["logprobs"], TokenModel(model)(layout)["logprobs"]
+    )
 
 
 def test_bfloat16_weights_still_give_a_float32_softmax(model_path: str) -> None:
     batch = make_batch()
     model = TokenModel(load_causal_lm(model_path, torch.bfloat16))
-    assert model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))["logprobs"].dtype == torch.float32
+    assert (
+        model(plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask))["logprobs"].dtype
+        == torch.float32
+    )
 
 
 def test_recomputing_logits_in_pieces_changes_neither_values_nor_gradients(
@@ -120,23 +144,31 @@ SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidd
 
 def save_small(folder: Path, family: str, **settings: int) -> str:
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **settings)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SMALL, **settings)
+    ).save_pretrained(folder)
     return str(folder)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_routers_add_no_noise_also_where_activations_are_recomputed(tmp_path: Path, recomputes: bool) -> None:
+def test_routers_add_no_noise_also_where_activations_are_recomputed(
+    tmp_path: Path, recomputes: bool
+) -> None:
     cfg = config_for(save_small(tmp_path, "phimoe", num_local_experts=4, num_experts_per_tok=2))
     cfg.trainer.policy.gradient_checkpointing = recomputes
     worker, batch = PolicyWorker(cfg, threads=1), make_batch()
     worker.setup()
-    layers = [m for m in worker.backend.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    layers = [
+        m for m in worker.backend.model.modules() if isinstance(m, GradientCheckpointingLayer)
+    ]
     assert [layer.gradient_checkpointing and layer.training for layer in layers] == [recomputes] * 2
     assert torch.equal(worker.logprobs(batch), worker.logprobs(batch))
 
 
 @pytest.mark.parametrize("family", ["nemotron", "doge"])
-def test_families_that_pass_no_plan_to_their_attention_are_computed_with_masks(tmp_path: Path, family: str) -> None:
+def test_families_that_pass_no_plan_to_their_attention_are_computed_with_masks(
+    tmp_path: Path, family: str
+) -> None:
     path, batch = save_small(tmp_path, family), make_batch()
     worker = PolicyWorker(config_for(path), threads=1)
     worker.setup()
@@ -146,29 +178,43 @@ def test_families_that_pass_no_plan_to_their_attention_are_computed_with_masks(t
 
 def test_a_family_without_sdpa_is_named(tmp_path: Path) -> None:
     path = save_small(tmp_path, "gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
-    with pytest.raises(UserError, match="models of type gpt_oss have no sdpa attention in transformers"):
+    with pytest.raises(
+        UserError, match="models of type gpt_oss have no sdpa attention in transformers"
+    ):
         load_causal_lm(path, torch.float32)
 
 
 def test_dropout_is_switched_off(tmp_path: Path) -> None:
-    config = LlamaConfig(vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+    )
     config.attention_dropout = 0.5
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     assert load_causal_lm(str(tmp_path), torch.float32).config.attention_dropout == 0.0
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_an_entropy_that_is_only_logged_leaves_the_gradient_as_it_is(model_path: str, temperature: float) -> None:
+def test_an_entropy_that_is_only_logged_leaves_the_gradient_as_it_is(
+    model_path: str, temperature: float
+) -> None:
     batch = make_batch()
     layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
     found = []
     for request in (OutputRequest(), OutputRequest.of(LOGPROBS, ENTROPY, entropy_gradient=False)):
-        model = TokenModel(load_causal_lm(model_path, torch.float32), SampledDistribution(temperature))
+        model = TokenModel(
+            load_causal_lm(model_path, torch.float32), SampledDistribution(temperature)
+        )
         scores = model(layout, request)
         scores["logprobs"].sum().backward()
         found.append((scores["logprobs"], [p.grad for p in model.parameters()]))
     assert not scores["entropy"].requires_grad
-    torch.testing.assert_close(scores["entropy"], model(layout, WITH_ENTROPY)["entropy"], atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        scores["entropy"], model(layout, WITH_ENTROPY)["entropy"], atol=1e-6, rtol=0
+    )
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(one, other) for one, other in zip(found[0][1], found[1][1], strict=True))
 

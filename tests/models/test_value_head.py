@@ -25,7 +25,9 @@ def test_a_new_head_is_of_the_seed_and_small(untied_model: str) -> None:
     assert 0.3 / 33 < float(heads[0].std()) < 3 / 33
 
 
-def test_an_export_is_the_librarys_classifier_and_its_head_is_loaded_again(untied_model: str, tmp_path: Path) -> None:
+def test_an_export_is_the_librarys_classifier_and_its_head_is_loaded_again(
+    untied_model: str, tmp_path: Path
+) -> None:
     worker = critic(untied_model)
     worker.forward_backward(learning(worker))
     worker.optimizer_step()
@@ -39,7 +41,10 @@ def test_an_export_is_the_librarys_classifier_and_its_head_is_loaded_again(untie
     tokens = torch.tensor([[5, 6, 7, 8]])
     asked = make_batch(1, 1)
     expected = library(tokens).logits.item()  # on the last token's state: the value before a fifth
-    asked.tokens, asked.attention_mask = torch.tensor([[5, 6, 7, 8, 9]]), torch.ones(1, 5, dtype=torch.bool)
+    asked.tokens, asked.attention_mask = (
+        torch.tensor([[5, 6, 7, 8, 9]]),
+        torch.ones(1, 5, dtype=torch.bool),
+    )
     asked.loss_mask = torch.tensor([[False] * 4 + [True]])
     assert worker.values(asked)[0, 4].item() == pytest.approx(expected, abs=1e-6)
 

@@ -54,10 +54,18 @@ async def engine(folder: str) -> AsyncIterator[TransformersEngine]:
     await engine.shutdown()
 
 
-CASES: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), (), (noise(4, 56, 112),), (noise(1),)]
+CASES: list[Images] = [
+    (noise(1),),
+    (noise(2), noise(3, 84, 56)),
+    (),
+    (noise(4, 56, 112),),
+    (noise(1),),
+]
 
 
-def by_transformers(folder: str, model: TokenModel, row: list[int], answer: int, images: Images) -> Tensor:
+def by_transformers(
+    folder: str, model: TokenModel, row: list[int], answer: int, images: Images
+) -> Tensor:
     """Log-probabilities of the last ``answer`` tokens, from the processor's own tensors of the whole text."""
     processor = processor_of(folder)
     given = {}
@@ -66,13 +74,17 @@ def by_transformers(folder: str, model: TokenModel, row: list[int], answer: int,
             conversation(len(images)), tokenize=False, add_generation_prompt=True
         )
         given = dict(
-            processor._processor(text=[text], images=[[decoded(image) for image in images]], return_tensors="pt")
+            processor._processor(
+                text=[text], images=[[decoded(image) for image in images]], return_tensors="pt"
+            )
         )
         prompt_length = given.pop("input_ids").shape[1]
         assert prompt_length == len(row) - answer
         given.pop("attention_mask")
         if "mm_token_type_ids" in given:
-            given["mm_token_type_ids"] = torch.nn.functional.pad(given["mm_token_type_ids"], (0, answer))
+            given["mm_token_type_ids"] = torch.nn.functional.pad(
+                given["mm_token_type_ids"], (0, answer)
+            )
     logits = model.model(input_ids=torch.tensor([row]), **given).logits[0, -answer - 1 : -1]
     assert model.vision is not None
     scores = logits.index_fill(1, model.vision.banned, NEVER).log_softmax(1)
@@ -83,7 +95,9 @@ def test_tokens_of_images_are_those_of_the_processor(folder: str) -> None:
     processor, images = processor_of(folder), (noise(2), noise(3, 84, 56))
     template = processor._processor.apply_chat_template
     text = template(conversation(2), tokenize=False, add_generation_prompt=True)
-    given = processor._processor(text=[text], images=[[decoded(i) for i in images]], return_tensors="pt")
+    given = processor._processor(
+        text=[text], images=[[decoded(i) for i in images]], return_tensors="pt"
+    )
     expanded = prompt(folder, images)
     assert expanded == given["input_ids"][0].tolist()
     assert processor.collapse(expanded, images).count(processor.placeholder) == 2
@@ -99,7 +113,9 @@ def test_tokens_of_images_are_those_of_the_processor(folder: str) -> None:
 def test_a_text_with_a_placeholder_and_no_image_is_rejected(folder: str) -> None:
     chat, mark = ChatTokenizer(load_tokenizer(folder)), processor_of(folder)._processor.image_token
     assert chat.prompt([{"role": "user", "content": "How many?"}]).tolist()
-    with pytest.raises(UserError, match=r"has 1 placeholders for 0 images: .* texts must not contain it"):
+    with pytest.raises(
+        UserError, match=r"has 1 placeholders for 0 images: .* texts must not contain it"
+    ):
         chat.prompt([{"role": "user", "content": f"How many {mark}?"}])
     cfg = Config()
     cfg.environment.reward_funcs = ["gsm8k"]
@@ -119,7 +135,9 @@ def test_rows_with_images_have_the_gradient_of_each_row_alone(folder: str) -> No
     own = logprobs(model, batch)
     (own * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    used = {name for name, _ in model.named_parameters() if not any(part in name for part in UNUSED)}
+    used = {
+        name for name, _ in model.named_parameters() if not any(part in name for part in UNUSED)
+    }
     assert gradients.keys() == used
     model.zero_grad()
     for i, (p, answer, images) in enumerate(zip(prompts, answers, CASES, strict=True)):
@@ -139,7 +157,11 @@ def test_a_batch_of_text_calls_the_tower_and_changes_nothing(folder: str) -> Non
     batch = as_batch([prompt(folder, ())] * 2, [[5, 6], [7]], [(), ()])
     own = logprobs(model, batch)
     own.sum().backward()
-    named = [(name, p) for name, p in model.named_parameters() if not any(part in name for part in UNUSED)]
+    named = [
+        (name, p)
+        for name, p in model.named_parameters()
+        if not any(part in name for part in UNUSED)
+    ]
     towers = [p for name, p in named if "visual" in name or "vision" in name]
     assert towers
     assert all(p.grad is not None and not p.grad.any() for p in towers)
@@ -149,7 +171,9 @@ def test_a_batch_of_text_calls_the_tower_and_changes_nothing(folder: str) -> Non
     assert model(empty.layout, OutputRequest())["logprobs"].abs().sum() == 0
 
 
-async def test_engine_and_trainer_agree_and_a_wrong_image_is_found(folder: str, engine: TransformersEngine) -> None:
+async def test_engine_and_trainer_agree_and_a_wrong_image_is_found(
+    folder: str, engine: TransformersEngine
+) -> None:
     model = TokenModel(load_causal_lm(folder, torch.float32))
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
     cases = [images for images in CASES for _ in range(3)]
@@ -173,7 +197,9 @@ async def test_engine_and_trainer_agree_and_a_wrong_image_is_found(folder: str, 
 
 
 async def test_engine_and_trainer_differ_by_rounding_in_bfloat16(folder: str) -> None:
-    engine = ENGINES["transformers"](EngineConfig(folder, threads=1, max_model_len=200, dtype="bfloat16"))
+    engine = ENGINES["transformers"](
+        EngineConfig(folder, threads=1, max_model_len=200, dtype="bfloat16")
+    )
     await engine.start()
     prompts = [prompt(folder, images) for images in CASES]
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
@@ -186,7 +212,9 @@ async def test_engine_and_trainer_differ_by_rounding_in_bfloat16(folder: str) ->
     batch = as_batch(prompts, [output.token_ids.tolist() for output in outputs], CASES)
     sampled = torch.tensor([output.logprobs.tolist() for output in outputs]).flatten()
     with torch.no_grad():
-        trained = logprobs(TokenModel(load_causal_lm(folder, torch.bfloat16)), batch)[batch.loss_mask]
+        trained = logprobs(TokenModel(load_causal_lm(folder, torch.bfloat16)), batch)[
+            batch.loss_mask
+        ]
     assert (trained - sampled).abs().mean() < 0.02
 
 
@@ -200,7 +228,9 @@ async def test_placeholders_are_never_sampled_and_wrong_prompts_are_rejected(
     drawn = [t for output in await answers_of(engine, requests) for t in output.token_ids.tolist()]
     assert len(drawn) == 2000
     assert processor.placeholder not in drawn
-    biased = SamplingParams(max_tokens=5, logit_bias={processor.placeholder: 100.0}, ignore_eos=True)
+    biased = SamplingParams(
+        max_tokens=5, logit_bias={processor.placeholder: 100.0}, ignore_eos=True
+    )
     short = processor.collapse(tokens, images)
     results = await answers_of(
         engine,
@@ -222,14 +252,19 @@ def test_equal_images_are_one_object_also_in_a_pickle() -> None:
     assert len(pickle.dumps([image] * 50)) < len(image.data) + 1000
 
 
-def test_what_is_no_image_is_rejected_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_image_is_rejected_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a.png").write_bytes(b"no picture")
     large = PIL.new("L", (300, 300))
     monkeypatch.setattr(PIL, "MAX_IMAGE_PIXELS", 300 * 300 // 2 - 1)  # twice as many are an error
     for value, message in (
         (tmp_path / "a.png", "cannot be decoded"),
         (noise(1).data[:-100], r"an image of \d+ bytes cannot be decoded: image file is truncated"),
-        (b"<svg xmlns='http://www.w3.org/2000/svg'/>", r"begins with b.<svg xmlns=.*, which is not an image format"),
+        (
+            b"<svg xmlns='http://www.w3.org/2000/svg'/>",
+            r"begins with b.<svg xmlns=.*, which is not an image format",
+        ),
         (large, r"cannot be decoded: Image size \(90000 pixels\) exceeds limit of 89998 pixels"),
         (str(tmp_path / "b.png"), "cannot be read: No such file"),
         ("https://example.org/a.png", "not downloaded"),
@@ -242,7 +277,9 @@ def test_what_is_no_image_is_rejected_in_words(tmp_path: Path, monkeypatch: pyte
 
 def test_an_image_whose_shape_the_processor_rejects_is_named(tmp_path: Path) -> None:
     line = read_image(PIL.new("RGB", (1, 300)))
-    with pytest.raises(UserError, match="processor cannot read an image of 1 x 300 pixels: absolute aspect ratio"):
+    with pytest.raises(
+        UserError, match="processor cannot read an image of 1 x 300 pixels: absolute aspect ratio"
+    ):
         processor_of(save_tiny("qwen3_vl", tmp_path)).placeholders_in(line)
 
 
@@ -253,14 +290,30 @@ def test_prompts_with_too_many_or_too_large_images_are_left_out(
     cfg.environment.reward_funcs, cfg.data.train_data = ["gsm8k"], ["rows.jsonl"]
     many = row | {"images": [noise(1).data] * 9}
     tokenizer, chat = load_tokenizer(folder), ChatTokenizer(load_tokenizer(folder))
-    one = [{"role": "user", "content": [{"type": "image", "image": noise(1)}, {"type": "text", "text": "How many?"}]}]
+    one = [
+        {
+            "role": "user",
+            "content": [
+                {"type": "image", "image": noise(1)},
+                {"type": "text", "text": "How many?"},
+            ],
+        }
+    ]
     cfg.trainer.max_prompt_length = limit = len(chat.prompt(one))
     (kept,) = load_prompts(
-        cfg.data.train_data, cfg, tokenizer, known={"rows.jsonl": [row | {"image": noise(1).data}, many]}
+        cfg.data.train_data,
+        cfg,
+        tokenizer,
+        known={"rows.jsonl": [row | {"image": noise(1).data}, many]},
     )
     assert kept.id.row == 0
-    assert f"1 of 2 prompts have more than trainer.max_prompt_length={limit} tokens and are left out" in caplog.text
-    with pytest.raises(UserError, match=f"no prompt has at most trainer.max_prompt_length={limit} tokens"):
+    assert (
+        f"1 of 2 prompts have more than trainer.max_prompt_length={limit} tokens and are left out"
+        in caplog.text
+    )
+    with pytest.raises(
+        UserError, match=f"no prompt has at most trainer.max_prompt_length={limit} tokens"
+    ):
         load_prompts(cfg.data.train_data, cfg, tokenizer, known={"rows.jsonl": [many]})
 
 

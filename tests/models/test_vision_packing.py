@@ -36,7 +36,11 @@ def micro_batches(
     assert model.vision is not None
     marked = model.vision.with_image_ids(batch, model.model)
     share = can_share_prefixes(model.model.config)
-    return list(MicroBatches(marked, max_tokens=max_tokens, share_prefixes=share, hidden_size=1, packs=packs))
+    return list(
+        MicroBatches(
+            marked, max_tokens=max_tokens, share_prefixes=share, hidden_size=1, packs=packs
+        )
+    )
 
 
 def row_by_row(batch: TokenBatch, model: TokenModel) -> list[MicroBatch[TokenBatch]]:
@@ -63,10 +67,14 @@ def gradient(
         loss = (own * weights[micro.rows, : own.shape[1]]).sum()
         loss.backward()
         total += loss.detach()
-    return total, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return total, {
+        name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
+    }
 
 
-def assert_same(one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]) -> None:
+def assert_same(
+    one: tuple[Tensor, dict[str, Tensor]], other: tuple[Tensor, dict[str, Tensor]]
+) -> None:
     torch.testing.assert_close(one[0], other[0], rtol=1e-6, atol=0)
     assert one[1].keys() == other[1].keys()
     norm = torch.stack([g.norm() for g in other[1].values()]).norm()
@@ -78,7 +86,11 @@ def images_given(model: TokenModel, micro: MicroBatch[TokenBatch]) -> int:
     """Images that the tower computes for a micro-batch."""
     assert model.vision is not None
     given = model.vision.inputs(micro.layout, model.model)
-    return (given["image_grid_thw"] if "image_grid_thw" in given else given["pixel_values"].flatten(0, -4)).shape[0]
+    return (
+        given["image_grid_thw"]
+        if "image_grid_thw" in given
+        else given["pixel_values"].flatten(0, -4)
+    ).shape[0]
 
 
 def test_a_packed_row_has_the_gradient_of_each_row_alone(folder: str, model: TokenModel) -> None:
@@ -96,19 +108,29 @@ def test_a_packed_row_has_the_gradient_of_each_row_alone(folder: str, model: Tok
 
 
 @pytest.mark.parametrize("packs", [True, False])
-def test_a_shared_prompt_and_its_images_are_computed_once(folder: str, model: TokenModel, packs: bool) -> None:
+def test_a_shared_prompt_and_its_images_are_computed_once(
+    folder: str, model: TokenModel, packs: bool
+) -> None:
     """Four samples of two prompts; one of them has its own image in a later turn."""
     first, second = prompt(folder, (SMALL, LARGE)), prompt(folder, ())
     later = prompt(folder, (OTHER,))
     answers = [[5, 6, 7], [8, 9], [10, *later, 11, 12], [13], [5], [6, 7], [8, 9, 10], [11]]
-    images: list[Images] = [(SMALL, LARGE), (SMALL, LARGE), (SMALL, LARGE, OTHER), (SMALL, LARGE), *[()] * 4]
+    images: list[Images] = [
+        (SMALL, LARGE),
+        (SMALL, LARGE),
+        (SMALL, LARGE, OTHER),
+        (SMALL, LARGE),
+        *[()] * 4,
+    ]
     batch = as_batch([first] * 4 + [second] * 4, answers, images)
     batch.group_ids = torch.arange(8) // 4
     batch.loss_mask[2, len(first) + 1 : len(first) + 1 + len(later)] = False
     micros = micro_batches(model, batch, packs=packs)
     computed = sum(micro.layout.tokens.numel() for micro in micros)
     assert computed < 0.7 * batch.attention_mask.sum()
-    assert sum(images_given(model, micro) for micro in micros if any(micro.layout.images or ())) == 3
+    assert (
+        sum(images_given(model, micro) for micro in micros if any(micro.layout.images or ())) == 3
+    )
     assert_same(gradient(model, batch, micros), gradient(model, batch, row_by_row(batch, model)))
 
 

@@ -84,7 +84,9 @@ def qwen2_5_vl() -> tuple[PreTrainedModel, ProcessorMixin]:
     }  # fmt: skip
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     ids = {name: vars(like.config)[name] for name in names}
-    config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)
+    config = Qwen2_5_VLConfig(
+        text_config=text, vision_config=vision, tie_word_embeddings=True, **ids
+    )
     parts = (processor.image_processor, processor.tokenizer, processor.video_processor)
     return ended(Qwen2_5_VLForConditionalGeneration(config)), Qwen2_5_VLProcessor(
         *parts, chat_template=processor.chat_template
@@ -167,7 +169,12 @@ def noise(seed: int, width: int = 56, height: int = 56) -> Image:
 
 
 def conversation(images: int) -> list[dict[str, object]]:
-    return [{"role": "user", "content": [*[{"type": "image"}] * images, {"type": "text", "text": "How many discs?"}]}]
+    return [
+        {
+            "role": "user",
+            "content": [*[{"type": "image"}] * images, {"type": "text", "text": "How many discs?"}],
+        }
+    ]
 
 
 def prompt(folder: str, images: Images) -> list[int]:
@@ -179,7 +186,9 @@ def prompt(folder: str, images: Images) -> list[int]:
     return processor.expand(plain, images).tolist()
 
 
-def as_batch(prompts: list[list[int]], answers: list[list[int]], images: list[Images]) -> TokenBatch:
+def as_batch(
+    prompts: list[list[int]], answers: list[list[int]], images: list[Images]
+) -> TokenBatch:
     rows = [p + a for p, a in zip(prompts, answers, strict=True)]
     lengths = torch.tensor([len(row) for row in rows])
     index = torch.arange(int(lengths.max()))
@@ -206,6 +215,12 @@ def logprobs(model: TokenModel, batch: TokenBatch, tokens: int = 60) -> Tensor:
     return whole
 
 
-async def answers_of(engine: InferenceEngine, requests: list[GenerationRequest]) -> list[GenerationOutput]:
-    found = {output.request_id: output async for outputs in engine.generate(requests) for output in outputs}
+async def answers_of(
+    engine: InferenceEngine, requests: list[GenerationRequest]
+) -> list[GenerationOutput]:
+    found = {
+        output.request_id: output
+        async for outputs in engine.generate(requests)
+        for output in outputs
+    }
     return [found[request.request_id] for request in requests]

@@ -39,8 +39,15 @@ _HERE = "tests.observability.alarm_rows"
 _SHORT = ["trainer.train_batch_size=16", "generator.n_samples_per_prompt=8", "trainer.max_training_steps=24",
           "trainer.eval_interval=0", "trainer.eval_before_train=false", "data.val_data=[]"]  # fmt: skip
 _FAST = "trainer.policy.optimizer_config.lr="
-_REWARD = ["environment.env_class=reward", "environment.env_class_from_rows=false", "data.label_key=answer"]
-_ENTROPY = ["trainer.algorithm.use_entropy_loss=true", "trainer.algorithm.entropy_loss_coef=1e-9"]  # its metric
+_REWARD = [
+    "environment.env_class=reward",
+    "environment.env_class_from_rows=false",
+    "data.label_key=answer",
+]
+_ENTROPY = [
+    "trainer.algorithm.use_entropy_loss=true",
+    "trainer.algorithm.entropy_loss_coef=1e-9",
+]  # its metric
 #: By the alarm that each must raise.
 ILL = {
     # The first update alone destroys the policy.
@@ -106,7 +113,9 @@ def train(name: str, settings: list[str], runs: Path) -> None:
     ]  # fmt: skip
     with subprocess.Popen(command) as run:
         if name == "restarts":
-            threading.Thread(target=_kill_an_engine, args=(run, runs / name / "metrics.jsonl"), daemon=True).start()
+            threading.Thread(
+                target=_kill_an_engine, args=(run, runs / name / "metrics.jsonl"), daemon=True
+            ).start()
         if run.wait():
             raise SystemExit(f"{name} ended with status {run.returncode}")
 
@@ -125,7 +134,9 @@ def rows_of(name: str) -> list[Row]:
 
 def main() -> None:
     known = {**HEALTHY, **ILL}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("names", nargs="*", choices=[*known, []], metavar="NAME")
     parser.add_argument("--from", dest="folder", type=Path)
     given = parser.parse_args()

@@ -24,7 +24,9 @@ def check(path: Path) -> dict[Track, list[tuple[int, int, str]]]:
     for event in events:
         place = event["pid"], event["tid"]
         assert all(type(number) is int and number >= 0 for number in place), event
-        assert isinstance(event["args"], dict) and isinstance(event["name"], str) and event["name"], event
+        assert (
+            isinstance(event["args"], dict) and isinstance(event["name"], str) and event["name"]
+        ), event
         if event["ph"] == "M":
             assert event.keys() == {"ph", "name", "pid", "tid", "args"}, event
             value = event["args"][NAMES[event["name"]]]
@@ -33,11 +35,23 @@ def check(path: Path) -> dict[Track, list[tuple[int, int, str]]]:
                 assert place not in tracks, f"two names for {place}"
                 tracks[place] = value
         else:
-            assert event["ph"] == "X" and event.keys() == {"ph", "name", "pid", "tid", "ts", "dur", "args"}, event
-            assert type(event["ts"]) is int and type(event["dur"]) is int and event["dur"] >= 0, event
+            assert event["ph"] == "X" and event.keys() == {
+                "ph",
+                "name",
+                "pid",
+                "tid",
+                "ts",
+                "dur",
+                "args",
+            }, event
+            assert type(event["ts"]) is int and type(event["dur"]) is int and event["dur"] >= 0, (
+                event
+            )
             assert place in tracks, "a lane has its name before its first span"
             spans[place].append((event["ts"], event["ts"] + event["dur"], event["name"]))
-    assert len(set(tracks.items())) == len({(pid, name) for (pid, _), name in tracks.items()}), "lanes of one name"
+    assert len(set(tracks.items())) == len({(pid, name) for (pid, _), name in tracks.items()}), (
+        "lanes of one name"
+    )
     for lane in spans.values():
         lane.sort(key=lambda span: (span[0], -span[1]))
         _nested(lane)
@@ -50,7 +64,9 @@ def _nested(lane: list[tuple[int, int, str]]) -> None:
     for start, end, name in lane:
         while outer and outer[-1] <= start:
             outer.pop()
-        assert not outer or end <= outer[-1], f"{name} at {start} is longer than the span that contains it"
+        assert not outer or end <= outer[-1], (
+            f"{name} at {start} is longer than the span that contains it"
+        )
         outer.append(end)
 
 

@@ -22,7 +22,11 @@ COMPLAINTS = "select name, value from stats where severity != 'info' and value >
 def rows(trace: Path, sql: str) -> list[list[Any]]:
     driver = Path(__file__).with_name("trace_processor.mjs")
     done = subprocess.run(
-        ["node", str(driver), FOLDER, str(trace), sql], capture_output=True, text=True, timeout=120, check=False
+        ["node", str(driver), FOLDER, str(trace), sql],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     found: list[list[Any]] = json.loads(done.stdout)

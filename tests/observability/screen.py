@@ -55,7 +55,9 @@ class Screen:
 
     def _control(self, argument: str, kind: str) -> None:
         if kind == "A":
-            top = max(0, len(self.lines) - self.height)  # lines that have scrolled away cannot be reached
+            top = max(
+                0, len(self.lines) - self.height
+            )  # lines that have scrolled away cannot be reached
             self.row = max(top, self.row - int(argument or 1))
         elif kind == "K":
             self.lines[self.row] = ""
@@ -77,7 +79,9 @@ class InTerminal:
         self.screen, self._raw = Screen(width, height), b""
         self.pid, self._fd = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # ignored if the tests run in the background of a shell
+            signal.signal(
+                signal.SIGINT, signal.SIG_DFL
+            )  # ignored if the tests run in the background of a shell
             os.environ.update(PYTHONPATH=str(ROOT), TERM="xterm", COLUMNS="", LINES="")
             os.execv(sys.executable, [sys.executable, "-c", code, *arguments])
         self.resize(width, height)
@@ -125,7 +129,11 @@ class InTerminal:
         self._raw += data
         text = self._raw.decode(errors="ignore")
         whole = text.rfind("\x1b")  # a sequence may be incomplete
-        cut = whole if whole >= 0 and not _CONTROL.match(text, whole) and len(text) - whole < 12 else len(text)
+        cut = (
+            whole
+            if whole >= 0 and not _CONTROL.match(text, whole) and len(text) - whole < 12
+            else len(text)
+        )
         self.screen.feed(text[:cut])
         self._raw = text[cut:].encode()
         return bool(data)

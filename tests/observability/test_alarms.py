@@ -31,9 +31,13 @@ def test_an_ill_run_raises_its_alarm_with_settings_that_exist(name: str) -> None
     found = {alarm.name: alarm.text for n in range(len(rows)) for alarm in alarms(rows[: n + 1])}
     assert name in found
     keys = Keys.of(Config)
-    named = re.findall(r"\b(?:trainer|generator|environment|data)\.[\w.]*\w", " ".join(found.values()))
+    named = re.findall(
+        r"\b(?:trainer|generator|environment|data)\.[\w.]*\w", " ".join(found.values())
+    )
     assert [
-        key for key in named if key not in keys and not any(known.path.startswith(f"{key}.") for known in keys)
+        key
+        for key in named
+        if key not in keys and not any(known.path.startswith(f"{key}.") for known in keys)
     ] == []
     assert all(text.endswith(".") and "  " not in text for text in found.values())
     assert name in ALSO_OTHERS or set(found) == {name}
@@ -59,9 +63,10 @@ def test_a_gradient_of_zero_and_a_score_that_falls_are_named() -> None:
     assert alarm.name == "gradient"
     (alarm,) = alarms([*healthy, {"step": healthy[-1]["step"] + 1, "eval/score": 0.5}])
     assert alarm.name == "score" and "trainer.ckpt_best_metric" in alarm.text
-    assert [alarm.name for alarm in alarms([{"step": 0, "eval/score": 0.4}, {"step": 5, "eval/score": 0.0}])] == [
-        "score"
-    ]
+    assert [
+        alarm.name
+        for alarm in alarms([{"step": 0, "eval/score": 0.4}, {"step": 5, "eval/score": 0.0}])
+    ] == ["score"]
 
 
 def test_restarts_of_workers_are_named_until_they_are_old() -> None:
@@ -85,18 +90,29 @@ def test_a_solved_task_is_no_illness() -> None:
 def test_the_update_that_destroyed_the_policy_comes_before_its_consequences() -> None:
     found = alarms(rows_of("collapse"))
     assert [alarm.name for alarm in found] == ["collapse", "truncation", "groups_equal"]
-    assert "The policy collapsed before step 2: the mean reward fell from 0.62 to 0.00" in found[0].text
+    assert (
+        "The policy collapsed before step 2: the mean reward fell from 0.62 to 0.00"
+        in found[0].text
+    )
     assert "trainer.policy.optimizer_config.lr" in found[0].text
     assert found[1].text.startswith("100% of the responses are cut by their length (1% in step 1).")
     lines = alarm_lines(found)
-    assert [line.partition(": ")[0] for line in lines] == ["alarm", "may follow from it", "may follow from it"]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "alarm",
+        "may follow from it",
+        "may follow from it",
+    ]
 
 
-def test_a_reward_that_ignores_the_response_is_a_cause_and_one_of_zero_may_be_a_consequence() -> None:
+def test_a_reward_that_ignores_the_response_is_a_cause_and_one_of_zero_may_be_a_consequence() -> (
+    None
+):
     rows = [{**row, "reward/mean": 0.5} for row in rows_of("collapse")[1:]]
     found = alarms(rows)
     assert [alarm.name for alarm in found] == ["groups_equal", "truncation"]
-    assert "it is 0.5 in all 15 steps, whatever the response, so nothing is learned" in found[0].text
+    assert (
+        "it is 0.5 in all 15 steps, whatever the response, so nothing is learned" in found[0].text
+    )
     zero = alarms([{**row, "reward/mean": 0.0} for row in rows])
     assert [alarm.name for alarm in zero] == ["truncation", "groups_equal"]
 
@@ -109,12 +125,16 @@ def test_a_reward_that_was_always_constant_or_recovers_is_no_collapse() -> None:
 
 
 @pytest.mark.parametrize("name", ILL)
-def test_alarms_of_a_run_that_learns_nothing_are_marked_and_those_of_speed_come_last(name: str) -> None:
+def test_alarms_of_a_run_that_learns_nothing_are_marked_and_those_of_speed_come_last(
+    name: str,
+) -> None:
     names = [alarm.name for alarm in alarms(rows_of(name))]
     slow = [alarm for alarm in names if alarm in ("restarts", "engines_idle", "trainer_idle")]
     assert names[len(names) - len(slow) :] == slow
     dead = {"collapse", "groups_equal", "gradient", "reward_flat"}
-    assert {alarm.name for alarm in alarms(rows_of(name)) if alarm.nothing_learned} == dead & set(names)
+    assert {alarm.name for alarm in alarms(rows_of(name)) if alarm.nothing_learned} == dead & set(
+        names
+    )
 
 
 def test_a_run_that_goes_on_reports_each_alarm_once(tmp_path: Path) -> None:
@@ -154,6 +174,8 @@ def test_a_file_that_cannot_be_read_ends_the_alarms_and_not_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = AlarmWatch(tmp_path)
-    write_rows(tmp_path / "metrics.jsonl", [{"step": step, "reward/mean": "high"} for step in range(20)])
+    write_rows(
+        tmp_path / "metrics.jsonl", [{"step": step, "reward/mean": "high"} for step in range(20)]
+    )
     assert watch.line() == "" == watch.line()
     assert caplog.text.count("no alarms of") == 1

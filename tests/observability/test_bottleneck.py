@@ -55,7 +55,9 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
                 await asyncio.sleep(checkpoint_s)
 
         if checkpoint_s:
-            trainer.context.schedule.reached = Mock(side_effect=lambda what, step: what == "checkpoint")
+            trainer.context.schedule.reached = Mock(
+                side_effect=lambda what, step: what == "checkpoint"
+            )
             trainer.save_checkpoint = save  # type: ignore[method-assign,assignment]
         await trainer.run()
         return rows.rows
@@ -76,17 +78,21 @@ def sentence(plan: str, judging_s: float = 0.0, checkpoint_s: float = 0.0, **set
 )
 def test_the_part_that_was_made_slow_is_named(plan: str, slow: dict[str, Any], named: str) -> None:
     said = sentence(plan, **slow)
-    assert said.startswith(named) or (plan == "sync" and f"take turns, {named} longer" in said), said
+    assert said.startswith(named) or (plan == "sync" and f"take turns, {named} longer" in said), (
+        said
+    )
 
 
 def test_a_plan_without_overlap_and_with_idle_sides_names_the_idle_time() -> None:
     row = {"step": 1, "time/step_s": 2.0, "idle/trainer": 0.79, "idle/engines": 0.79}
-    assert summarise([row]).limit.startswith("neither trainer nor engines worked for 58% of the time")
+    assert summarise([row]).limit.startswith(
+        "neither trainer nor engines worked for 58% of the time"
+    )
 
 
 def test_the_seven_rows_of_a_reward_that_takes_half_of_the_step() -> None:
     row = {"step": 1, "time/step_s": 1.42, "time/generate_s": 0.905, "time/train_s": 0.463}
     said = summarise([row | {"idle/trainer": 0.69, "idle/engines": 0.79}]).limit
-    assert said.startswith("environments and reward functions are the bottleneck: episodes waited for them in 43%"), (
-        said
-    )
+    assert said.startswith(
+        "environments and reward functions are the bottleneck: episodes waited for them in 43%"
+    ), said

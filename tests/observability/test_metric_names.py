@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[2]
 
 def test_the_written_page_is_current() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text()
-    assert written == markdown(), "run: python -m skyasync.observability.metric_names > docs/metrics.md"
+    assert written == markdown(), (
+        "run: python -m skyasync.observability.metric_names > docs/metrics.md"
+    )
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,9 @@ def text(width: int, height: int, report: ProgressReport = REPORT) -> list[str]:
 def test_it_says_how_far_how_well_how_fast_who_waits_how_stale_and_shows_a_sample() -> None:
     head, reward, speed, waits, stale, memory, sample, warning = text(120, 24)
     assert head.startswith("step 12/80 ━━━━") and head.endswith("─ 0:42, 3:53 left, training")
-    assert reward.startswith("reward  0.63 ") and reward.endswith("█ eval 0.61, best 0.70 at step 10")
+    assert reward.startswith("reward  0.63 ") and reward.endswith(
+        "█ eval 0.61, best 0.70 at step 10"
+    )
     assert speed == "speed   1.4 s/step, 93 samples/s, 1,512 tokens/s (engines 800, 712)"
     assert waits == "waits   trainer 12%, engines 31% idle; training is the bottleneck"
     assert stale == "stale   1.00 versions, at most 2; responses of 9.8 tokens, 2% cut"
@@ -58,9 +60,10 @@ def test_what_matters_least_goes_first() -> None:
 
 
 def test_what_is_unknown_or_not_finite_is_left_out() -> None:
-    assert [line.plain for line in panel(ProgressReport(0, 0, "starting", elapsed_s=3), History(), 80, 24)] == [
-        "starting 0:03"
-    ]
+    assert [
+        line.plain
+        for line in panel(ProgressReport(0, 0, "starting", elapsed_s=3), History(), 80, 24)
+    ] == ["starting 0:03"]
     nothing = ProgressReport(1, 3, "training", dict.fromkeys(METRICS))
     assert len(panel(nothing, History(), 80, 24)) == 1
 

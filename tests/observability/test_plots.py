@@ -11,7 +11,11 @@ def a_run(folder, steps=12, stale=True):
     folder.mkdir(parents=True)
     rows = [{"step": 0, "eval/score": 0.5}]
     for step in range(1, steps + 1):
-        row = {"step": step, "reward/mean": 0.5 + step / 100, "eval/score": None if step % 5 else 0.5 + step / 90}
+        row = {
+            "step": step,
+            "reward/mean": 0.5 + step / 100,
+            "eval/score": None if step % 5 else 0.5 + step / 90,
+        }
         if stale:
             row |= {"staleness/mean": 1.0, "staleness/min": 0.0, "staleness/max": 2.0}
         rows.append(row)
@@ -41,8 +45,14 @@ def test_a_picture_that_cannot_be_drawn_is_one_warning_and_the_old_one_stays(tmp
     with caplog.at_level(logging.WARNING, logger=plots.logger.name):
         assert not plots.plot_reward(bad, out)
         assert not plots.plot_reward(tmp_path / "absent.jsonl", out)
-    messages = [record.getMessage() for record in caplog.records if record.name == plots.logger.name]
-    assert len(messages) == 2 and "not drawn: ValueError" in messages[0] and "no metrics in" in messages[1]
+    messages = [
+        record.getMessage() for record in caplog.records if record.name == plots.logger.name
+    ]
+    assert (
+        len(messages) == 2
+        and "not drawn: ValueError" in messages[0]
+        and "no metrics in" in messages[1]
+    )
     assert out.read_bytes() == b"old"
 
 

@@ -36,10 +36,15 @@ def test_the_line_of_a_step_has_what_was_logged_and_nothing_else():
 
 
 def test_a_value_that_was_not_finite_reads_nan():
-    assert status_line(3, {"reward/mean": None, "idle/trainer": None}) == "step 3  reward nan  idle trainer nan%"
+    assert (
+        status_line(3, {"reward/mean": None, "idle/trainer": None})
+        == "step 3  reward nan  idle trainer nan%"
+    )
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (3800, "1:03:20")])
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (727, "12:07"), (3800, "1:03:20")]
+)
 def test_durations_read_as_clocks(seconds, text):
     assert duration(seconds) == text
 
@@ -128,12 +133,17 @@ def test_the_recorder_forgets_what_was_seen_and_a_report_survives_pickling():
 def test_the_recorder_says_what_limits_the_speed_and_keeps_the_newest_sample_and_warning():
     recorder = ProgressRecorder(9)
     for step in range(1, 4):
-        recorder.log({"time/step_s": 1.0, "time/wait_data_s": 0.6, "idle/trainer": 0.6, "idle/engines": 0.1}, step)
+        recorder.log(
+            {"time/step_s": 1.0, "time/wait_data_s": 0.6, "idle/trainer": 0.6, "idle/engines": 0.1},
+            step,
+        )
     recorder.sample = LatestSample.of(3, {"prompt": "x" * 9999, "response": "y", "reward": 1})
     recorder.warn("first")
     recorder.warn("second")
     report = recorder.report()
-    assert report.limit.startswith("generation is the bottleneck: the trainer waited 60% of the time")
+    assert report.limit.startswith(
+        "generation is the bottleneck: the trainer waited 60% of the time"
+    )
     assert (len(report.sample.prompt), report.sample.response) == (2000, "y")
     assert (report.warnings, report.warning) == (2, "second")
 
@@ -150,4 +160,6 @@ def test_warnings_of_the_library_are_told_and_still_printed(capsys, monkeypatch)
     other.info("nothing")
     report = recorder.report()
     assert (report.warnings, report.warning) == (1, "the disk is full")
-    assert before.splitlines()[:2] == ["the disk is full", "engine 3 has joined"], "information is no warning"
+    assert before.splitlines()[:2] == ["the disk is full", "engine 3 has joined"], (
+        "information is no warning"
+    )

@@ -50,11 +50,15 @@ def test_every_metric_has_a_name_that_prometheus_accepts(metric: str) -> None:
 
 
 def test_the_dashboard_asks_for_metrics_that_runs_log() -> None:
-    assert json.loads(FILE.read_text()) == dashboard(), "python -m skyasync.run.live_page > docs/grafana.json"
+    assert json.loads(FILE.read_text()) == dashboard(), (
+        "python -m skyasync.run.live_page > docs/grafana.json"
+    )
     panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
     asked = [target["expr"].partition("{")[0] for panel in panels for target in panel["targets"]]
     known = {series_name(metric.name) for metric in METRICS if "<" not in metric.name}
-    assert set(asked) - known <= {"skyasync_eval_response_truncated"} and len(panels) > 12  # eval/<name>
+    assert (
+        set(asked) - known <= {"skyasync_eval_response_truncated"} and len(panels) > 12
+    )  # eval/<name>
     ids = [panel["id"] for panel in dashboard()["panels"]]
     assert len(set(ids)) == len(ids)
     positions = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard()["panels"]]

@@ -19,7 +19,9 @@ def test_resuming_uses_the_same_folder_and_makes_a_missing_one(tmp_path):
     assert RunDirectory(tmp_path, "new", resume=True).path.is_dir()
 
 
-def test_a_path_is_shown_from_the_working_folder_if_it_is_inside_and_else_whole(tmp_path, monkeypatch):
+def test_a_path_is_shown_from_the_working_folder_if_it_is_inside_and_else_whole(
+    tmp_path, monkeypatch
+):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert shown(tmp_path / "here" / "runs" / "a") == "runs/a"
@@ -89,7 +91,10 @@ def test_samples_that_do_not_fit_on_the_disk_leave_no_torn_line(tmp_path):
     with files_end_at(run.samples.stat().st_size + 10), pytest.raises(OSError, match="too large"):
         run.write_samples(2, [{"text": "second"}, {"text": "third"}])
     run.write_samples(3, [{"text": "fourth"}])
-    assert [json.loads(line)["text"] for line in run.samples.read_text().splitlines()] == ["first", "fourth"]
+    assert [json.loads(line)["text"] for line in run.samples.read_text().splitlines()] == [
+        "first",
+        "fourth",
+    ]
 
 
 def test_a_ledger_line_that_failed_on_a_full_disk_is_written_later(tmp_path):
@@ -100,7 +105,12 @@ def test_a_ledger_line_that_failed_on_a_full_disk_is_written_later(tmp_path):
             with pytest.raises(OSError, match="too large"):
                 run.write_ledger(step, {"trained": [f"e0-i{step}"]})
     run.write_ledger(4, {"trained": ["e0-i4"]})
-    assert [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in run.ledger.read_text().splitlines()] == [
+        1,
+        2,
+        3,
+        4,
+    ]
 
 
 def test_a_full_disk_does_not_take_the_place_of_the_error_that_ended_a_run(tmp_path, caplog):
@@ -116,7 +126,9 @@ def test_a_file_that_cannot_be_replaced_stays_and_leaves_no_scratch(tmp_path):
     replace_text(run.config, "old")
     with files_end_at(2), pytest.raises(OSError, match="too large"):
         replace_text(run.config, "new and longer")
-    assert [path.name for path in run.path.iterdir()] == ["config.yaml"] and run.config.read_text() == "old"
+    assert [path.name for path in run.path.iterdir()] == [
+        "config.yaml"
+    ] and run.config.read_text() == "old"
 
 
 def test_the_default_name_begins_with_the_plan():

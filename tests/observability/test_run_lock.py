@@ -30,7 +30,9 @@ time.sleep(60)
 
 
 def holder(folder: Path) -> subprocess.Popen[str]:
-    started = subprocess.Popen([sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, text=True)
+    started = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, folder], stdout=subprocess.PIPE, text=True
+    )
     assert started.stdout is not None and started.stdout.readline() == "held\n"
     return started
 
@@ -42,7 +44,10 @@ def test_a_second_command_names_the_first_and_a_killed_one_leaves_no_lock(tmp_pa
             with pytest.raises(UserError) as refused:
                 run_dir.lock_run(tmp_path)
             line = str(refused.value)
-            assert f"{tmp_path} is in use: process {first.pid} on {socket.gethostname()} trains there since 20" in line
+            assert (
+                f"{tmp_path} is in use: process {first.pid} on {socket.gethostname()} trains there since 20"
+                in line
+            )
             assert "trainer.run_name" in line and "\n" not in line
     finally:
         os.kill(first.pid, signal.SIGKILL)
@@ -65,5 +70,8 @@ def test_a_file_system_without_locks_is_no_reason_to_end(
 
     monkeypatch.setattr(fcntl, "lockf", without)
     run_dir.lock_run(tmp_path)
-    assert "not guarded against a second command" in caplog.text and "No locks available" in caplog.text
+    assert (
+        "not guarded against a second command" in caplog.text
+        and "No locks available" in caplog.text
+    )
     run_dir.unlock_run(tmp_path)

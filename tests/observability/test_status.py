@@ -21,7 +21,9 @@ def test_a_run_that_goes_on_and_one_that_is_over(tmp_path: Path) -> None:
     assert after.began == inside.began <= after.ended
 
 
-@pytest.mark.parametrize(("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "stopped")])
+@pytest.mark.parametrize(
+    ("error", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "stopped")]
+)
 def test_what_ends_a_run_is_told(tmp_path: Path, error: type[BaseException], state: str) -> None:
     with pytest.raises(error), status_file(tmp_path):
         raise error

@@ -29,7 +29,11 @@ def test_scores_name_their_steps():
         step(3, eval__score=0.8),
     ]
     result = summarise(rows)
-    assert (result.first, result.best, result.last) == (Evaluation(0.5, 0), Evaluation(0.9, 1), Evaluation(0.8, 3))
+    assert (result.first, result.best, result.last) == (
+        Evaluation(0.5, 0),
+        Evaluation(0.9, 1),
+        Evaluation(0.8, 3),
+    )
     assert "0.50 (step 0) → 0.80 (step 3), best 0.90 (step 1)" in text_of(result)
 
 
@@ -44,11 +48,16 @@ def test_rates_and_shares_are_weighted_by_time():
 
 
 def test_phases_are_means_over_all_steps_longest_first():
-    rows = [step(1, time__sync_s=0.2, time__train_s=1.0), step(2, time__train_s=0.5, time__eval_s=None)]
+    rows = [
+        step(1, time__sync_s=0.2, time__train_s=1.0),
+        step(2, time__train_s=0.5, time__eval_s=None),
+    ]
     assert list(summarise(rows).phases.items()) == [("train", 0.75), ("sync", 0.1), ("eval", 0.0)]
     shown = text_of(summarise(rows))
     assert "where the time of training goes" in shown
-    assert [line.split() for line in shown.splitlines() if line.startswith("train")] == [["train", "0.750", "38%"]]
+    assert [line.split() for line in shown.splitlines() if line.startswith("train")] == [
+        ["train", "0.750", "38%"]
+    ]
 
 
 def test_the_rate_is_that_of_all_of_training_with_the_rate_without_evaluations_after_it():
@@ -58,8 +67,16 @@ def test_the_rate_is_that_of_all_of_training_with_the_rate_without_evaluations_a
         step(1, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, time__start_s=30.0),
         step(2, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, time__eval_s=6.0),
         step(3, 0.5, time__interval_s=6.5, throughput__samples_per_s=100 / 6.5),
-        step(4, 1.5, time__interval_s=1.5, throughput__samples_per_s=100 / 1.5, rollout__in_evaluation=0.5),
-        step(5, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, rollout__in_evaluation=0.0),
+        step(
+            4,
+            1.5,
+            time__interval_s=1.5,
+            throughput__samples_per_s=100 / 1.5,
+            rollout__in_evaluation=0.5,
+        ),
+        step(
+            5, 2.0, time__interval_s=2.0, throughput__samples_per_s=50, rollout__in_evaluation=0.0
+        ),
     ]
     result = summarise(rows)
     assert result.total_s == 8.0 + 6.0
@@ -134,8 +151,14 @@ def test_idle_shares_are_weighted_by_the_time_in_which_they_were_measured():
             {"time__sync_s": 0.8, "idle__trainer": 0.1, "idle__engines": 0.4},
             "weight sync is the bottleneck: it took 40% of the time",
         ),
-        ({"time__eval_s": 6.0, "idle__trainer": 0.1}, "evaluation is the bottleneck: it took 75% of the time"),
-        ({"idle__trainer": 0.7}, "generation is the bottleneck: the trainer waited 70% of the time"),
+        (
+            {"time__eval_s": 6.0, "idle__trainer": 0.1},
+            "evaluation is the bottleneck: it took 75% of the time",
+        ),
+        (
+            {"idle__trainer": 0.7},
+            "generation is the bottleneck: the trainer waited 70% of the time",
+        ),
         ({"time__train_s": 1.0}, "too few figures to say what limits the speed"),
     ],
 )
@@ -143,7 +166,9 @@ def test_one_sentence_says_what_limits_the_speed(values, sentence):
     assert summarise([step(number, **values) for number in range(1, 4)]).limit == sentence
 
 
-@pytest.mark.parametrize("rows", [[], [{"step": 0, "eval/score": None}], [{"step": 1, "reward/mean": 0.5}]])
+@pytest.mark.parametrize(
+    "rows", [[], [{"step": 0, "eval/score": None}], [{"step": 1, "reward/mean": 0.5}]]
+)
 def test_a_run_without_figures_is_summarised_without_guesses(rows):
     result = summarise(rows)
     assert (result.steps, result.step_s, result.first, result.means) == (0, None, None, {})
@@ -183,7 +208,9 @@ def test_the_seconds_of_a_run_add_up_with_the_evaluation_before_training():
         step(1, 8.0, time__start_s=30.0) | {"time": 153.0},
         step(2, 12.0, time__eval_s=5.0) | {"time": 170.0},
     ]
-    assert run_times(rows, 177.0) == "start 0:30, 2 steps 0:20, evaluation 0:20, finish 0:07"  # from 100 to 177
+    assert (
+        run_times(rows, 177.0) == "start 0:30, 2 steps 0:20, evaluation 0:20, finish 0:07"
+    )  # from 100 to 177
 
 
 def test_a_run_without_steps_has_no_times():
@@ -192,8 +219,13 @@ def test_a_run_without_steps_has_no_times():
 
 
 @pytest.mark.parametrize("name", ["groups_equal", "collapse", "gradient", "reward_flat"])
-def test_a_run_that_learns_nothing_ends_with_its_alarms_and_no_advice_on_speed(name, tmp_path, capsys):
-    rows = [{"time/step_s": 1.0, "idle/trainer": 0.6, "idle/engines": 0.4} | row for row in rows_of(name)]
+def test_a_run_that_learns_nothing_ends_with_its_alarms_and_no_advice_on_speed(
+    name, tmp_path, capsys
+):
+    rows = [
+        {"time/step_s": 1.0, "idle/trainer": 0.6, "idle/engines": 0.4} | row
+        for row in rows_of(name)
+    ]
     write_rows(tmp_path / "metrics.jsonl", rows)
     assert summary.print_summary(tmp_path / "metrics.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
@@ -202,9 +234,14 @@ def test_a_run_that_learns_nothing_ends_with_its_alarms_and_no_advice_on_speed(n
 
 
 def test_alarms_of_speed_leave_the_sentence_about_it_and_restarts_are_among_them(tmp_path, capsys):
-    write_rows(tmp_path / "metrics.jsonl", [step(number, idle__trainer=0.7) for number in range(1, 13)])
+    write_rows(
+        tmp_path / "metrics.jsonl", [step(number, idle__trainer=0.7) for number in range(1, 13)]
+    )
     write_rows(tmp_path / "restarts.jsonl", [{"step": 11, "what": "a process of the policy"}])
     assert summary.print_summary(tmp_path / "metrics.jsonl")
     shown = " ".join(capsys.readouterr().out.split())
-    assert "alarm: Processes failed in the last 10 steps and were restarted: a process of the policy." in shown
+    assert (
+        "alarm: Processes failed in the last 10 steps and were restarted: a process of the policy."
+        in shown
+    )
     assert "generation is the bottleneck" in shown

@@ -52,7 +52,15 @@ with ProgressView(folder=folder) as view:
             raise ValueError("as it was raised")
 print("behind")
 """
-WRITTEN = ("printed {}", "from C {}", "logged {}", "child {}", "child error {}", "said {} red", "half a line {}")
+WRITTEN = (
+    "printed {}",
+    "from C {}",
+    "logged {}",
+    "child {}",
+    "child error {}",
+    "said {} red",
+    "half a line {}",
+)
 
 
 def everything(screen: Screen, steps: range) -> None:
@@ -62,7 +70,9 @@ def everything(screen: Screen, steps: range) -> None:
 
 
 def panels(screen: Screen) -> list[str]:
-    return [line for line in screen.shown if line.startswith(("step ", "reward ", "waits ", "speed "))]
+    return [
+        line for line in screen.shown if line.startswith(("step ", "reward ", "waits ", "speed "))
+    ]
 
 
 @pytest.mark.matrix
@@ -74,17 +84,24 @@ def test_other_output_stays_complete_above_the_panel_and_after_it(tmp_path: Path
     assert "x" * 60 in screen.shown  # nothing is cut: the terminal wraps it
     assert screen.shown[0] == "before"
     assert (
-        "".join(screen.shown[-3:]) == "step 5/5  reward 0.50  eval 0.75  idle trainer 60% engines 10%  1.0 s/stepbehind"
+        "".join(screen.shown[-3:])
+        == "step 5/5  reward 0.50  eval 0.75  idle trainer 60% engines 10%  1.0 s/stepbehind"
     )
-    assert [line for line in panels(screen) if line.startswith(("reward ", "waits "))] == []  # the panel is gone
+    assert [
+        line for line in panels(screen) if line.startswith(("reward ", "waits "))
+    ] == []  # the panel is gone
     assert screen.modes == []  # the cursor was never hidden, no screen was switched
 
 
 def test_the_panel_is_below_what_is_written_and_follows_the_terminals_size(tmp_path: Path) -> None:
     terminal = InTerminal(DRIVER, str(tmp_path), "wait", width=80)
-    screen = terminal.until(lambda s: "waiting" in s.shown and any("bottleneck" in line for line in s.shown[-4:]))
+    screen = terminal.until(
+        lambda s: "waiting" in s.shown and any("bottleneck" in line for line in s.shown[-4:])
+    )
     below = screen.shown[screen.shown.index("waiting") + 1 :]
-    assert below[0].startswith("step 4/5 ━") and below[-1].startswith("waits   trainer 60%, engines 10% idle; gen")
+    assert below[0].startswith("step 4/5 ━") and below[-1].startswith(
+        "waits   trainer 60%, engines 10% idle; gen"
+    )
     terminal.resize(30, 4)
     screen = terminal.until(lambda s: s.shown[-1].startswith("waits") and len(s.shown[-1]) <= 29)
     assert screen.shown[-1].endswith("…")
@@ -117,7 +134,9 @@ def test_a_killed_driver_leaves_no_terminal_mode_and_its_output_in_its_file(tmp_
 
 def test_a_terminal_that_is_gone_costs_the_panel_and_not_the_run(tmp_path: Path) -> None:
     code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + DRIVER
-    terminal = InTerminal(code.replace('print("behind")', "(folder / 'done').touch()"), str(tmp_path), "wait")
+    terminal = InTerminal(
+        code.replace('print("behind")', "(folder / 'done').touch()"), str(tmp_path), "wait"
+    )
     terminal.until(lambda s: "waiting" in s.shown)
     terminal.hang_up()
     (tmp_path / "go").touch()
@@ -139,9 +158,9 @@ def test_live_is_drawn_into_a_pipe_too_and_lines_on_a_terminal(tmp_path: Path) -
     lines = DRIVER.replace("ProgressView(folder", "ProgressView(mode='lines', folder")
     terminal = InTerminal(lines, str(tmp_path), "end", width=100)
     assert terminal.ended() == 0
-    assert [line.partition("  ")[0] for line in terminal.screen.shown if line.startswith("step")] == [
-        f"step {step}/5" for step in range(1, 6)
-    ]
+    assert [
+        line.partition("  ")[0] for line in terminal.screen.shown if line.startswith("step")
+    ] == [f"step {step}/5" for step in range(1, 6)]
 
 
 def test_a_run_folder_that_cannot_be_written_costs_no_run(tmp_path: Path) -> None:

@@ -35,7 +35,11 @@ def events(path, phase):
 
 
 def tracks(path):
-    return {(e["pid"], e["tid"]): e["args"]["name"] for e in events(path, "M") if e["name"] == "thread_name"}
+    return {
+        (e["pid"], e["tid"]): e["args"]["name"]
+        for e in events(path, "M")
+        if e["name"] == "thread_name"
+    }
 
 
 def test_every_prefix_of_whole_lines_is_a_valid_trace(tmp_path, clock):
@@ -65,7 +69,9 @@ def test_a_killed_process_leaves_what_it_recorded(tmp_path):
     path = tmp_path / "t.json"
     done = subprocess.run([sys.executable, "-c", code, str(path)])
     assert done.returncode == -signal.SIGKILL
-    assert [event["name"] for event in json.loads(path.read_text() + "]") if event["ph"] == "X"] == ["train"]
+    assert [
+        event["name"] for event in json.loads(path.read_text() + "]") if event["ph"] == "X"
+    ] == ["train"]
 
 
 def test_a_span_has_its_clocks_times_in_microseconds_its_track_and_args(tmp_path, clock):
@@ -75,7 +81,11 @@ def test_a_span_has_its_clocks_times_in_microseconds_its_track_and_args(tmp_path
         args["loss"] = 0.5
     timeline.close()
     [span] = events(tmp_path / "t.json", "X")
-    assert (span["ts"], span["dur"], span["args"]) == (100_000_000, 250_000, {"step": 7, "tokens": 5, "loss": 0.5})
+    assert (span["ts"], span["dur"], span["args"]) == (
+        100_000_000,
+        250_000,
+        {"step": 7, "tokens": 5, "loss": 0.5},
+    )
     assert tracks(tmp_path / "t.json")[span["pid"], span["tid"]] == "trainer"
 
 
@@ -113,7 +123,10 @@ async def test_spans_of_concurrent_tasks_overlap_and_get_lanes_of_their_own(tmp_
     assert (spans["first"]["ts"], spans["first"]["dur"]) == (100_000_000, 2_000_000)
     assert (spans["second"]["ts"], spans["second"]["dur"]) == (101_000_000, 2_000_000)
     names = tracks(tmp_path / "t.json")
-    assert [names[1, spans[name]["tid"]] for name in ("first", "second")] == ["engine", "engine (2)"]
+    assert [names[1, spans[name]["tid"]] for name in ("first", "second")] == [
+        "engine",
+        "engine (2)",
+    ]
 
 
 def test_nested_spans_share_a_lane(tmp_path, clock):
@@ -140,7 +153,9 @@ def test_a_resumed_trace_continues_the_file_as_another_part(tmp_path, clock):
             with path.open("a") as file:  # the crash
                 file.write(ending)
     Timeline(path, clock=clock).close()
-    names = [event["args"]["name"] for event in events(path, "M") if event["name"] == "process_name"]
+    names = [
+        event["args"]["name"] for event in events(path, "M") if event["name"] == "process_name"
+    ]
     assert names == ["skyasync", *(f"skyasync (resumed, part {part})" for part in (2, 3, 4))]
     assert [event["pid"] for event in events(path, "X")] == [1, 2, 3]
 
@@ -149,7 +164,11 @@ def test_what_json_cannot_hold_is_text(tmp_path, clock):
     timeline = Timeline(tmp_path / "t.json", clock=clock)
     timeline.add_span("train", "trainer", 0, 1, gap=math.inf, where=tmp_path, deep=[math.nan])
     timeline.close()
-    assert events(tmp_path / "t.json", "X")[0]["args"] == {"gap": "inf", "where": str(tmp_path), "deep": "[nan]"}
+    assert events(tmp_path / "t.json", "X")[0]["args"] == {
+        "gap": "inf",
+        "where": str(tmp_path),
+        "deep": "[nan]",
+    }
 
 
 def test_memory_is_bounded_and_the_file_is_not(tmp_path, clock):
@@ -175,7 +194,9 @@ def test_the_default_clock_is_wall_time():
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 50), st.integers(0, 50)), max_size=40),
     st.integers(1, 4),
 )
-def test_once_closed_every_lane_is_full_from_the_runs_beginning_to_its_end(tmp_path_factory, found, settled):
+def test_once_closed_every_lane_is_full_from_the_runs_beginning_to_its_end(
+    tmp_path_factory, found, settled
+):
     path, clock = tmp_path_factory.mktemp("trace") / "t.json", VirtualClock()
     with patch.object(Lanes, "SETTLED", settled):
         timeline = Timeline(path, clock=clock, began=100.0)
@@ -211,11 +232,17 @@ def test_what_nothing_can_fill_any_more_is_told_while_the_run_goes_on(tmp_path, 
         clock.now += 1
         with timeline.span("work", "trainer"):
             clock.now += 1
-    written = [event["name"] for event in json.loads((tmp_path / "t.json").read_text() + "]") if event["ph"] == "X"]
+    written = [
+        event["name"]
+        for event in json.loads((tmp_path / "t.json").read_text() + "]")
+        if event["ph"] == "X"
+    ]
     assert written.count("idle") == Lanes.SETTLED
 
 
-def test_a_closed_trace_is_prolonged_to_the_runs_end_and_one_that_was_not_closed_stays(tmp_path, clock):
+def test_a_closed_trace_is_prolonged_to_the_runs_end_and_one_that_was_not_closed_stays(
+    tmp_path, clock
+):
     path = tmp_path / "t.json"
     for part in (1, 2):  # the second is a resumed run's
         timeline = Timeline(path, clock=clock)
@@ -237,7 +264,9 @@ def test_a_closed_trace_is_prolonged_to_the_runs_end_and_one_that_was_not_closed
     assert not (tmp_path / "none.json").exists()
 
 
-@pytest.mark.skipif(not perfetto.THERE, reason="TRACE_PROCESSOR names no folder with Perfetto's trace processor")
+@pytest.mark.skipif(
+    not perfetto.THERE, reason="TRACE_PROCESSOR names no folder with Perfetto's trace processor"
+)
 def test_perfettos_own_processor_reads_it_and_every_lane_sums_to_the_runs_time(tmp_path, clock):
     path = tmp_path / "t.json"
     for _ in range(2):  # the second is a resumed run's
@@ -247,7 +276,9 @@ def test_perfettos_own_processor_reads_it_and_every_lane_sums_to_the_runs_time(t
             with timeline.span("sync", "trainer", 1):
                 clock.now += 2
         timeline.add_span("rollout", "engine 0", clock.now - 3, clock.now)
-        timeline.add_span("rollout", "engine 0", clock.now - 2, clock.now - 0.5)  # overlaps: a lane of its own
+        timeline.add_span(
+            "rollout", "engine 0", clock.now - 2, clock.now - 0.5
+        )  # overlaps: a lane of its own
         timeline.add_span("rollout", "engine 0", clock.now - 2.5, clock.now + 1)
         clock.now += 5
         timeline.close()
@@ -256,5 +287,9 @@ def test_perfettos_own_processor_reads_it_and_every_lane_sums_to_the_runs_time(t
     found = perfetto.lanes(path)
     assert {part for part, _ in found} == {1, 2} and len(found) >= 6
     assert set(found.values()) == {10.0}
-    assert found == {lane: chrome_trace.covered(spans) / 1e6 for lane, spans in chrome_trace.check(path).items()}
-    assert perfetto.rows(path, "select count(*) from slice where name = 'sync' and dur = 2000000000") == [[2]]
+    assert found == {
+        lane: chrome_trace.covered(spans) / 1e6 for lane, spans in chrome_trace.check(path).items()
+    }
+    assert perfetto.rows(
+        path, "select count(*) from slice where name = 'sync' and dur = 2000000000"
+    ) == [[2]]

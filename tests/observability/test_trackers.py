@@ -11,7 +11,13 @@ import torch
 from skyasync.errors import UserError
 from skyasync.observability import TRACKERS, RunDirectory, jsonl
 from skyasync.observability.jsonl import read_rows
-from skyasync.observability.trackers import NON_FINITE, JsonlTracker, MultiTracker, TrackerContext, plain_metrics
+from skyasync.observability.trackers import (
+    NON_FINITE,
+    JsonlTracker,
+    MultiTracker,
+    TrackerContext,
+    plain_metrics,
+)
 from skyasync.preflight.parts import check_installed
 from tests.full_disk import files_end_at
 
@@ -33,8 +39,14 @@ def test_a_step_logged_in_parts_is_one_line_complete_after_each_call(run):
     tracker = JsonlTracker(TrackerContext(run))
     tracker.log({"eval/score": 0.123456789}, 0)
     tracker.log({"reward/mean": 1.0, "a/long_name": 0.123456789}, 1)
-    assert without_time(lines(run))[1] == {"step": 1, "reward/mean": 1.0, "a/long_name": 0.123456789}
-    tracker.log({"eval/score": 0.5, "a/long_name": 1.0}, 1)  # shorter than before: nothing remains of the old line
+    assert without_time(lines(run))[1] == {
+        "step": 1,
+        "reward/mean": 1.0,
+        "a/long_name": 0.123456789,
+    }
+    tracker.log(
+        {"eval/score": 0.5, "a/long_name": 1.0}, 1
+    )  # shorter than before: nothing remains of the old line
     assert without_time(lines(run)) == [
         {"step": 0, "eval/score": 0.123456789},
         {"step": 1, "reward/mean": 1.0, "a/long_name": 1.0, "eval/score": 0.5},
@@ -68,7 +80,13 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_does_again(run):
     second = JsonlTracker(TrackerContext(run))
     for step in (3, 4):
         second.log({"reward/mean": 2.0}, step)
-    assert [(row["step"], row["reward/mean"]) for row in lines(run)] == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+    assert [(row["step"], row["reward/mean"]) for row in lines(run)] == [
+        (0, 1),
+        (1, 1),
+        (2, 1),
+        (3, 2),
+        (4, 2),
+    ]
 
 
 def test_the_first_step_that_is_done_again_has_nothing_of_the_interrupted_run(run):
@@ -76,7 +94,10 @@ def test_the_first_step_that_is_done_again_has_nothing_of_the_interrupted_run(ru
     first.log({"reward/mean": 1.0}, 1)
     first.log({"reward/mean": 1.0, "eval/score": 0.9, "spikes/count": 1.0}, 2)
     JsonlTracker(TrackerContext(run)).log({"reward/mean": 2.0}, 2)
-    assert without_time(lines(run)) == [{"step": 1, "reward/mean": 1.0}, {"step": 2, "reward/mean": 2.0}]
+    assert without_time(lines(run)) == [
+        {"step": 1, "reward/mean": 1.0},
+        {"step": 2, "reward/mean": 2.0},
+    ]
 
 
 def test_other_metrics_of_the_last_step_are_added_by_a_run_that_begins_with_it(run):
@@ -92,7 +113,9 @@ def test_readers_leave_a_torn_line_out(run):
 
 
 def test_numbers_of_any_library_become_floats():
-    plain = plain_metrics({"a": np.float32(0.5), "b": torch.tensor([2]), "c": True, "d": np.array(3), "e": 7})
+    plain = plain_metrics(
+        {"a": np.float32(0.5), "b": torch.tensor([2]), "c": True, "d": np.array(3), "e": 7}
+    )
     assert plain == {"a": 0.5, "b": 2.0, "c": 1.0, "d": 3.0, "e": 7.0}
     assert {type(value) for value in plain.values()} == {float}
 
@@ -181,7 +204,11 @@ def test_a_missing_package_is_answered_with_the_command_that_adds_it(run, monkey
 
 def test_the_registry_announces_exactly_what_the_modules_register():
     announced = TRACKERS.names()
-    assert sorted(TRACKERS) == announced == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+    assert (
+        sorted(TRACKERS)
+        == announced
+        == ["console", "jsonl", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
+    )
 
 
 def test_a_users_tracker_is_found_by_its_name(run):
@@ -250,7 +277,11 @@ def test_mlflow_has_the_metrics_and_a_resumed_run_goes_on_in_the_same(run, monke
         tracker.close()
     client = mlflow.MlflowClient()
     found = client.get_run((run.path / "mlflow_id").read_text())
-    assert (found.info.run_name, found.info.status, found.data.params) == ("run", "FINISHED", {"trainer.seed": "7"})
+    assert (found.info.run_name, found.info.status, found.data.params) == (
+        "run",
+        "FINISHED",
+        {"trainer.seed": "7"},
+    )
     history = client.get_metric_history(found.info.run_id, "reward/mean")
     assert [(metric.step, metric.value) for metric in history] == [(1, 0.1), (2, 0.2)]
     assert "broken" not in found.data.metrics
@@ -287,5 +318,7 @@ def test_importing_the_package_and_its_trackers_imports_nothing_heavy():
 @pytest.mark.parametrize("name", ["mlflow", "trackio", "swanlab"])
 def test_a_missing_package_is_found_before_anything_starts(monkeypatch, name):
     monkeypatch.setattr("skyasync.preflight.parts.find_spec", lambda package: None)
-    with pytest.raises(UserError, match=f"{name} is not installed; add it with: uv pip install {name}"):
+    with pytest.raises(
+        UserError, match=f"{name} is not installed; add it with: uv pip install {name}"
+    ):
         check_installed(TRACKERS, name)

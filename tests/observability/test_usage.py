@@ -20,7 +20,9 @@ class Client:
 
     async def stats(self):
         return [
-            EngineStats(busy_s=found[0], generated_tokens=found[1]) if found else EngineStats(gone=True)
+            EngineStats(busy_s=found[0], generated_tokens=found[1])
+            if found
+            else EngineStats(gone=True)
             for found in self.counters.engines
         ]
 
@@ -137,4 +139,7 @@ async def test_engines_that_have_come_count_and_those_that_are_gone_do_not():
     found = await lap(Counters((0.0, 0), (0.0, 0), (0.0, 0)), Counters((10.0, 50), None, (5.0, 30)))
     assert found["idle/engines"] == pytest.approx(0.25)
     assert found["throughput/tokens_per_s"] == 8.0
-    assert "throughput/engine_1_tokens_per_s" not in found and "throughput/engine_2_tokens_per_s" in found
+    assert (
+        "throughput/engine_1_tokens_per_s" not in found
+        and "throughput/engine_2_tokens_per_s" in found
+    )

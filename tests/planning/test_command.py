@@ -21,7 +21,14 @@ from skyasync.planning.vllm_report import VLLMReport
 from tests.planning.models import MODELS
 from tests.planning.test_plan import EIGHT, QWEN_7B, reckoned, settings
 
-MACHINE = ["--gpus", "2", "--gpu-memory", "24GiB", "--host-memory=64GiB", "generator.backend=transformers"]
+MACHINE = [
+    "--gpus",
+    "2",
+    "--gpu-memory",
+    "24GiB",
+    "--host-memory=64GiB",
+    "generator.backend=transformers",
+]
 
 
 @pytest.fixture
@@ -37,22 +44,45 @@ def run(argv: list[str]) -> int:
 
 
 @pytest.mark.slow
-def test_a_plan_that_fits_says_so_in_plain_text(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_that_fits_says_so_in_plain_text(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", *MACHINE, model, "data.train_data=[x]"]) == 0
     out = capsys.readouterr().out
     assert out.isascii() and "\x1b" not in out
     assert out.splitlines()[-1] == "fits"
     assert "weights" in out and "moments" in out and "cache" in out
     assert "PFLOP per rank" in out and "\nsent         " in out and "estimate" not in out
-    assert re.search(r"phases: update .*, optimizer step .*, log-probabilities .*, weight sync", out)
+    assert re.search(
+        r"phases: update .*, optimizer step .*, log-probabilities .*, weight sync", out
+    )
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_card_by_its_name_has_memory_and_speeds(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--gpus=8", "--card", "L4", "--host-memory=64GiB", model, "data.train_data=[x]"]) == 0
+def test_a_card_by_its_name_has_memory_and_speeds(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        run(
+            [
+                "plan",
+                "--gpus=8",
+                "--card",
+                "L4",
+                "--host-memory=64GiB",
+                model,
+                "data.train_data=[x]",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    assert "8 GPUs of 22.5 GiB" in out and "by the published peak and bandwidths of L4" in out and "tokens/s" in out
+    assert (
+        "8 GPUs of 22.5 GiB" in out
+        and "by the published peak and bandwidths of L4" in out
+        and "tokens/s" in out
+    )
     assert "training reaches 15% to 45% of the peak" in out
     larger = "trainer.placement.policy_num_gpus_per_node=4 generator.num_inference_engines=4"
     assert f"unused       6 of 8 GPUs: for example {larger}" in out
@@ -71,7 +101,9 @@ def test_a_plan_that_does_not_fit_ends_with_status_1_and_the_way_out(
 
 
 @pytest.mark.slow
-def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(
+    model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     run(["plan", "--json", *MACHINE, model, "data.train_data=[x]"])
     planned = json.loads(capsys.readouterr().out)
     with pytest.raises(SystemExit):
@@ -88,12 +120,17 @@ def test_a_dry_run_of_a_program_of_ones_own_is_the_same_plan(model: str, capsys:
         (["plan", "--gpus", "2", "--gpu-memory", "much"], "--gpu-memory much: not a size"),
         (["plan", "--gpus", "two"], "not a number of GPUs"),
         (["plan", "--gpus", "1" * 5000], f"--gpus {'1' * 40}: not a number of GPUs"),
-        (["plan", "--gpus", "2", "--card", "H99"], "--card H99: no card that is known, which are A100, H100"),
+        (
+            ["plan", "--gpus", "2", "--card", "H99"],
+            "--card H99: no card that is known, which are A100, H100",
+        ),
         (["plan", "--card", "H100"], "--card also needs --gpus N"),
         (["plan", "trainer.sead=3"], "did you mean trainer.seed"),
     ],
 )
-def test_what_is_wrong_is_one_line(argv: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_wrong_is_one_line(
+    argv: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(argv) == 2
     error = capsys.readouterr().err
     assert named in error and len(error.splitlines()) == 1
@@ -103,7 +140,10 @@ def test_what_is_wrong_is_one_line(argv: list[str], named: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], "the 4 attention heads"),
+        (
+            ["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"],
+            "the 4 attention heads",
+        ),
         (["generator.sampling_params.stop_token_ids=[151645]"], "beyond the vocabulary"),
         (["trainer.policy.model.config_kwargs={rope_thta: 3.0}"], "did you mean rope_theta"),
     ],
@@ -136,7 +176,9 @@ def test_help_and_what_is_wrong_import_neither_torch_nor_ray(model: str) -> None
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_a_plan_imports_neither_ray_nor_an_engine_and_starts_no_run(model: str, tmp_path: Path) -> None:
+def test_a_plan_imports_neither_ray_nor_an_engine_and_starts_no_run(
+    model: str, tmp_path: Path
+) -> None:
     program = (
         "import sys\nfrom skyasync.__main__ import command\n"
         f"try: command({['plan', *MACHINE, model, 'data.train_data=[x]', f'trainer.runs_dir={tmp_path}/runs']!r})\n"
@@ -146,5 +188,8 @@ def test_a_plan_imports_neither_ray_nor_an_engine_and_starts_no_run(model: str, 
     before = os.times()
     subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
     after = os.times()
-    assert after.children_user + after.children_system - before.children_user - before.children_system < 20
+    assert (
+        after.children_user + after.children_system - before.children_user - before.children_system
+        < 20
+    )
     assert not (tmp_path / "runs").exists()

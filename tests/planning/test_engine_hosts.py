@@ -19,7 +19,11 @@ def settings(
 ) -> Config:
     cfg = Config()
     cfg.ray.address, cfg.trainer.placement.policy_num_nodes = address, nodes
-    cfg.generator.backend, cfg.generator.weight_sync_backend, cfg.generator.num_inference_engines = backend, way, 4
+    (
+        cfg.generator.backend,
+        cfg.generator.weight_sync_backend,
+        cfg.generator.num_inference_engines,
+    ) = backend, way, 4
     return cfg
 
 
@@ -30,7 +34,9 @@ def host(cfg: Config, machine: Machine) -> MemoryUse | None:
 
 @pytest.mark.parametrize("machine", [CPU, GPUS], ids=["cpu", "gpus"])
 @pytest.mark.parametrize(("backend", "buffers"), [("transformers", 2), ("vllm", 1)])
-def test_every_engine_receives_whole_models_in_the_policys_dtype(machine: Machine, backend: str, buffers: int) -> None:
+def test_every_engine_receives_whole_models_in_the_policys_dtype(
+    machine: Machine, backend: str, buffers: int
+) -> None:
     cfg = settings(backend)
     cfg.trainer.policy.model.dtype, cfg.generator.dtype = "bfloat16", "float32"
     found = host(cfg, machine)
@@ -48,13 +54,17 @@ def test_every_engine_receives_whole_models_in_the_policys_dtype(machine: Machin
         (settings("vllm", "cuda_ipc", nodes=2), GPUS),
     ],
 )
-def test_there_is_no_such_host_on_one_node_or_where_weights_go_from_gpu_to_gpu(cfg: Config, machine: Machine) -> None:
+def test_there_is_no_such_host_on_one_node_or_where_weights_go_from_gpu_to_gpu(
+    cfg: Config, machine: Machine
+) -> None:
     if cfg.generator.weight_sync_backend == "cuda_ipc":
         cfg.trainer.placement.colocate_all = True
     assert host(cfg, machine) is None
 
 
-def test_engines_of_a_policy_on_one_node_are_on_that_node_and_servers_have_their_own_hosts() -> None:
+def test_engines_of_a_policy_on_one_node_are_on_that_node_and_servers_have_their_own_hosts() -> (
+    None
+):
     cfg = settings()
     cfg.trainer.placement.colocate_all = True
     assert host(cfg, GPUS) is None
@@ -64,14 +74,22 @@ def test_engines_of_a_policy_on_one_node_are_on_that_node_and_servers_have_their
 
 
 def test_the_policys_other_nodes_hold_what_the_first_does_but_what_it_hands_over() -> None:
-    devices = {place.name: place for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS, reckoned()).devices}
+    devices = {
+        place.name: place
+        for place in make_plan(settings(address="", nodes=3), SHAPE, GPUS, reckoned()).devices
+    }
     first, others = devices["host"], devices["host of remote engines"]
     assert (first.count, others.count) == (1, 2)
-    assert others.lines["batch"] == first.lines["batch"] and "weights in shared memory" not in others.lines
+    assert (
+        others.lines["batch"] == first.lines["batch"]
+        and "weights in shared memory" not in others.lines
+    )
     assert others.lines["processes"] == first.lines["processes"]
 
 
-def test_embedded_engines_without_gpus_compute_on_what_they_receive_unless_their_dtype_is_another() -> None:
+def test_embedded_engines_without_gpus_compute_on_what_they_receive_unless_their_dtype_is_another() -> (
+    None
+):
     cfg = settings()
     cfg.trainer.policy.model.dtype = "float32"
     shared, there = host(cfg, CPU), host(settings("vllm"), CPU)

@@ -60,7 +60,9 @@ def test_a_rank_needs_what_torchs_tracker_counts_in_a_hand_written_fsdp2_loop() 
 
 
 @pytest.mark.matrix
-def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_shard_them(folder: Path) -> None:
+def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_shard_them(
+    folder: Path,
+) -> None:
     cfg = settings(folder)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
     one, four = policy(cfg, 1), policy(cfg, 4)
@@ -75,7 +77,9 @@ def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_sha
 
 
 @pytest.mark.matrix
-def test_more_layers_are_the_line_through_fewer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_layers_are_the_line_through_fewer(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten layers extrapolated from four and five, and ten measured layers."""
     line = policy(settings(folder, num_hidden_layers=10))
     cfg = settings(folder, num_hidden_layers=10, rms_norm_eps=1e-5)
@@ -83,7 +87,9 @@ def test_more_layers_are_the_line_through_fewer(folder: Path, monkeypatch: pytes
     monkeypatch.setattr("skyasync.planning.shape.LEAST", 10)
     whole = policy(cfg)
     for name in ("resident", "scoring", "updating", "stepping", "publishing"):
-        assert peak(getattr(line, name)) == pytest.approx(peak(getattr(whole, name)), rel=0.01), name
+        assert peak(getattr(line, name)) == pytest.approx(peak(getattr(whole, name)), rel=0.01), (
+            name
+        )
     assert line.flops == pytest.approx(whole.flops, rel=0.001)
     assert line.sent == pytest.approx(whole.sent, rel=0.02)
 
@@ -137,14 +143,18 @@ def test_with_adapters_weights_have_no_gradients_and_no_optimizer_state(folder: 
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.matrix), {"context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.matrix), {"context": 2}], ids=str
+)
 def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     folder: Path, sizes: dict[str, int]
 ) -> None:
     cfg = settings(folder, num_hidden_layers=8, intermediate_size=704)
     plain = policy(cfg)
     vars(cfg.trainer.parallel).update(sizes)
-    cfg.trainer.micro_batch_tokens = 256 // sizes.get("context", 1)  # of each rank: those of the group stay the same
+    cfg.trainer.micro_batch_tokens = 256 // sizes.get(
+        "context", 1
+    )  # of each rank: those of the group stay the same
     divided = policy(cfg)
     assert divided.updating["activations"] < 0.75 * plain.updating["activations"]
     assert divided.resident["weights"] == pytest.approx(plain.resident["weights"], rel=0.1)
@@ -152,7 +162,9 @@ def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
 
 
 @pytest.mark.matrix
-def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_are_on_their_way(folder: Path) -> None:
+def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_are_on_their_way(
+    folder: Path,
+) -> None:
     cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
     parameters = read_shape(cfg.trainer.policy.model.path).parameters
     cfg.trainer.train_batch_size = 64
@@ -169,7 +181,9 @@ def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_
     assert four.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
     assert stages.flops == pytest.approx(whole.flops, rel=0.1)
     hidden, tokens = 64, stages.tokens * stages.micro_batches
-    assert stages.sent["send"] == pytest.approx(2 * hidden * tokens, rel=0.05)  # bfloat16: states, or their gradients
+    assert stages.sent["send"] == pytest.approx(
+        2 * hidden * tokens, rel=0.05
+    )  # bfloat16: states, or their gradients
     assert "send" not in whole.sent
 
 
@@ -206,7 +220,9 @@ def test_what_fails_in_the_workers_code_is_one_line_that_names_the_model(
         raise ValueError("layer 3 has no weights\nand more")
 
     monkeypatch.setattr("skyasync.workers.model_worker.ModelWorker.setup", fails)
-    with pytest.raises(UserError, match=r"trainer\.policy\.model\.path=.*layer 3 has no weights") as caught:
+    with pytest.raises(
+        UserError, match=r"trainer\.policy\.model\.path=.*layer 3 has no weights"
+    ) as caught:
         policy(settings(folder, rms_norm_eps=1e-4))
     assert "\n" not in str(caught.value) and not dist.is_initialized()
 
@@ -225,24 +241,37 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(fo
     assert not reference.resident.get("moments") and not reference.learnt
     alone = peak(policy(cfg).resident)
     cfg.trainer.critic.backbone = "shared"
-    assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), "a vector and its moments"
+    assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), (
+        "a vector and its moments"
+    )
 
 
-def test_a_limit_of_the_cosine_stores_one_gradient_more(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_projection, "STEPPED_AT_ONCE", 1024)  # numbers that are copied at a time
+def test_a_limit_of_the_cosine_stores_one_gradient_more(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        gradient_projection, "STEPPED_AT_ONCE", 1024
+    )  # numbers that are copied at a time
     cfg = settings(folder)
     without = policy(cfg)
     cfg.trainer.policy.optimizer_config.max_grad_cosine = 0.5
     limited = policy(cfg)
     assert limited.resident["moments"] == pytest.approx(1.5 * without.resident["moments"], rel=0.01)
     more = peak(limited.stepping) - peak(without.stepping)
-    assert without.gradients <= more < without.gradients + 5 * 8 * 1024, "a few copies of so many numbers in float64"
+    assert without.gradients <= more < without.gradients + 5 * 8 * 1024, (
+        "a few copies of so many numbers in float64"
+    )
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("optimizer", "rounded", "weights", "optimizer_state"),
-    [("muon", False, 4, 4), ("adamw_8bit", False, 4, 2), ("adamw", True, 2, 4), ("adamw_8bit", True, 2, 2)],
+    [
+        ("muon", False, 4, 4),
+        ("adamw_8bit", False, 4, 2),
+        ("adamw", True, 2, 4),
+        ("adamw_8bit", True, 2, 2),
+    ],
 )
 def test_optimizers_with_a_low_precision_state(
     folder: Path, optimizer: str, rounded: bool, weights: int, optimizer_state: int
@@ -255,7 +284,9 @@ def test_optimizers_with_a_low_precision_state(
     use = policy(cfg)
     more = 4 * 2 * 128 * 256 / 4 if optimizer == "muon" else 0
     assert use.resident["weights"] == pytest.approx(weights * shape.parameters / 4, rel=0.03)
-    assert use.resident["moments"] == pytest.approx(optimizer_state * shape.parameters / 4 + more, rel=0.05)
+    assert use.resident["moments"] == pytest.approx(
+        optimizer_state * shape.parameters / 4 + more, rel=0.05
+    )
 
 
 def test_the_token_cap_holds_whatever_the_rows(folder: Path) -> None:
@@ -267,16 +298,24 @@ def test_the_token_cap_holds_whatever_the_rows(folder: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("name", ["gemma2", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "phi3", "olmo2"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "phi3", "olmo2"]
+)
 def test_every_family_is_measured(folder: Path, name: str) -> None:
-    use, parameters = policy(cfg := settings(folder, name)), read_shape(str(folder / f"{name}{{}}")).parameters
-    assert use.resident["weights"] == pytest.approx(4 * parameters / 4, rel=0.05), cfg.trainer.policy.model.path
+    use, parameters = (
+        policy(cfg := settings(folder, name)),
+        read_shape(str(folder / f"{name}{{}}")).parameters,
+    )
+    assert use.resident["weights"] == pytest.approx(4 * parameters / 4, rel=0.05), (
+        cfg.trainer.policy.model.path
+    )
     assert use.flops and peak(use.updating) > peak(use.scoring) > peak(use.resident)
 
 
 def test_logits_that_are_capped_take_copies_of_them(folder: Path) -> None:
     plain, capped = (
-        policy(settings(folder, "gemma2", vocab_size=8192, final_logit_softcapping=cap)) for cap in (None, 30.0)
+        policy(settings(folder, "gemma2", vocab_size=8192, final_logit_softcapping=cap))
+        for cap in (None, 30.0)
     )
     assert capped.updating["logits"] > plain.updating["logits"]
 
@@ -294,7 +333,9 @@ def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(fo
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava"])
-def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Path, family: str) -> None:
+def test_a_vision_language_model_is_measured_without_its_processor(
+    tmp_path: Path, family: str
+) -> None:
     """A folder with nothing but config.json; the tower's weights are counted, and its activations for long prompts."""
     folder = Path(save_tiny(family, tmp_path / "whole"))
     (only := tmp_path / "only").mkdir()
@@ -303,16 +344,23 @@ def test_a_vision_language_model_is_measured_without_its_processor(tmp_path: Pat
     cfg.trainer.policy.model.path = str(only)
     use = measure(cfg, ROLES["policy"], 2, gpus=False)
     cfg.trainer.policy.gradient_checkpointing = True
-    assert measure(cfg, ROLES["policy"], 2, gpus=False).updating[ACTIVATIONS] < use.updating[ACTIVATIONS]
+    assert (
+        measure(cfg, ROLES["policy"], 2, gpus=False).updating[ACTIVATIONS]
+        < use.updating[ACTIVATIONS]
+    )
     cfg.trainer.policy.gradient_checkpointing = False
-    assert use.resident[WEIGHTS] == pytest.approx(read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01)
+    assert use.resident[WEIGHTS] == pytest.approx(
+        read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01
+    )
     cfg.trainer.policy.freeze = ["vision_tower", "projector"]  # nothing is kept for a backward pass
     frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
     assert use.updating[ACTIVATIONS] > 1.03 * frozen.updating[ACTIVATIONS]
     assert use.flops > 1.01 * frozen.flops
 
 
-def test_only_micro_batches_that_are_computed_are_built(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_micro_batches_that_are_computed_are_built(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each response fills one; of responses of a million tokens, all of a rank would take gigabytes."""
     built: list[int] = []
     layout = MicroBatches._layout

@@ -12,7 +12,15 @@ from skyasync.config.schema import Config
 from skyasync.planning import memory
 from skyasync.planning.advice import advise
 from skyasync.planning.memory import RankUse
-from skyasync.planning.plan import PART_BYTES, PROCESS, Measure, MemoryPlan, MemoryUse, make_plan, parse_size
+from skyasync.planning.plan import (
+    PART_BYTES,
+    PROCESS,
+    Measure,
+    MemoryPlan,
+    MemoryUse,
+    make_plan,
+    parse_size,
+)
 from skyasync.planning.shape import ModelShape
 from skyasync.utils.machine import Machine
 from skyasync.workers.roles import ROLES, VALUE, Role, always, never
@@ -38,8 +46,14 @@ def reckoned(shape: ModelShape = QWEN_7B, **shapes: ModelShape) -> Measure:
         own = shapes.get(role.name, shape)
         logits = 0 if role.head == VALUE else 2 * GIB
         share = (own.parameters - (0 if logits else HEAD - own.hidden)) // ranks
-        resident = {"weights": 4 * share, "moments": 8 * share} if role.trains else {"weights": 2 * share}
-        checkpointing = str(role.settings(cfg).gradient_checkpointing).lower() == "true" if role.trains else False
+        resident = (
+            {"weights": 4 * share, "moments": 8 * share} if role.trains else {"weights": 2 * share}
+        )
+        checkpointing = (
+            str(role.settings(cfg).gradient_checkpointing).lower() == "true"
+            if role.trains
+            else False
+        )
         tokens = cfg.trainer.micro_batch_tokens or 16384
         layers = 225_000 + own.layers * own.hidden * 2 if checkpointing else own.layers * 225_000
         lora = role.name == "policy" and cfg.trainer.policy.lora.rank
@@ -47,7 +61,12 @@ def reckoned(shape: ModelShape = QWEN_7B, **shapes: ModelShape) -> Measure:
             resident=resident,
             scoring=resident | {"gathered": 4 * GIB, "activations": GIB, "logits": logits},
             updating=resident
-            | {"gradients": 4 * share, "gathered": 4 * GIB, "activations": tokens * layers, "logits": logits},
+            | {
+                "gradients": 4 * share,
+                "gathered": 4 * GIB,
+                "activations": tokens * layers,
+                "logits": logits,
+            },
             stepping=resident | {"gradients": 4 * share},
             publishing=resident | {"gathered": GIB},
             gradients=share // 100 if lora else 4 * share,
@@ -86,7 +105,9 @@ def test_seven_billion_without_checkpointing_do_not_fit_and_the_key_is_named() -
 
 
 def test_an_episode_of_many_turns_is_as_long_as_the_engine_allows(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 8192}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "max_position_embeddings": 8192}'
+    )
     cfg = settings()
     cfg.trainer.policy.model.path, cfg.generator.max_turns = str(tmp_path), 10
     assert memory.Lengths.of(cfg).total == 8192
@@ -97,7 +118,9 @@ def test_an_episode_of_many_turns_is_as_long_as_the_engine_allows(tmp_path: Path
 
 
 @pytest.mark.parametrize("setting", ["agent_program", "agent_func_path"])
-def test_an_agent_without_a_limit_of_turns_is_planned_with_all_the_room_that_the_engine_has(setting: str) -> None:
+def test_an_agent_without_a_limit_of_turns_is_planned_with_all_the_room_that_the_engine_has(
+    setting: str,
+) -> None:
     cfg = settings()
     cfg.generator.max_turns, cfg.generator.max_model_len = 0, 16384
     assert memory.Lengths.of(cfg).total == 512 + 4096
@@ -155,7 +178,9 @@ def test_what_the_host_holds_of_a_policy_is_not_its_devices() -> None:
     )
     share = QWEN_7B.parameters // 4 * 4  # bytes of float32 on each of four ranks
     assert not any("on the host" in what for what in host)
-    assert without_state["weights"] == plain["weights"] and sum(without_state.values()) < sum(plain.values())
+    assert without_state["weights"] == plain["weights"] and sum(without_state.values()) < sum(
+        plain.values()
+    )
     assert host_state["policy: moments on the host"] == pytest.approx(4 * 2 * share, rel=1e-6)
     assert not {"weights", "moments"} & bare.keys()
     for what in ("weights", "gradients"):
@@ -166,8 +191,14 @@ def test_an_engines_workspace_is_that_of_the_tokens_it_computes_in_a_step() -> N
     """On a GPU prompts are computed in chunks, on a CPU whole."""
     short, long = settings(4, 1), settings(4, 1)
     short.generator.max_model_len, long.generator.max_model_len = 8192, 131072
-    assert len({make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine.workspace for cfg in (short, long)}) == 1
-    on_cpu = [make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=0), reckoned()).engine.workspace for cfg in (short, long)]
+    assert (
+        len({make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine.workspace for cfg in (short, long)})
+        == 1
+    )
+    on_cpu = [
+        make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=0), reckoned()).engine.workspace
+        for cfg in (short, long)
+    ]
     assert on_cpu[1] > 10 * on_cpu[0]
     short.generator.max_num_batched_tokens = 16384
     assert make_plan(short, QWEN_7B, EIGHT, reckoned()).engine.workspace > on_cpu[0]
@@ -178,7 +209,9 @@ def test_a_tensor_parallel_engine_divides_weights_and_heads() -> None:
     divided.generator.inference_engine_tensor_parallel_size = 4
     eight = settings(4, 1)
     eight.generator.inference_engine_tensor_parallel_size = 8  # twice the KV heads
-    first, second, third = (make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine for cfg in (alone, divided, eight))
+    first, second, third = (
+        make_plan(cfg, QWEN_7B, EIGHT, reckoned()).engine for cfg in (alone, divided, eight)
+    )
     assert first.weights == pytest.approx(4 * second.weights, rel=1e-6)
     assert first.least_cache == 4 * second.least_cache and second.least_cache == third.least_cache
 
@@ -197,12 +230,18 @@ def test_a_reference_on_the_policys_devices_adds_its_weights_there() -> None:
     assert lines["reference: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
 
 
-def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    critic = Role("critic", "not:imported", section="trainer.policy", trains=True, colocated_if=always)
+def test_a_role_that_a_program_adds_is_counted_with_its_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    critic = Role(
+        "critic", "not:imported", section="trainer.policy", trains=True, colocated_if=always
+    )
     monkeypatch.setitem(ROLES, "critic", critic)
     plan = make_plan(settings(), QWEN_7B, EIGHT, reckoned())
     assert plan.processes["critic"] == 4 and plan.gpus_requested == 8
-    assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * QWEN_7B.parameters / 4, rel=1e-6)
+    assert place(plan, "policy").lines["critic: moments"] == pytest.approx(
+        8 * QWEN_7B.parameters / 4, rel=1e-6
+    )
     monkeypatch.setitem(ROLES, "critic", replace(critic, colocated_if=never))
     plan = make_plan(settings(), QWEN_7B, EIGHT, reckoned())
     assert plan.gpus_requested == 9 and place(plan, "critic").when == "update"
@@ -213,8 +252,13 @@ def test_a_teacher_has_its_own_shape_colocated_with_the_policy_or_not() -> None:
     cfg.trainer.teacher.model.path = "larger"
     plan = make_plan(cfg, SMALL, EIGHT, reckoned(SMALL, teacher=QWEN_7B))
     assert plan.processes["teacher"] == 4 and plan.gpus_requested == 8
-    assert place(plan, "policy").lines["teacher: weights"] == pytest.approx(2 * QWEN_7B.parameters / 4, rel=1e-6)
-    cfg.trainer.placement.colocate_policy_teacher, cfg.trainer.placement.teacher_num_gpus_per_node = False, 2
+    assert place(plan, "policy").lines["teacher: weights"] == pytest.approx(
+        2 * QWEN_7B.parameters / 4, rel=1e-6
+    )
+    (
+        cfg.trainer.placement.colocate_policy_teacher,
+        cfg.trainer.placement.teacher_num_gpus_per_node,
+    ) = False, 2
     plan = make_plan(cfg, SMALL, EIGHT, reckoned(SMALL, teacher=QWEN_7B))
     teacher = place(plan, "teacher")
     assert plan.gpus_requested == 10 and teacher.count == 2 and teacher.when == "log-probabilities"
@@ -227,7 +271,10 @@ def test_a_critic_is_counted_without_a_vocabulary_head_colocated_with_the_policy
     plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
     assert plan.processes["critic"] == 4 and plan.gpus_requested == 8
     assert place(plan, "policy").lines["critic: moments"] == pytest.approx(8 * CRITIC / 4, rel=1e-6)
-    cfg.trainer.placement.colocate_policy_critic, cfg.trainer.placement.critic_num_gpus_per_node = False, 2
+    cfg.trainer.placement.colocate_policy_critic, cfg.trainer.placement.critic_num_gpus_per_node = (
+        False,
+        2,
+    )
     plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned())
     assert plan.processes["critic"] == 2 and plan.gpus_requested == 10
     critic, policy = place(plan, "critic"), place(plan, "policy")
@@ -254,7 +301,9 @@ def test_engines_that_share_a_device_with_the_policy_take_turns() -> None:
     assert plan.devices[0].fits
 
 
-def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_has_no_weights_on_their_way() -> None:
+def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_has_no_weights_on_their_way() -> (
+    None
+):
     def plan_by(way: str) -> MemoryPlan:
         cfg = settings(ranks=8, engines=8)
         cfg.trainer.placement.colocate_all, cfg.generator.weight_sync_backend = True, way
@@ -264,7 +313,9 @@ def test_by_cuda_ipc_the_policy_stays_on_its_gpus_for_a_hand_over_and_the_host_h
     own, by_host = plan_by("cuda_ipc"), plan_by("shared_memory")
     lines = own.devices[0].lines
     assert own.devices[0].when == "weight sync" != by_host.devices[0].when
-    assert lines["weights"] + lines["moments"] == pytest.approx(12 / 8 * QWEN_7B.parameters, rel=1e-3)
+    assert lines["weights"] + lines["moments"] == pytest.approx(
+        12 / 8 * QWEN_7B.parameters, rel=1e-3
+    )
     assert lines["engines: weights"] == pytest.approx(2 * QWEN_7B.parameters, rel=1e-3)
     assert lines["parts"] == 2 * max(PART_BYTES, 2 * QWEN_7B.largest_tensor)
     less = sum(by_host.devices[-1].lines.values()) - sum(own.devices[-1].lines.values())
@@ -288,7 +339,11 @@ def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_chec
 
     alone, colocated = host(settings(ranks=8, engines=8)), host(with_critic())
     policy, critic = (12 * parameters for parameters in (QWEN_7B.parameters, CRITIC))
-    assert colocated["offloaded policy"] == alone["offloaded policy"] == pytest.approx(policy, rel=1e-6)
+    assert (
+        colocated["offloaded policy"]
+        == alone["offloaded policy"]
+        == pytest.approx(policy, rel=1e-6)
+    )
     assert colocated["offloaded critic"] == pytest.approx(critic, rel=1e-6)
     assert alone["checkpoint"] == pytest.approx(policy, rel=1e-6)
     assert colocated["checkpoint"] == pytest.approx(policy + critic, rel=1e-6)
@@ -299,7 +354,9 @@ def test_every_role_that_waits_for_the_engines_is_in_host_memory_and_in_the_chec
     assert asked["checkpoint"] == colocated["checkpoint"], "an untrained model has no checkpoint"
 
 
-def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_that_of_all() -> None:
+def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_that_of_all() -> (
+    None
+):
     policy = 12 * SMALL.parameters  # whose other phases are never the fullest of the host
     critic = policy - 12 * (HEAD - SMALL.hidden)
 
@@ -309,7 +366,9 @@ def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_t
 
     for separate in ({}, {"colocate_policy_critic": False, "critic_num_gpus_per_node": 4}):
         for asynchronous, expected in ((False, policy), (True, policy + critic)):
-            found = checkpoint(with_critic(**separate), replace(EIGHT, gpus=20), asynchronous=asynchronous)
+            found = checkpoint(
+                with_critic(**separate), replace(EIGHT, gpus=20), asynchronous=asynchronous
+            )
             assert found == pytest.approx(expected, rel=1e-6)
     assert checkpoint(with_critic(), replace(EIGHT, gpus=0), asynchronous=True) == pytest.approx(
         policy + critic, rel=1e-6
@@ -318,8 +377,13 @@ def test_roles_that_are_saved_in_turn_take_the_largest_ones_memory_and_at_once_t
 
 def test_roles_on_devices_of_their_own_have_processes_on_the_hosts() -> None:
     lines = [
-        place(make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=20), reckoned()), "host").lines["processes"]
-        for cfg in (settings(8, 8), with_critic(colocate_policy_critic=False, critic_num_gpus_per_node=4))
+        place(make_plan(cfg, QWEN_7B, replace(EIGHT, gpus=20), reckoned()), "host").lines[
+            "processes"
+        ]
+        for cfg in (
+            settings(8, 8),
+            with_critic(colocate_policy_critic=False, critic_num_gpus_per_node=4),
+        )
     ]
     assert lines[1] - lines[0] == 4 * PROCESS[True]
 
@@ -339,7 +403,10 @@ def test_without_gpus_a_critic_that_learns_is_a_moment_of_its_own() -> None:
         and colocated.lines["critic: activations"]
         and "policy: activations" not in colocated.lines
     )
-    assert separate.when == "update" and separate.lines["critic: activations"] == colocated.lines["critic: activations"]
+    assert (
+        separate.when == "update"
+        and separate.lines["critic: activations"] == colocated.lines["critic: activations"]
+    )
     assert separate.lines["policy: activations"]
 
 
@@ -352,7 +419,9 @@ def test_while_a_critic_on_the_policys_devices_learns_the_policys_gradients_wait
     fullest = plan.devices[0]
     ranks = 1 if gpus else 8  # of a device
     assert fullest.when == "critic"
-    assert fullest.lines["policy: gradients"] == pytest.approx(ranks * 4 * SMALL.parameters / 8, rel=1e-6)
+    assert fullest.lines["policy: gradients"] == pytest.approx(
+        ranks * 4 * SMALL.parameters / 8, rel=1e-6
+    )
 
 
 def test_a_machine_without_gpus_holds_everything_in_its_memory() -> None:
@@ -385,7 +454,13 @@ def test_constants_are_those_of_the_parts_that_import_torch() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("1.5T", 1.5e12), ("4096", 4096), ("64 mib", 64 << 20)],
+    [
+        ("80GiB", 80 << 30),
+        ("80GB", 80 * 10**9),
+        ("1.5T", 1.5e12),
+        ("4096", 4096),
+        ("64 mib", 64 << 20),
+    ],
 )
 def test_sizes_are_read_with_their_units(text: str, size: float) -> None:
     assert parse_size(text, "--gpu-memory") == size

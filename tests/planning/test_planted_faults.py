@@ -60,13 +60,28 @@ def needs_old(current, old_logprobs, advantages):
 #: What is planted, and what its line says. ``{x}`` is the folder of ``planted``.
 NAMED: dict[str, tuple[list[str], list[str]]] = {
     # data
-    "wrong column": (["data.prompt_key=quesiton"], ["data.prompt_key", "'quesiton'", "did you mean 'question'"]),
-    "wrong label": (["data.label_key=anwser"], ["data.label_key", "'anwser'", "did you mean 'answer'"]),
-    "missing file": (["data.train_data=[{x}/row.jsonl]"], ["row.jsonl", "did you mean 'rows.jsonl'"]),
-    "missing held-out file": (["data.val_data=[{x}/test.parquet]"], ["test.parquet", "does not exist"]),
+    "wrong column": (
+        ["data.prompt_key=quesiton"],
+        ["data.prompt_key", "'quesiton'", "did you mean 'question'"],
+    ),
+    "wrong label": (
+        ["data.label_key=anwser"],
+        ["data.label_key", "'anwser'", "did you mean 'answer'"],
+    ),
+    "missing file": (
+        ["data.train_data=[{x}/row.jsonl]"],
+        ["row.jsonl", "did you mean 'rows.jsonl'"],
+    ),
+    "missing held-out file": (
+        ["data.val_data=[{x}/test.parquet]"],
+        ["test.parquet", "does not exist"],
+    ),
     "empty file": (["data.train_data=[{x}/empty.jsonl]"], ["empty.jsonl", "no rows"]),
     "broken line": (["data.train_data=[{x}/broken.jsonl]"], ["broken.jsonl", "row 0"]),
-    "length too short": (["trainer.max_prompt_length=3"], ["trainer.max_prompt_length=3", "raise it to at least"]),
+    "length too short": (
+        ["trainer.max_prompt_length=3"],
+        ["trainer.max_prompt_length=3", "raise it to at least"],
+    ),
     "length beyond the model": (
         ["generator.sampling_params.max_generate_length=8192", "generator.backend=vllm"],
         ["max_generate_length=8192", "max_position_embeddings=2048"],
@@ -80,7 +95,10 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
         ["data.apply_chat_template=false"],
     ),
     # template
-    "no template": (["trainer.policy.model.path={x}/no_template"], ["no_template", "data.apply_chat_template=false"]),
+    "no template": (
+        ["trainer.policy.model.path={x}/no_template"],
+        ["no_template", "data.apply_chat_template=false"],
+    ),
     "missing template": (["data.chat_template={x}/qwen.jinja"], ["qwen.jinja"]),
     "template that refuses a system prompt": (
         ["data.chat_template={x}/strict.jinja", "data.system_prompt=Be brief."],
@@ -93,9 +111,15 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
         ["trainer.parallel.tensor=4"],
         ["trainer.parallel.tensor=4", "num_attention_heads=2", "1 or 2"],
     ),
-    "more stages than layers": (["trainer.parallel.pipeline=4"], ["trainer.parallel.pipeline=4", "2 layers"]),
+    "more stages than layers": (
+        ["trainer.parallel.pipeline=4"],
+        ["trainer.parallel.pipeline=4", "2 layers"],
+    ),
     "ranks that do not divide": (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor=3", "8"]),
-    "experts of a dense model": (["trainer.parallel.expert=4"], ["trainer.parallel.expert=4", "not a mixture"]),
+    "experts of a dense model": (
+        ["trainer.parallel.expert=4"],
+        ["trainer.parallel.expert=4", "not a mixture"],
+    ),
     "engine's tensor size": (
         ["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=4"],
         ["generator.inference_engine_tensor_parallel_size=4", "2 attention heads", "1 or 2"],
@@ -109,7 +133,10 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
         ["generator.sampling_params.stop_token_ids=[151645]"],
         ["stop_token_ids", "151645", "0 to 255"],
     ),
-    "reward model with two labels": (["trainer.reward.model.path={x}/two_labels"], ["two_labels", "2 labels"]),
+    "reward model with two labels": (
+        ["trainer.reward.model.path={x}/two_labels"],
+        ["two_labels", "2 labels"],
+    ),
     # rewards, environments, parts
     "reward's missing column": (
         ["environment.reward_funcs=[{x}/parts.py:misspelt]"],
@@ -129,7 +156,10 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
     ),
     # settings
     "unknown key": (["trainer.algorithm.eps_clip=0.2"], ["eps_clip", "eps_clip_low"]),
-    "unknown estimator": (["trainer.algorithm.advantage_estimator=grpoo"], ["'grpoo'", "did you mean 'grpo'"]),
+    "unknown estimator": (
+        ["trainer.algorithm.advantage_estimator=grpoo"],
+        ["'grpoo'", "did you mean 'grpo'"],
+    ),
     "groups of one": (["generator.n_samples_per_prompt=1"], ["n_samples_per_prompt=1", "grpo"]),
     "mini-batches that do not divide": (
         ["trainer.policy_mini_batch_size=100"],
@@ -152,17 +182,26 @@ NAMED: dict[str, tuple[list[str], list[str]]] = {
 
 #: What real steps show.
 STEPS: dict[str, tuple[list[str], list[str]]] = {
-    "a column missing late": (["data.train_data=[{x}/late.jsonl]"], ["data row 16", "'prompt'", "must be a string"]),
+    "a column missing late": (
+        ["data.train_data=[{x}/late.jsonl]"],
+        ["data row 16", "'prompt'", "must be a string"],
+    ),
     "a reward that raises late": (
         ["environment.reward_funcs=[{x}/parts.py:late]", "environment.max_retries=0"],
         ["parts.py:late", "no answer to compare with"],
     ),
-    "reward that returns a pair": (["environment.reward_funcs=[{x}/parts.py:with_length]"], ["with_length", "number"]),
+    "reward that returns a pair": (
+        ["environment.reward_funcs=[{x}/parts.py:with_length]"],
+        ["with_length", "number"],
+    ),
     "template without tools": (
         ["environment.env_class={x}/parts.py:Tools", "environment.reward_funcs=[]"],
         ["look_up", "data.chat_template"],
     ),
-    "a name that the engine lacks": (["trainer.strategy={x}/parts.py:Renamed"], ["model.last_norm.weight"]),
+    "a name that the engine lacks": (
+        ["trainer.strategy={x}/parts.py:Renamed"],
+        ["model.last_norm.weight"],
+    ),
 }
 MACHINE = ["--gpus", "16", "--gpu-memory", "1GiB", "--host-memory", "64GiB"]
 
@@ -175,14 +214,18 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (model / "config.json").write_text(json.dumps(shape))
     for name in ("no_template", "no_tokenizer", "two_labels"):
         shutil.copytree(model, folder / name)
-    (folder / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "no_template" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "no_tokenizer" / name).unlink()
     two = shape | {"architectures": ["LlamaForSequenceClassification"]}
     (folder / "two_labels" / "config.json").write_text(json.dumps(two))
     lines = [json.dumps(row) for row in ROWS * 4]
     (folder / "rows.jsonl").write_text("\n".join(lines))
-    (folder / "late.jsonl").write_text("\n".join([*lines[:16], '{"promt": "one?", "answer": "two"}', *lines]))
+    (folder / "late.jsonl").write_text(
+        "\n".join([*lines[:16], '{"promt": "one?", "answer": "two"}', *lines])
+    )
     (folder / "empty.jsonl").touch()
     (folder / "broken.jsonl").write_text('{"prompt": "x"\n')
     message = {"prompt": [{"role": "user", "content": "one?"}], "answer": "two"}
@@ -250,7 +293,9 @@ def test_too_little_memory_is_named_by_the_plan_of_the_full_size(
     with pytest.raises(AssertionError, match="processes start"):
         command(["rehearse", *arguments(long, planted), *MACHINE])
     said = capsys.readouterr().out
-    assert re.search(r"does not fit: policy \(in its phase '.*'\) lacks .*: (it fits with|no key tried)", said), said
+    assert re.search(
+        r"does not fit: policy \(in its phase '.*'\) lacks .*: (it fits with|no key tried)", said
+    ), said
 
 
 @pytest.mark.matrix

@@ -53,11 +53,20 @@ def test_a_shard_group_within_the_ranks_stays_one_within_them(size: int, small: 
 def test_a_cluster_becomes_two_of_each() -> None:
     cfg = changed(load_config([*CLUSTER, "trainer.policy.model.path=x", "data.train_data=[x]"]))
     placement, generator = cfg.trainer.placement, cfg.generator
-    assert (placement.policy_num_nodes, placement.policy_num_gpus_per_node) == (1, 8)  # data, context, tensor
+    assert (placement.policy_num_nodes, placement.policy_num_gpus_per_node) == (
+        1,
+        8,
+    )  # data, context, tensor
     assert (cfg.trainer.parallel.tensor, cfg.trainer.parallel.context) == (2, 2)
     assert (placement.ref_num_nodes, placement.ref_num_gpus_per_node) == (1, 1)
-    assert (generator.num_inference_engines, generator.inference_engine_tensor_parallel_size) == (2, 1)
-    assert (cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size) == (4, 2)  # two updates, as many as two
+    assert (generator.num_inference_engines, generator.inference_engine_tensor_parallel_size) == (
+        2,
+        1,
+    )
+    assert (cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size) == (
+        4,
+        2,
+    )  # two updates, as many as two
     assert (cfg.trainer.plan, cfg.trainer.max_staleness) == ("fully_async", 4)
     assert check_config(cfg) == []
 
@@ -69,7 +78,11 @@ def test_two_local_engines_stand_in_for_servers() -> None:
         "generator.backend=sglang_server",
     ]
     cfg = changed(load_config([*servers, "trainer.policy.model.path=x", "data.train_data=[x]"]))
-    assert (cfg.generator.engines, cfg.generator.weight_sync_dir, cfg.generator.backend) == ([], "", "auto")
+    assert (cfg.generator.engines, cfg.generator.weight_sync_dir, cfg.generator.backend) == (
+        [],
+        "",
+        "auto",
+    )
     assert check_config(cfg) == []
 
 
@@ -78,11 +91,17 @@ def test_two_local_engines_stand_in_for_servers() -> None:
     [
         (["trainer.placement.colocate_all=true"], "transformers", {}),
         (
-            ["generator.engine_kwargs={block_size: 16, enable_chunked_prefill: true, enforce_eager: true}"],
+            [
+                "generator.engine_kwargs={block_size: 16, enable_chunked_prefill: true, enforce_eager: true}"
+            ],
             "vllm",
             {"enforce_eager": True},
         ),
-        (["generator.engine_kwargs={enforce_eager: true}", "trainer.policy.router_replay=R3"], "transformers", {}),
+        (
+            ["generator.engine_kwargs={enforce_eager: true}", "trainer.policy.router_replay=R3"],
+            "transformers",
+            {},
+        ),
     ],
 )
 def test_what_vllm_has_on_gpus_alone_is_left_out_or_the_embedded_engine_stands_in(
@@ -98,12 +117,16 @@ def test_what_vllm_has_on_gpus_alone_is_left_out_or_the_embedded_engine_stands_i
 def test_the_policy_learns_and_new_weights_are_sent_within_the_steps() -> None:
     critic = ["trainer.algorithm.advantage_estimator=gae", "trainer.critic.warmup_steps=20"]
     rare = ["trainer.plan=fully_async", "trainer.sync_interval=8", "trainer.max_staleness=8"]
-    cfg = changed(load_config([*critic, *rare, "trainer.policy.model.path=x", "data.train_data=[x]"]))
+    cfg = changed(
+        load_config([*critic, *rare, "trainer.policy.model.path=x", "data.train_data=[x]"])
+    )
     assert cfg.trainer.critic.warmup_steps == 1 and cfg.trainer.sync_interval == 2
     assert check_config(cfg) == []
 
 
-def test_a_wrong_model_is_named_by_its_own_key(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_wrong_model_is_named_by_its_own_key(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     reference = ["trainer.algorithm.use_kl_loss=true", "trainer.ref.model.path=nowhere"]
     assert status([*reference, f"trainer.policy.model.path={tmp_path}", "data.train_data=[x]"]) == 2
@@ -111,18 +134,35 @@ def test_a_wrong_model_is_named_by_its_own_key(capsys: pytest.CaptureFixture[str
 
 
 def test_no_folder_of_the_recipe_is_written_into(tmp_path: Path) -> None:
-    folders = ("trainer.runs_dir", "trainer.ckpt_path", "trainer.export_path", "trainer.critic.export_path")
+    folders = (
+        "trainer.runs_dir",
+        "trainer.ckpt_path",
+        "trainer.export_path",
+        "trainer.critic.export_path",
+    )
     of_rehearsal = output_settings(tmp_path)
-    assert all(of_rehearsal[key] == "" or Path(of_rehearsal[key]).is_relative_to(tmp_path) for key in folders)
+    assert all(
+        of_rehearsal[key] == "" or Path(of_rehearsal[key]).is_relative_to(tmp_path)
+        for key in folders
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda file: f"{file.parent.name}{file.suffix}")
-def test_what_is_left_of_another_frameworks_recipe_is_still_in_order(recipe: Path, tmp_path: Path) -> None:
+def test_what_is_left_of_another_frameworks_recipe_is_still_in_order(
+    recipe: Path, tmp_path: Path
+) -> None:
     source, file = read_recipe([str(recipe)]), tmp_path / "ours.yaml"
     file.write_text(translated(source, detect(source)))
-    cfg = changed(load_config(["--config", str(file), *(f"{key}=[{value}]" for key, value in FOREIGN.items())]))
+    cfg = changed(
+        load_config(
+            ["--config", str(file), *(f"{key}=[{value}]" for key, value in FOREIGN.items())]
+        )
+    )
     assert check_config(cfg) == []
-    assert cfg.trainer.train_batch_size <= 8 and cfg.generator.sampling_params.max_generate_length <= 32
+    assert (
+        cfg.trainer.train_batch_size <= 8
+        and cfg.generator.sampling_params.max_generate_length <= 32
+    )
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +181,10 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def reward(folder: Path, text: str) -> list[str]:
     (folder / "my_reward.py").write_text(text)
-    return ["environment.env_class=reward", f"environment.reward_funcs=[{folder / 'my_reward.py'}:score]"]
+    return [
+        "environment.env_class=reward",
+        f"environment.reward_funcs=[{folder / 'my_reward.py'}:score]",
+    ]
 
 
 def status(argv: list[str]) -> int:
@@ -166,7 +209,11 @@ FAULTS = {
 def test_a_fault_is_named_before_any_process_starts(
     fault: str, recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [] if fault.startswith("environment.env_class") else reward(tmp_path, "def score(response): return 1.0\n")
+    own = (
+        []
+        if fault.startswith("environment.env_class")
+        else reward(tmp_path, "def score(response): return 1.0\n")
+    )
     assert status([*recipe, *own, fault]) == 2
     error = capsys.readouterr().err
     assert FAULTS[fault] in error and "Traceback" not in error
@@ -177,7 +224,11 @@ def test_a_fault_is_named_before_any_process_starts(
     ("setting", "named"),
     [
         ("trainer.parallel.tensor=8", "does not divide"),
-        pytest.param("generator.sampling_params.max_generate_length=1000000", "does not fit", marks=pytest.mark.matrix),
+        pytest.param(
+            "generator.sampling_params.max_generate_length=1000000",
+            "does not fit",
+            marks=pytest.mark.matrix,
+        ),
     ],
 )
 def test_the_full_size_is_looked_at_first(
@@ -192,9 +243,14 @@ def test_the_full_size_is_looked_at_first(
 
 @pytest.mark.slow
 def test_a_card_without_a_number_of_gpus_is_an_error(
-    recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recipe: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("skyasync.planning.command.this_machine", lambda: Machine(0, 0, 64 * 2**30, ""))
+    monkeypatch.setattr(
+        "skyasync.planning.command.this_machine", lambda: Machine(0, 0, 64 * 2**30, "")
+    )
     own = reward(tmp_path, "def score(response): return 1.0\n")
     assert status([*recipe, *own, "--card", "H100"]) == 2
     assert "card also needs --gpus N" in capsys.readouterr().err
@@ -220,7 +276,9 @@ class OneBatchAtATime(RayPPOTrainer):
 def test_a_recipe_is_rehearsed_and_leaves_nothing(
     ray_session: None, recipe: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = reward(tmp_path, "def score(response, answer):\n    return float(response.strip() == answer)\n")
+    own = reward(
+        tmp_path, "def score(response, answer):\n    return float(response.strip() == answer)\n"
+    )
     with pytest.raises(SystemExit) as ended:
         main(Own, ["--rehearse", *recipe, *own, "trainer.plan=sync"])
     out = capsys.readouterr().out

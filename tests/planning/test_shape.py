@@ -45,7 +45,9 @@ def test_experts_are_counted_in_the_layers_that_have_some(
 ) -> None:
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     sizes = dict.fromkeys(names, 4) | {"num_experts_per_tok": 2, "moe_intermediate_size": 176}
-    AutoConfig.for_model(family, **COMMON | sizes | settings | {"num_hidden_layers": 4}).save_pretrained(tmp_path)
+    AutoConfig.for_model(
+        family, **COMMON | sizes | settings | {"num_hidden_layers": 4}
+    ).save_pretrained(tmp_path)
     shape = read_shape(str(tmp_path))
     assert (shape.experts, shape.experts_per_token) == (4, 2)
     assert shape.expert_parameters == layers * 4 * 3 * shape.hidden * shape.intermediate
@@ -62,7 +64,9 @@ def test_experts_are_counted_in_the_layers_that_have_some(
         ("abcdefgh", (8,)),
     ],
 )
-def test_depths_differ_by_whole_periods_after_layers_that_occur_once(kinds: str, depths: tuple[int, ...]) -> None:
+def test_depths_differ_by_whole_periods_after_layers_that_occur_once(
+    kinds: str, depths: tuple[int, ...]
+) -> None:
     assert _depths(kinds) == depths
 
 
@@ -82,16 +86,22 @@ def test_a_model_of_fewer_layers_keeps_the_kinds_of_the_first() -> None:
         ('{"model_type": "no_such_model"}', "no_such_model"),
     ],
 )
-def test_a_config_that_says_too_little_is_one_line(tmp_path: Path, content: str, named: str) -> None:
+def test_a_config_that_says_too_little_is_one_line(
+    tmp_path: Path, content: str, named: str
+) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(UserError, match=named) as caught:
         read_shape(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_had_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"a folder that holds nothing but config\.json is enough") as caught:
+    with pytest.raises(
+        UserError, match=r"a folder that holds nothing but config\.json is enough"
+    ) as caught:
         read_shape("nobody/no-such-model-at-all")
     assert "\n" not in str(caught.value)
 

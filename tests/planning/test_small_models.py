@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+)
 
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
@@ -19,7 +24,12 @@ FAMILIES = (
     "Llama Mistral Qwen2 Qwen3 Qwen3Moe Qwen2Moe Mixtral Gemma2 Gemma3Text Phi3 DeepseekV3 Glm4 Glm4Moe GptOss Olmo2 "
     "Olmoe Qwen3Next GPT2 Granite Cohere2 SmolLM3 Llama4Text"
 )
-LONG = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [1.5] * 48, "rope_theta": 10000.0}
+LONG = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 48,
+    "long_factor": [1.5] * 48,
+    "rope_theta": 10000.0,
+}
 M_ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
 
 
@@ -33,7 +43,9 @@ def small(family: str, tensor: int = 1, **settings: object) -> Any:
 
 
 def logits(config: Any) -> torch.Tensor:
-    auto: Any = AutoModelForImageTextToText if "vision_config" in vars(config) else AutoModelForCausalLM
+    auto: Any = (
+        AutoModelForImageTextToText if "vision_config" in vars(config) else AutoModelForCausalLM
+    )
     model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager")
     assert sum(p.numel() for p in model.parameters()) < 1.5e6
     with torch.no_grad():
@@ -58,7 +70,9 @@ def test_a_mixture_that_begins_with_dense_layers_keeps_experts(family: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3", "Llava"])
+@pytest.mark.parametrize(
+    "family", ["Qwen2_5_VL", "Qwen3VL", "Idefics3", "SmolVLM", "Gemma3", "Llava"]
+)
 def test_so_does_a_family_that_reads_images(family: str) -> None:
     settings = {"text_config": {"rope_parameters": M_ROPE}} if family == "Qwen2_5_VL" else {}
     assert logits(small(family, **settings)).isfinite().all()
@@ -66,11 +80,16 @@ def test_so_does_a_family_that_reads_images(family: str) -> None:
 
 def test_factors_of_rotary_embeddings_fit_the_smaller_heads() -> None:
     config = small("Phi3", rope_parameters=LONG, original_max_position_embeddings=4096)
-    assert [len(config.rope_parameters[name]) for name in ("short_factor", "long_factor")] == [16, 16]
+    assert [len(config.rope_parameters[name]) for name in ("short_factor", "long_factor")] == [
+        16,
+        16,
+    ]
     assert logits(config).isfinite().all()
 
 
-@pytest.mark.parametrize("heads, kv_heads, expected", [(32, 32, (8, 8)), (32, 8, (8, 4)), (32, 1, (8, 1))])
+@pytest.mark.parametrize(
+    "heads, kv_heads, expected", [(32, 32, (8, 8)), (32, 8, (8, 4)), (32, 1, (8, 1))]
+)
 def test_heads_stay_as_they_were_grouped_and_divide_over_the_tensor_axis(
     heads: int, kv_heads: int, expected: tuple[int, int]
 ) -> None:
@@ -90,15 +109,22 @@ def test_vllm_computes_heads_of_this_size_on_cpus() -> None:
 @pytest.mark.slow
 def test_a_folder_keeps_its_tokenizer_and_its_weights_are_not_read(tmp_path: Path) -> None:
     source, target = tmp_path / "large", tmp_path / "small"
-    (Path(build(out=source, progress=False, steps=1)) / "model.safetensors").write_bytes(b"no weights")
+    (Path(build(out=source, progress=False, steps=1)) / "model.safetensors").write_bytes(
+        b"no weights"
+    )
     count = make_small_model(str(source), target, VOCABULARY, {}, 1, seed=3)
     model, config = AutoModelForCausalLM.from_pretrained(target), AutoConfig.from_pretrained(source)
     assert sum(p.numel() for p in model.parameters()) == count
-    assert (model.config.vocab_size, model.config.model_type) == (config.vocab_size, config.model_type)
+    assert (model.config.vocab_size, model.config.model_type) == (
+        config.vocab_size,
+        config.model_type,
+    )
     before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(target)
     assert before.get_vocab() == after.get_vocab() and before.chat_template == after.chat_template
     make_small_model(str(source), tmp_path / "again", VOCABULARY, {}, 1, seed=3)
-    assert (target / "model.safetensors").read_bytes() == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert (target / "model.safetensors").read_bytes() == (
+        tmp_path / "again" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_a_family_without_attention_heads_is_one_line(tmp_path: Path) -> None:

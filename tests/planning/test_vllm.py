@@ -48,7 +48,9 @@ for name, request in json.load(sys.stdin).items():
 pytestmark = [pytest.mark.matrix, pytest.mark.vllm, pytest.mark.slow]
 
 
-def request(folder: Path, config: dict[str, Any], *, gpus: bool = False, **generator: Any) -> dict[str, Any]:
+def request(
+    folder: Path, config: dict[str, Any], *, gpus: bool = False, **generator: Any
+) -> dict[str, Any]:
     """Of a run whose model has this config.json, and nothing else."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
@@ -61,7 +63,11 @@ def request(folder: Path, config: dict[str, Any], *, gpus: bool = False, **gener
 
 
 def tiny(name: str) -> dict[str, Any]:
-    return {"model_type": name, "architectures": [CLASSES[name]], "max_position_embeddings": 512} | MODELS[name]
+    return {
+        "model_type": name,
+        "architectures": [CLASSES[name]],
+        "max_position_embeddings": 512,
+    } | MODELS[name]
 
 
 def changed(request: dict[str, Any], change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
@@ -89,7 +95,11 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VLLMReport]:
         "8B": request(folder / "8B", BIG, gpus=True) | {"share": 60 * GIB},
     }  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", FORKS], input=json.dumps(requests), capture_output=True, text=True, check=True
+        [sys.executable, "-c", FORKS],
+        input=json.dumps(requests),
+        capture_output=True,
+        text=True,
+        check=True,
     )
     answers: dict[str, Any] = {}
     for line in done.stdout.splitlines():
@@ -98,37 +108,68 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, VLLMReport]:
 
 
 @pytest.mark.parametrize("name", [*CLASSES, "two ranks", "8B"])
-def test_every_tensor_of_the_trainer_is_taken_and_fills_all_of_vllms(name: str, reports: dict[str, VLLMReport]) -> None:
+def test_every_tensor_of_the_trainer_is_taken_and_fills_all_of_vllms(
+    name: str, reports: dict[str, VLLMReport]
+) -> None:
     report = reports[name]
-    assert (report.unknown, report.refused, list(report.missing), report.problem) == ("", {}, [], "")
-    assert report.tensors == {"8B": 399, "llama": 21, "qwen2": 27, "qwen3": 24, "two ranks": 21}.get(
-        name, report.tensors
+    assert (report.unknown, report.refused, list(report.missing), report.problem) == (
+        "",
+        {},
+        [],
+        "",
     )
+    assert report.tensors == {
+        "8B": 399,
+        "llama": 21,
+        "qwen2": 27,
+        "qwen3": 24,
+        "two ranks": 21,
+    }.get(name, report.tensors)
 
 
 def test_what_a_weight_sync_would_fail_at_is_named(reports: dict[str, VLLMReport]) -> None:
     layer = "model.layers.1.self_attn"
     renamed = reports["renamed"]
-    assert list(renamed.refused) == [f"{layer}.k.weight"] and renamed.missing == [f"{layer}.qkv_proj.weight"]
-    assert f"vLLM does not take {layer}.k.weight (There is no module or parameter named" in renamed.problem
+    assert list(renamed.refused) == [f"{layer}.k.weight"] and renamed.missing == [
+        f"{layer}.qkv_proj.weight"
+    ]
+    assert (
+        f"vLLM does not take {layer}.k.weight (There is no module or parameter named"
+        in renamed.problem
+    )
     assert "[63]" in reports["shape"].refused["model.norm.weight"]
 
 
-def test_a_part_of_a_fused_layer_that_no_tensor_fills_is_named(reports: dict[str, VLLMReport]) -> None:
+def test_a_part_of_a_fused_layer_that_no_tensor_fills_is_named(
+    reports: dict[str, VLLMReport],
+) -> None:
     dropped, expert = reports["dropped"], reports["expert"]
     assert not dropped.refused and dropped.missing == ["model.layers.1.self_attn.qkv_proj.weight"]
-    assert not expert.refused and len(expert.missing) == 1 and "layers.0.mlp.experts" in expert.missing[0]
+    assert (
+        not expert.refused
+        and len(expert.missing) == 1
+        and "layers.0.mlp.experts" in expert.missing[0]
+    )
 
 
-def test_weights_are_those_of_the_model_and_its_rotary_table(reports: dict[str, VLLMReport]) -> None:
+def test_weights_are_those_of_the_model_and_its_rotary_table(
+    reports: dict[str, VLLMReport],
+) -> None:
     report = reports["8B"]
     scales = 36 * 4 * 4  # of quantized keys and values, four numbers a layer
     assert report.weights == 2 * 8_190_735_360 + 2 * 40_960 * 128 + scales
     assert report.cache == 60 * GIB - report.weights
     assert report.least_cache == 512 * 2 * 36 * 8 * 128 * 2  # keys and values in bfloat16
-    assert 0 <= report.cache - report.tokens * report.least_cache // 512 < 128 * report.least_cache // 512
+    assert (
+        0
+        <= report.cache - report.tokens * report.least_cache // 512
+        < 128 * report.least_cache // 512
+    )
     llama, halves = reports["llama"], reports["two ranks"]
-    assert llama.weights / 2 < halves.weights < 0.6 * llama.weights and halves.least_cache == llama.least_cache // 2
+    assert (
+        llama.weights / 2 < halves.weights < 0.6 * llama.weights
+        and halves.least_cache == llama.least_cache // 2
+    )
 
 
 def test_what_vllm_cannot_build_here_is_not_called_wrong(reports: dict[str, VLLMReport]) -> None:
@@ -149,7 +190,11 @@ async def test_planned_tokens_of_the_cache_are_those_of_a_real_engine(tmp_path: 
     save_model(tmp_path, tied=True)
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
-    cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.kv_cache_gb = 128, 512, 0.25
+    cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.kv_cache_gb = (
+        128,
+        512,
+        0.25,
+    )
     plan = estimate(cfg, Machine(0, 0, 64 * GIB)).plan
     engine = VLLMEngine(replace(engine_config(cfg, gpus=False), threads=1))
     await engine.start()
@@ -160,19 +205,29 @@ async def test_planned_tokens_of_the_cache_are_those_of_a_real_engine(tmp_path: 
 
 
 @pytest.mark.matrix
-def test_without_an_answer_the_plan_has_formulas_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_answer_the_plan_has_formulas_and_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = request(tmp_path / "model", tiny("llama"))
     assert ask_vllm(asked, 1, limit_s=0.2).unknown == "vLLM has not answered within 0 s"
     (tmp_path / "vllm.py").write_text("raise ModuleNotFoundError('No module named vllm')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     report = ask_vllm(asked, 1)
     assert report == VLLMReport("vLLM's process failed: ModuleNotFoundError: No module named vllm")
-    plain, known = (make_plan(settings(), QWEN_7B, EIGHT, reckoned(), r) for r in (vllm_report.NO_REPORT, report))
-    assert plain.engine == known.engine and "names are not checked" in "\n".join(command._summary(known, None))
+    plain, known = (
+        make_plan(settings(), QWEN_7B, EIGHT, reckoned(), r)
+        for r in (vllm_report.NO_REPORT, report)
+    )
+    assert plain.engine == known.engine and "names are not checked" in "\n".join(
+        command._summary(known, None)
+    )
 
 
 def test_vllms_numbers_replace_the_formulas_and_wrong_names_end_the_plan_with_an_error() -> None:
-    report, cfg = VLLMReport("", 2, weights=20 * GIB, cache=30 * GIB, least_cache=GIB, tokens=3000), settings()
+    report, cfg = (
+        VLLMReport("", 2, weights=20 * GIB, cache=30 * GIB, least_cache=GIB, tokens=3000),
+        settings(),
+    )
     cfg.trainer.policy.gradient_checkpointing = "true"
     plan = make_plan(cfg, QWEN_7B, EIGHT, reckoned(), report)
     engines = place(plan, "engines")
@@ -180,7 +235,9 @@ def test_vllms_numbers_replace_the_formulas_and_wrong_names_end_the_plan_with_an
     assert plan.engine.tokens == plan.engine.cache * 100 // GIB
     assert command.conclusion(plan, {}) == "fits"
     wrong = replace(plan, vllm=replace(report, refused={"a": "why"}, missing=["b"]))
-    assert command.conclusion(wrong, {}).startswith("fits, but weights do not arrive: vLLM does not take a (why); no ")
+    assert command.conclusion(wrong, {}).startswith(
+        "fits, but weights do not arrive: vLLM does not take a (why); no "
+    )
 
 
 @pytest.mark.matrix
@@ -188,6 +245,11 @@ def test_full_size_needs_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "config.json").write_text(json.dumps(AutoConfig.for_model(**BIG).to_dict()))
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
-    cfg.generator.inference_engine_tensor_parallel_size, cfg.trainer.placement.policy_num_gpus_per_node = 2, 4
+    (
+        cfg.generator.inference_engine_tensor_parallel_size,
+        cfg.trainer.placement.policy_num_gpus_per_node,
+    ) = 2, 4
     assert command.show_plan(cfg, command.Options(gpus=8, card="H100", host_memory=1024 * GIB))
-    assert "399 tensors of the trainer's weights, all of them taken by vLLM" in capsys.readouterr().out
+    assert (
+        "399 tensors of the trainer's weights, all of them taken by vLLM" in capsys.readouterr().out
+    )

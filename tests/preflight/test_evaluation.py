@@ -15,13 +15,27 @@ from skyasync.preflight.parts import check_environment
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["trainer.ckpt_best_metric=eval/score"], r"ckpt_best_metric=eval/score needs held-out prompts"),
-        (["trainer.ckpt_best_metric=eval/scoer"], r"eval/scoer: there is no such metric: did you mean eval/score\?"),
-        (["trainer.eval_interval=1"], r"trainer\.eval_interval=1 has no effect without held-out prompts"),
-        (["trainer.eval_minutes=5"], r"trainer\.eval_minutes=5 has no effect without held-out prompts"),
+        (
+            ["trainer.ckpt_best_metric=eval/score"],
+            r"ckpt_best_metric=eval/score needs held-out prompts",
+        ),
+        (
+            ["trainer.ckpt_best_metric=eval/scoer"],
+            r"eval/scoer: there is no such metric: did you mean eval/score\?",
+        ),
+        (
+            ["trainer.eval_interval=1"],
+            r"trainer\.eval_interval=1 has no effect without held-out prompts",
+        ),
+        (
+            ["trainer.eval_minutes=5"],
+            r"trainer\.eval_minutes=5 has no effect without held-out prompts",
+        ),
     ],
 )
-def test_evaluation_without_prompts_or_of_a_misspelled_metric_is_rejected(overrides: list[str], problem: str) -> None:
+def test_evaluation_without_prompts_or_of_a_misspelled_metric_is_rejected(
+    overrides: list[str], problem: str
+) -> None:
     with pytest.raises(UserError, match=problem):
         check_evaluation(load_config(overrides))
 
@@ -47,12 +61,16 @@ def test_an_environment_that_is_none_is_rejected(tmp_path: Path) -> None:
     for name in ("Right", "Foreign", "made"):
         check_environment(f"{file}:{name}")
     for name in ("Nothing", "Inherited"):
-        with pytest.raises(UserError, match=rf"{name}' does not define step\(action\): make {name} a subclass of"):
+        with pytest.raises(
+            UserError, match=rf"{name}' does not define step\(action\): make {name} a subclass of"
+        ):
             check_environment(f"{file}:{name}")
 
 
 def test_greedy_samples_are_not_compared_with_each_other() -> None:
     greedy = "generator.sampling_params.temperature=0"
-    with pytest.raises(ConfigError, match=r"temperature=0 gives all samples of a prompt the same response"):
+    with pytest.raises(
+        ConfigError, match=r"temperature=0 gives all samples of a prompt the same response"
+    ):
         load_config([greedy])
     load_config([greedy, "trainer.algorithm.advantage_estimator=gae"])

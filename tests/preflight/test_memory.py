@@ -19,7 +19,9 @@ LAPTOP = Machine(0, 0, 32 * GIB)
 GPUS = Machine(8, 80 * GIB, 1 << 40)
 
 
-def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16", files: str | None = None) -> Config:
+def run_of(
+    folder: Path, billions: float, *settings: str, dtype: str = "bfloat16", files: str | None = None
+) -> Config:
     """A model of so many parameters, as a sparse file.
 
     Args:
@@ -29,7 +31,9 @@ def run_of(folder: Path, billions: float, *settings: str, dtype: str = "bfloat16
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": dtype}))
     name, each = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}[files or dtype]
     count = int(billions * 1e9)
-    header = json.dumps({"weight": {"dtype": name, "shape": [count], "data_offsets": [0, count * each]}}).encode()
+    header = json.dumps(
+        {"weight": {"dtype": name, "shape": [count], "data_offsets": [0, count * each]}}
+    ).encode()
     header += b" " * (-len(header) % 8)
     file = folder / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
@@ -74,7 +78,9 @@ def test_what_may_fit_is_not_refused(settings: list[str], tmp_path: Path) -> Non
 
 
 def test_weights_that_a_folder_holds_twice_are_counted_once(tmp_path: Path) -> None:
-    cfg = run_of(tmp_path, 7)  # as Mistral's folders: transformers' files, and one of another library
+    cfg = run_of(
+        tmp_path, 7
+    )  # as Mistral's folders: transformers' files, and one of another library
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00001-of-00001.safetensors")
     names = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(names))
@@ -94,4 +100,6 @@ def test_ranks_share_it_on_gpus(tmp_path: Path) -> None:
 
 
 def test_a_model_of_the_hub_is_not_looked_at() -> None:
-    check_memory(load_config(["trainer.policy.model.path=acme/large", "data.train_data=[x]"]), LAPTOP)
+    check_memory(
+        load_config(["trainer.policy.model.path=acme/large", "data.train_data=[x]"]), LAPTOP
+    )

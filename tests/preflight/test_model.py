@@ -23,13 +23,19 @@ def test_the_engines_size_divides_only_the_model_that_they_hold(role: str, tmp_p
     (tmp_path / "config.json").write_text(json.dumps(shape))
     cfg = Config()
     cfg.generator.inference_engine_tensor_parallel_size = 8
-    check_model(str(tmp_path), cfg, key=f"trainer.{role}.model.path", own_tokenizer=True, weights=False)
+    check_model(
+        str(tmp_path), cfg, key=f"trainer.{role}.model.path", own_tokenizer=True, weights=False
+    )
     with pytest.raises(UserError, match="does not divide the 12 attention heads"):
         check_model(str(tmp_path), cfg, key=MODEL, own_tokenizer=True, weights=False)
 
 
-@pytest.mark.parametrize(("status", "answer"), [(404, "404: there is no such model"), (429, "429$"), (503, "503$")])
-def test_a_hub_that_is_busy_does_not_lack_the_model(status: int, answer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("status", "answer"), [(404, "404: there is no such model"), (429, "429$"), (503, "503$")]
+)
+def test_a_hub_that_is_busy_does_not_lack_the_model(
+    status: int, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = SimpleNamespace(head=lambda *args, **options: SimpleNamespace(status_code=status))
     monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
@@ -42,7 +48,9 @@ USUAL = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("template", [LOOPS, "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}" + LOOPS, USUAL, "{{"])
+@pytest.mark.parametrize(
+    "template", [LOOPS, "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}" + LOOPS, USUAL, "{{"]
+)
 def test_a_chat_template_that_does_not_end_is_rejected(template: str, tmp_path: Path) -> None:
     save_tiny_llama(tmp_path, tied=True)
     # A process of its own: the thread of a template that does not end would take half of the tests' processor.
@@ -56,5 +64,7 @@ def test_a_chat_template_that_does_not_end_is_rejected(template: str, tmp_path: 
         "try:\n    model.check_template(tokenizer)\nexcept UserError as error:\n    print(error)\n"
         "import os; os._exit(0)\n"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
     assert ("has not rendered one message within 1 s" in run.stdout) == (LOOPS in template)

@@ -27,7 +27,9 @@ class ByValue(RayPPOTrainer):
 
 def test_whatever_can_be_called_as_a_method_may_override_one() -> None:
     check_plan_class(ByPartialMethod)
-    with pytest.raises(UserError, match=r"ByValue\.filter_groups has the name of a method of RayPPOTrainer"):
+    with pytest.raises(
+        UserError, match=r"ByValue\.filter_groups has the name of a method of RayPPOTrainer"
+    ):
         check_plan_class(ByValue)
 
 
@@ -61,7 +63,9 @@ class Rewards(PromptSampler):
         ("Rewards", r"observe\(self, prompt\) must take \(self, prompt, rewards\)"),
     ],
 )
-def test_a_sampler_that_cannot_work_is_found_before_the_run(name: str, problem: str, tmp_path: Path) -> None:
+def test_a_sampler_that_cannot_work_is_found_before_the_run(
+    name: str, problem: str, tmp_path: Path
+) -> None:
     file = tmp_path / "own.py"
     file.write_text(SAMPLERS_OF_A_USER)
     check_sampler(f"{file}:Right")
@@ -71,11 +75,16 @@ def test_a_sampler_that_cannot_work_is_found_before_the_run(name: str, problem: 
 
 def test_a_tracker_that_takes_no_context_is_found_before_the_run(tmp_path: Path) -> None:
     cfg, file = Config(), tmp_path / "own.py"
-    file.write_text("class Right:\n    def __init__(self, context): ...\n\nclass Wrong:\n    pass\n")
+    file.write_text(
+        "class Right:\n    def __init__(self, context): ...\n\nclass Wrong:\n    pass\n"
+    )
     cfg.trainer.logger = ["jsonl", "console", f"{file}:Right"]
     check_parts(cfg, [])
     cfg.trainer.logger.append(f"{file}:Wrong")
-    with pytest.raises(UserError, match=r"own\.py:Wrong' must be made from a context: def __init__\(self, context\)"):
+    with pytest.raises(
+        UserError,
+        match=r"own\.py:Wrong' must be made from a context: def __init__\(self, context\)",
+    ):
         check_parts(cfg, [])
 
 
@@ -87,7 +96,9 @@ def test_a_tracker_that_takes_no_context_is_found_before_the_run(tmp_path: Path)
         ("trainer", "max_stalenes", "unknown key 'trainer.max_stalenes': did you mean trainer.max_staleness?"),
     ],
 )  # fmt: skip
-def test_an_attribute_that_is_no_setting_is_answered_as_on_the_command_line(group: str, name: str, answer: str) -> None:
+def test_an_attribute_that_is_no_setting_is_answered_as_on_the_command_line(
+    group: str, name: str, answer: str
+) -> None:
     cfg = Config()
     check_names(cfg)
     setattr(getattr(cfg, group), name, 1)

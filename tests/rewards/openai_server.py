@@ -36,11 +36,15 @@ class Server:
             if reply is None:
                 await asyncio.sleep(30)
             if isinstance(reply, int):
-                problem = {"error": {"message": f"said {reply} to {request.headers.get('Authorization')}"}}
+                problem = {
+                    "error": {"message": f"said {reply} to {request.headers.get('Authorization')}"}
+                }
                 return web.json_response(problem, status=reply)
             if isinstance(reply, bytes):
                 return web.Response(body=reply)
-            return web.json_response({"choices": [{"message": {"role": "assistant", "content": reply}}]})
+            return web.json_response(
+                {"choices": [{"message": {"role": "assistant", "content": reply}}]}
+            )
         finally:
             self.at_once -= 1
 

@@ -33,7 +33,14 @@ def test_right_and_wrong_answers(name, response, label, reward):
 
 @pytest.mark.parametrize(
     ("response", "reward"),
-    [("so\n#### 3", 1.0), ("#### 3 ", 1.0), ("#### 3 apples", 0.0), ("#### 3 #### 3", 0.0), ("3", 0.0), ("####", 0.0)],
+    [
+        ("so\n#### 3", 1.0),
+        ("#### 3 ", 1.0),
+        ("#### 3 apples", 0.0),
+        ("#### 3 #### 3", 0.0),
+        ("3", 0.0),
+        ("####", 0.0),
+    ],
 )
 def test_gsm8k_format_is_one_number_at_the_end(response, reward):
     assert REWARDS["gsm8k_format"](response=response) == reward
@@ -47,7 +54,9 @@ def test_a_row_without_the_right_answer_is_refused(name):
 
 def test_mathematics_in_a_thread_of_its_own():
     found = []
-    thread = threading.Thread(target=lambda: found.append(REWARDS["math_verify"](response="$2^3$", label="8")))
+    thread = threading.Thread(
+        target=lambda: found.append(REWARDS["math_verify"](response="$2^3$", label="8"))
+    )
     thread.start()
     thread.join()
     assert found == [1.0]
@@ -79,7 +88,9 @@ def test_a_choice_is_the_letter_that_a_response_settles_on(response):
     assert text.multiple_choice(response, "A") == 0.0
 
 
-@pytest.mark.parametrize("response", ["a", "Answer: a", "The answer is a.", "answer is a) a city", "Answer: A city"])
+@pytest.mark.parametrize(
+    "response", ["a", "Answer: a", "The answer is a.", "answer is a) a city", "Answer: A city"]
+)
 def test_a_letter_a_is_a_choice_unless_it_is_an_article(response):
     assert text.multiple_choice(response, "A") == 1.0
     assert text.multiple_choice("The answer is a city", "A") == 0.0

@@ -13,7 +13,11 @@ from skyasync.rewards.asserts import split
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8) | st.binary(max_size=8),
-    lambda inner: st.lists(inner, max_size=4) | st.tuples(inner, inner) | st.dictionaries(st.integers(), inner),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.integers(), inner)
+    ),
     max_leaves=8,
 )
 
@@ -58,7 +62,10 @@ def test_a_call_that_must_equal_a_literal_is_sent_alone(given: object, wanted: o
         ("x = [99]\nx.sort()\nassert f(1) == x", ["f(1)"]),
         ("assert f(lambda x: x > 1) == 99", ["f(lambda x: x > 1)"]),
         ("assert list(map(lambda x: f(x), [1])) == [99]", ["map(lambda x: f(x), [1])"]),
-        ("import numpy\nnumpy.testing.assert_allclose(f(1), 99)\nassert g(1) == 99", ["import numpy", "f(1)", "g(1)"]),
+        (
+            "import numpy\nnumpy.testing.assert_allclose(f(1), 99)\nassert g(1) == 99",
+            ["import numpy", "f(1)", "g(1)"],
+        ),
     ],
 )
 def test_expected_results_stay_in_the_reward_process(test: str, sent: list[str]) -> None:

@@ -16,7 +16,8 @@ from skyasync.rewards import code, sandbox, sandbox_program
 from skyasync.rewards.code import code_of, code_tests
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in sandbox_program.ARCHITECTURES, reason="confined by Linux alone"
+    sys.platform != "linux" or platform.machine() not in sandbox_program.ARCHITECTURES,
+    reason="confined by Linux alone",
 )
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7"]}
@@ -28,7 +29,9 @@ def rewarded(program: str, label: Any = SUMS) -> dict[str, float]:
 
 
 def answer_of(program: str) -> dict[str, Any]:
-    (answer,) = sandbox.run("auto", program, [{"stdin": ""}], [0], code.SECONDS, code.SECONDS_PER_TEST)
+    (answer,) = sandbox.run(
+        "auto", program, [{"stdin": ""}], [0], code.SECONDS, code.SECONDS_PER_TEST
+    )
     return answer
 
 
@@ -91,13 +94,12 @@ def test_a_program_whose_threads_do_not_end_has_not_ended(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    "returned", ["np.int64(3)", "np.array([1, 2]).sum()", "np.bool_(True) + 2", "sum(np.array([3]))"]
+    "returned",
+    ["np.int64(3)", "np.array([1, 2]).sum()", "np.bool_(True) + 2", "sum(np.array([3]))"],
 )
 def test_a_function_may_return_a_number_of_numpy(returned: str) -> None:
     label = {"fn_name": "f", "inputs": [[1], [2]], "outputs": [3, [[3], 0]]}
-    program = (
-        f"import numpy as np\ndef f(x):\n    y = {returned}\n    return y if x == 1 else [np.array([y]), np.int8(0)]"
-    )
+    program = f"import numpy as np\ndef f(x):\n    y = {returned}\n    return y if x == 1 else [np.array([y]), np.int8(0)]"
     assert rewarded(program, label)["reward"] == 1.0
 
 
@@ -115,9 +117,7 @@ def test_a_function_may_return_a_number_of_numpy(returned: str) -> None:
     ],
 )
 def test_asserts_compare_values_of_the_standard_library(value: str) -> None:
-    imports = (
-        "import datetime\nfrom collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
-    )
+    imports = "import datetime\nfrom collections import deque\nfrom decimal import Decimal\nfrom fractions import Fraction\n"
     tests = [f"{imports}assert f({value}) == {value}", f"{imports}assert str(f(1)) == str({value})"]
     assert rewarded(f"{imports}def f(x): return {value}", tests)["reward"] == 1.0
     assert rewarded(f"{imports}def f(x): return [{value}]", tests)["passed"] == 0.0
@@ -165,9 +165,15 @@ def test_memory_and_time_run_out_for_the_code_alone(monkeypatch: pytest.MonkeyPa
     assert rewarded(deaf) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
 
 
-def test_a_response_that_ends_its_process_or_prints_what_a_test_would_say_has_passed_nothing() -> None:
+def test_a_response_that_ends_its_process_or_prints_what_a_test_would_say_has_passed_nothing() -> (
+    None
+):
     asserts = ["assert f() == 1"]
-    assert rewarded("import os; os._exit(0)", asserts) == {"reward": 0.0, "passed": 0.0, "ended": 1.0}
+    assert rewarded("import os; os._exit(0)", asserts) == {
+        "reward": 0.0,
+        "passed": 0.0,
+        "ended": 1.0,
+    }
     assert rewarded("import sys; sys.exit(0)", asserts)["reward"] == 0.0
     assert rewarded("print('{\"passed\": true}')", asserts)["reward"] == 0.0
 
@@ -178,14 +184,25 @@ def test_the_environment_is_empty() -> None:
 
 
 @pytest.mark.parametrize(
-    "label", [None, "42", {"inputs": ["1"]}, {"inputs": ["1"], "outputs": []}, {"inputs": 1, "outputs": 1}, [1], []]
+    "label",
+    [
+        None,
+        "42",
+        {"inputs": ["1"]},
+        {"inputs": ["1"], "outputs": []},
+        {"inputs": 1, "outputs": 1},
+        [1],
+        [],
+    ],
 )
 def test_a_label_without_tests_is_refused_in_a_line(label: Any) -> None:
     with pytest.raises(UserError, match=r"needs tests in the row's label.*found"):
         code_tests("print(1)", label)
 
 
-@pytest.mark.parametrize("tests", [{"inputs": ["{"], "outputs": [1]}, {"inputs": [[1]], "outputs": [{1, 2}]}])
+@pytest.mark.parametrize(
+    "tests", [{"inputs": ["{"], "outputs": [1]}, {"inputs": [[1]], "outputs": [{1, 2}]}]
+)
 def test_tests_of_a_function_that_are_no_json_are_refused_in_a_line(tests: Any) -> None:
     with pytest.raises(UserError, match="the tests of f are not JSON"):
         code_tests("def f(x): return x", {"fn_name": "f", **tests})
@@ -288,7 +305,10 @@ def f(*a):
         ("assert f(1) == np.array([1, 2]).tolist()", "[1, 2]"),
         ("import numpy as np\nassert np.vectorize(f)([1, 2]).tolist() == [7, 7]", "7"),
         ("assert f('aab') == Counter('aab')", "{'a': 2, 'b': 1}"),
-        ("assert isinstance(f('aab'), Counter) and f('aab')['a'] == 2", "__import__('collections').Counter('aab')"),
+        (
+            "assert isinstance(f('aab'), Counter) and f('aab')['a'] == 2",
+            "__import__('collections').Counter('aab')",
+        ),
         ("expected = Counter('aab')\nassert f('aab') == expected", "{'a': 2, 'b': 1}"),
         ("assert f(1) == Fraction(1, 2)", "__import__('fractions').Fraction(1, 2)"),
         ("assert str(f(1)) == str(Decimal('0.5'))", "0.5"),
@@ -352,7 +372,9 @@ def test_an_assert_that_needs_another_library_is_an_error_before_the_run(label: 
         ("assert search(insert(5), 5)", "def insert(x):\n    return {x}\ndef search(t, x):\n    return x in t"),
     ],
 )  # fmt: skip
-def test_names_of_modules_are_the_codes_where_it_defines_nothing_else(test: str, program: str) -> None:
+def test_names_of_modules_are_the_codes_where_it_defines_nothing_else(
+    test: str, program: str
+) -> None:
     assert rewarded(program, [test])["reward"] == 1.0
 
 
@@ -364,10 +386,13 @@ def test_only_a_newline_ends_a_line_of_output(end: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "expected"), [("True", 1), ("[False]", [0]), ("{'a': True}", {"a": 1}), ("1", True)]
+    ("returned", "expected"),
+    [("True", 1), ("[False]", [0]), ("{'a': True}", {"a": 1}), ("1", True)],
 )
 def test_a_truth_value_is_no_number(returned: str, expected: Any) -> None:
     program = f"def f():\n    return {returned}"
-    assert rewarded(program, {"fn_name": "f", "inputs": [[]], "outputs": [expected]})["reward"] == 0.0
+    assert (
+        rewarded(program, {"fn_name": "f", "inputs": [[]], "outputs": [expected]})["reward"] == 0.0
+    )
     assert rewarded(program, [f"assert f() == {expected!r}"])["reward"] == 0.0
     assert rewarded(program, [f"assert {expected!r} == f()"])["reward"] == 0.0

@@ -14,7 +14,8 @@ from skyasync.rewards.instruction_following import CONSTRAINTS, instruction_foll
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = "".join(
-    (DOCS / name).read_text() for name in ("judges.md", "reference/instruction_following.md", "evaluation.md")
+    (DOCS / name).read_text()
+    for name in ("judges.md", "reference/instruction_following.md", "evaluation.md")
 )
 
 
@@ -27,7 +28,10 @@ def test_the_table_of_a_judges_settings_is_current() -> None:
 
 
 def test_every_instruction_is_listed_with_its_arguments() -> None:
-    rows = [f"| `{name}` | {', '.join(f'`{each}`' for each in parameters(name))} |" for name in CONSTRAINTS]
+    rows = [
+        f"| `{name}` | {', '.join(f'`{each}`' for each in parameters(name))} |"
+        for name in CONSTRAINTS
+    ]
     assert [row for row in rows if row not in PAGE] == []
 
 

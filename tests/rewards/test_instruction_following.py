@@ -65,7 +65,9 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "right", "wrong"), CASES)
-def test_an_instruction_is_followed_or_not(name: str, arguments: Any, right: list[str], wrong: list[str]) -> None:
+def test_an_instruction_is_followed_or_not(
+    name: str, arguments: Any, right: list[str], wrong: list[str]
+) -> None:
     assert [text for text in right if not follows(text, name, arguments)] == []
     assert [text for text in [*wrong, " \n"] if follows(text, name, arguments)] == []
 
@@ -105,9 +107,15 @@ def test_repeated_characters_take_no_longer_than_others(name: str, text: str) ->
 @given(st.text(max_size=60))
 def test_loose_asks_for_no_more_than_strict(text: str) -> None:
     assert variants(text)[0] == text
-    row = {"instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"], "kwargs": [{}, {}]}
+    row = {
+        "instruction_id_list": ["punctuation:no_comma", "change_case:english_lowercase"],
+        "kwargs": [{}, {}],
+    }
     found = instruction_following(text, **row)
-    assert found["loose"] >= found["reward"] and found["loose_share"] >= found["share"] >= found["reward"]
+    assert (
+        found["loose"] >= found["reward"]
+        and found["loose_share"] >= found["share"] >= found["reward"]
+    )
 
 
 ROW: dict[str, Any] = {
@@ -118,14 +126,20 @@ ROW: dict[str, Any] = {
 
 def test_a_response_is_read_strictly_loosely_and_by_share() -> None:
     text = "<think>one, two</think>Well, sure:\nHere *they* are"
-    assert instruction_following(text, **ROW) == {"reward": 0.0, "loose": 1.0, "share": 0.5, "loose_share": 1.0}
+    assert instruction_following(text, **ROW) == {
+        "reward": 0.0,
+        "loose": 1.0,
+        "share": 0.5,
+        "loose_share": 1.0,
+    }
     assert instruction_following_loose(text, **ROW)["reward"] == 1.0
     assert instruction_following_share(text, **ROW)["reward"] == 0.5
     assert instruction_following("Here they are", **ROW)["reward"] == 1.0
 
 
 @pytest.mark.parametrize(
-    "written", [lambda said: said, json.dumps, repr, lambda said: json.dumps([said]), lambda said: [said]]
+    "written",
+    [lambda said: said, json.dumps, repr, lambda said: json.dumps([said]), lambda said: [said]],
 )
 def test_a_label_may_say_it_all(written: Any) -> None:
     said = {"instruction_id": ROW["instruction_id_list"], "kwargs": [None, ROW["kwargs"][1]]}
@@ -147,7 +161,9 @@ def test_a_label_may_say_it_all(written: Any) -> None:
         ({"instruction_id_list": ["keywords:existence"], "kwargs": [{"keywords": "ox"}]}, "must be a list of words"),
     ],
 )  # fmt: skip
-def test_a_row_that_cannot_be_graded_is_reported_before_the_run(row: dict[str, Any], line: str) -> None:
+def test_a_row_that_cannot_be_graded_is_reported_before_the_run(
+    row: dict[str, Any], line: str
+) -> None:
     with pytest.raises(UserError, match=line):
         capabilities_of(instruction_following).check({"label": None, **row})
 

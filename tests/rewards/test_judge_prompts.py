@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from skyasync.config.schema.judges import PROMPT
 from skyasync.errors import UserError
-from skyasync.rewards.judge_prompts import check_placeholders, fill_prompt, known_to_judge, parse_grade
+from skyasync.rewards.judge_prompts import (
+    check_placeholders,
+    fill_prompt,
+    known_to_judge,
+    parse_grade,
+)
 
 ROW: dict[str, Any] = {
     "prompt": "2 + 2?", "messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "label": "4",
@@ -48,12 +53,22 @@ def test_a_response_is_shown_as_it_is(response: str) -> None:
 @pytest.mark.parametrize(
     ("prompt", "row", "line"),
     [
-        ("{response} {rubrik}", {}, r"judge j shows {rubrik}, which the row does not have: did you mean {rubric}\?"),
+        (
+            "{response} {rubrik}",
+            {},
+            r"judge j shows {rubrik}, which the row does not have: did you mean {rubric}\?",
+        ),
         ("{response} {meta.lvel}", {}, "shows {meta.lvel}, which the row does not have"),
-        (PROMPT, {"label": None}, "shows {ground_truth}, the right answer, and the row has none: set data.label_key"),
+        (
+            PROMPT,
+            {"label": None},
+            "shows {ground_truth}, the right answer, and the row has none: set data.label_key",
+        ),
     ],
 )
-def test_a_prompt_that_shows_what_a_row_lacks_is_told_before_the_run(prompt: str, row: Any, line: str) -> None:
+def test_a_prompt_that_shows_what_a_row_lacks_is_told_before_the_run(
+    prompt: str, row: Any, line: str
+) -> None:
     with pytest.raises(UserError, match=line):
         check_placeholders("j", prompt, known_to_judge({**ROW, **row}))
 

@@ -32,7 +32,9 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def judging(*replies: Any, key: str = "", **settings: Any) -> Any:
     async with serving(*replies) as server:
-        config = JudgeConfig(base_url=server.url, model="m", **{"prompt": PROMPT, "retries": 3, **settings})
+        config = JudgeConfig(
+            base_url=server.url, model="m", **{"prompt": PROMPT, "retries": 3, **settings}
+        )
         judge = LLMJudge("j", config, ChatServer("j", config, key), remembers=config.cache)
         try:
             yield judge, server
@@ -89,7 +91,8 @@ NO_TEXT = b'{"choices": [{"message": {"content": [{"type": "text", "text": null}
 
 
 @pytest.mark.parametrize(
-    "fault", [500, 503, 429, b"<html>gateway</html>", b'{"choices": []}', b"[1]", b"[" * 100_000, NO_TEXT]
+    "fault",
+    [500, 503, 429, b"<html>gateway</html>", b'{"choices": []}', b"[1]", b"[" * 100_000, NO_TEXT],
 )
 async def test_what_passes_is_tried_again(fault: Any) -> None:
     async with judging(fault, fault, "yes") as (judge, server):
@@ -120,7 +123,9 @@ async def test_a_judge_that_is_gone_ends_the_run_in_one_line(fault: Any, line: s
     assert "\n" not in str(raised.value)
 
 
-async def test_a_reply_without_end_is_cut_off_and_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reply_without_end_is_cut_off_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(llm_judge, "MOST_BYTES", 10_000)
     async with judging(b"x" * 20_000, "yes") as (judge, server):
         assert (await judge.score(known())).reward == 1.0
@@ -147,13 +152,17 @@ async def test_a_question_that_is_refused_is_counted_at_once() -> None:
     assert len(server.seen) == 2
 
 
-@pytest.mark.parametrize(("status", "key"), [(401, "api_key_env"), (403, "api_key_env"), (404, "base_url, .*model")])
+@pytest.mark.parametrize(
+    ("status", "key"), [(401, "api_key_env"), (403, "api_key_env"), (404, "base_url, .*model")]
+)
 async def test_a_server_that_rejects_all_requests_ends_the_run_and_no_key_is_shown(
     status: int, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     async with judging(status, key="sk-very-secret") as (judge, server):
-        with pytest.raises(UserError, match=rf"judge j: .* refuses \(environment.judges.j.{key}\): status") as raised:
+        with pytest.raises(
+            UserError, match=rf"judge j: .* refuses \(environment.judges.j.{key}\): status"
+        ) as raised:
             await judge.score(known())
     assert len(server.seen) == 1
     assert "***" in str(raised.value) and "sk-very-secret" not in f"{raised.value}{caplog.text}"
@@ -163,7 +172,9 @@ async def test_prose_is_no_grade_and_only_prose_ends_the_run() -> None:
     async with judging("I like it.") as (judge, _):
         scores = [await judge.score(known(str(n))) for n in range(ILLEGIBLE - 1)]
         assert all(score.no_reward and score.reward == 0.0 for score in scores)
-        with pytest.raises(UserError, match=r"parser=yes_no finds no grade in any of its first 32.*'I like it.'"):
+        with pytest.raises(
+            UserError, match=r"parser=yes_no finds no grade in any of its first 32.*'I like it.'"
+        ):
             await judge.score(known("one more"))
 
 
@@ -181,7 +192,9 @@ async def test_an_answer_that_was_all_thinking_is_explained() -> None:
 
 
 async def test_scores_are_shifted_scaled_and_clipped() -> None:
-    async with judging("score: 7", "score: 99", parser="score", offset=1, scale=0.1, clip=[0, 1]) as (judge, _):
+    async with judging(
+        "score: 7", "score: 99", parser="score", offset=1, scale=0.1, clip=[0, 1]
+    ) as (judge, _):
         first, second = await judge.score(known("a")), await judge.score(known("b"))
     assert first.reward == pytest.approx(0.6) and first.metrics == {"raw": 7.0}
     assert second.reward == 1.0 and second.metrics == {"raw": 99.0}
@@ -236,14 +249,20 @@ async def test_a_server_that_is_there_is_fit_to_begin_with(reply: Any) -> None:
 async def test_no_server_at_the_address() -> None:
     async with serving("1") as server:
         url = server.url
-    with pytest.raises(UserError, match=r"environment.judges.j: http://127.0.0.1.* does not answer: .*refused|Connect"):
+    with pytest.raises(
+        UserError,
+        match=r"environment.judges.j: http://127.0.0.1.* does not answer: .*refused|Connect",
+    ):
         await probe(server, base_url=url)
 
 
 def test_a_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     config = JudgeConfig(base_url="http://h/v1", model="m", api_key_env="A_JUDGES_KEY")
     monkeypatch.delenv("A_JUDGES_KEY", raising=False)
-    with pytest.raises(UserError, match=r"judges\.j\.api_key_env=A_JUDGES_KEY: this environment variable is not set"):
+    with pytest.raises(
+        UserError,
+        match=r"judges\.j\.api_key_env=A_JUDGES_KEY: this environment variable is not set",
+    ):
         key_of("j", config)
     monkeypatch.setenv("A_JUDGES_KEY", "sk-1\nsk-2")
     with pytest.raises(UserError, match="holds no key") as raised:

@@ -12,7 +12,9 @@ pytestmark = pytest.mark.slow
 score = REWARDS["reasoning_gym"]
 
 
-@pytest.mark.parametrize("task", ["chain_sum", "number_sorting", "countdown", "prime_factorization", "knights_knaves"])
+@pytest.mark.parametrize(
+    "task", ["chain_sum", "number_sorting", "countdown", "prime_factorization", "knights_knaves"]
+)
 def test_the_tasks_own_answer_is_right_bare_and_in_an_answer_element(task):
     for row in rows(task, {"size": 3}, 1, evaluation=False):
         answer = row["label"]
@@ -31,7 +33,12 @@ def test_a_scorer_that_runs_the_answer_loses_no_more_than_the_judges_process():
     judge, function = SubprocessPool(8), portable(score, "reasoning_gym")
 
     def call(response):
-        return judge.call("reasoning_gym", function, {"response": response, "reasoning_gym": row["reasoning_gym"]}, 5.0)
+        return judge.call(
+            "reasoning_gym",
+            function,
+            {"response": response, "reasoning_gym": row["reasoning_gym"]},
+            5.0,
+        )
 
     with pytest.raises(NoAnswerError, match="ended its process"):
         call("__import__('os')._exit(0)")

@@ -16,7 +16,9 @@ KNOWN = {"prompt": "question", "response": "answer", "label": "x", "messages": [
 
 def scores(*names, limit_s=20.0, **known):
     return score_response(
-        [RewardFunction.of(name if ":" in name else f"{HERE}:{name}") for name in names], {**KNOWN, **known}, limit_s
+        [RewardFunction.of(name if ":" in name else f"{HERE}:{name}") for name in names],
+        {**KNOWN, **known},
+        limit_s,
     )
 
 
@@ -27,7 +29,9 @@ def test_a_function_takes_what_it_names_or_everything():
 
 
 def test_a_function_of_a_file(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mine")  # survives this test: a process that is replaced loads it again
+    folder = tmp_path_factory.mktemp(
+        "mine"
+    )  # survives this test: a process that is replaced loads it again
     (folder / "mine.py").write_text("def good(response):\n    return float('good' in response)\n")
     assert scores(f"{folder}/mine.py:good", response="good")[0].reward == 1.0
 
@@ -59,7 +63,9 @@ async def test_it_works_where_an_event_loop_runs():
 @pytest.mark.slow
 def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
     ended, awaited = [], tmp_path / "awaited"
-    slow = threading.Thread(target=lambda: ended.append(scores("waits", response=awaited, limit_s=240.0)[0].reward))
+    slow = threading.Thread(
+        target=lambda: ended.append(scores("waits", response=awaited, limit_s=240.0)[0].reward)
+    )
     slow.start()
     while not (tmp_path / "begun").exists():
         time.sleep(0.01)
@@ -72,7 +78,13 @@ def test_a_response_that_takes_long_holds_up_no_other_thread(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["hangs", pytest.param("holds_the_interpreter", marks=pytest.mark.matrix), "hangs_politely", "leaves"]
+    "name",
+    [
+        "hangs",
+        pytest.param("holds_the_interpreter", marks=pytest.mark.matrix),
+        "hangs_politely",
+        "leaves",
+    ],
 )
 def test_a_function_without_a_result_counts_as_no_reward_and_the_next_call_works(name):
     lost, other = scores(name, "length", response="hang, leave", limit_s=0.5)
@@ -87,7 +99,9 @@ def test_a_function_that_calls_exit_has_no_result():
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("value", ["nan", "text", "none", "true", "empty", "rewrd", "metric", "list"])
+@pytest.mark.parametrize(
+    "value", ["nan", "text", "none", "true", "empty", "rewrd", "metric", "list"]
+)
 def test_what_is_no_reward_is_refused_by_name(value):
     with pytest.raises(UserError, match=f"reward function {HERE}:returned"):
         scores("returned", value=value)
@@ -130,7 +144,9 @@ def test_a_function_that_cannot_be_called_is_refused(name, message):
 
 
 def test_an_unknown_name_is_answered_with_the_nearest():
-    with pytest.raises(UserError, match="unknown reward function 'exact_mach': did you mean 'exact_match'"):
+    with pytest.raises(
+        UserError, match="unknown reward function 'exact_mach': did you mean 'exact_match'"
+    ):
         RewardFunction.of("exact_mach")
 
 

@@ -54,7 +54,9 @@ def test_a_module_that_cannot_be_loaded_is_an_error_and_not_a_lost_result(judge,
         judge.call("f", portable(len, f"{tmp_path}/leaving.py:f"), {"response": ""}, 5.0)
 
 
-@pytest.mark.parametrize(("first", "busy"), [("process", False), ("leaves_a_thread", False), ("process", True)])
+@pytest.mark.parametrize(
+    ("first", "busy"), [("process", False), ("leaves_a_thread", False), ("process", True)]
+)
 def test_the_process_ends_with_the_one_that_started_it(first, busy):
     program = (
         "import os, threading\n"
@@ -68,7 +70,11 @@ def test_the_process_ends_with_the_one_that_started_it(first, busy):
     )
     limits = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     starter = subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=limits, text=True
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=limits,
+        text=True,
     )
     child = int(starter.stdout.readline())
     if busy:
@@ -98,4 +104,7 @@ def is_running(process_id):
 
 def computes(process_id):
     """Whether it has used CPU time since the call began: its state is running."""
-    return is_running(process_id) and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    return (
+        is_running(process_id)
+        and Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0] == "R"
+    )

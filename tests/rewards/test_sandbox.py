@@ -26,10 +26,17 @@ from skyasync.errors import TransientError, UserError
 from skyasync.rewards import code, sandbox, sandbox_program
 from skyasync.rewards.asserts import split
 from skyasync.rewards.code import code_tests
-from skyasync.rewards.sandbox_program import ALLOWED, ALLOWED_WITH, ARCHITECTURES, OPEN, instructions
+from skyasync.rewards.sandbox_program import (
+    ALLOWED,
+    ALLOWED_WITH,
+    ARCHITECTURES,
+    OPEN,
+    instructions,
+)
 
 confined = pytest.mark.skipif(
-    sys.platform != "linux" or platform.machine() not in ARCHITECTURES, reason="confined by Linux alone"
+    sys.platform != "linux" or platform.machine() not in ARCHITECTURES,
+    reason="confined by Linux alone",
 )
 
 pytestmark = pytest.mark.slow  # a process or two per test
@@ -105,7 +112,9 @@ print(found)
     ],
     ids=["program", "function", "assert", "check", "constants"],
 )
-def test_what_is_expected_is_nowhere_in_the_process_that_runs_the_code(label: Any, backend: str) -> None:
+def test_what_is_expected_is_nowhere_in_the_process_that_runs_the_code(
+    label: Any, backend: str
+) -> None:
     assert rewarded(SEARCH.format(size=len(SECRET)), label, backend)["reward"] == 0.0
 
 
@@ -162,14 +171,18 @@ def test_right_code_passes_every_kind_of_assert_test(backend: str) -> None:
         "assert f(frozenset([1])) == frozenset([1])", "assert f(10 ** 30) == 10 ** 30",
     ]  # fmt: skip
     assert rewarded(program, tests, backend) == {"reward": 1.0, "passed": 1.0, "ended": 0.0}
-    assert rewarded(program.replace("return x", "return [x]"), tests, backend)["passed"] == pytest.approx(
-        8 / len(tests)
-    )
+    assert rewarded(program.replace("return x", "return [x]"), tests, backend)[
+        "passed"
+    ] == pytest.approx(8 / len(tests))
 
 
 @confined
-@pytest.mark.parametrize("wanted", ["[41]", "{41}", pytest.param("{41: [1]}", marks=pytest.mark.matrix)])
-def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(wanted: str, backend: str, short: None) -> None:
+@pytest.mark.parametrize(
+    "wanted", ["[41]", "{41}", pytest.param("{41: [1]}", marks=pytest.mark.matrix)]
+)
+def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(
+    wanted: str, backend: str, short: None
+) -> None:
     items = "[i * ((1 << 61) - 1) for i in range(1, 30000)]"
     program = (
         "import json, os\n"
@@ -183,9 +196,13 @@ def test_values_of_equal_hashes_take_no_time_of_the_process_that_judges(wanted: 
 
 
 @confined
-def test_the_codes_time_begins_when_it_may_run(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_codes_time_begins_when_it_may_run(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     begin = sandbox._command
-    monkeypatch.setattr(sandbox, "_command", lambda where: ["sh", "-c", 'sleep 1.2; exec "$@"', "sh", *begin(where)])
+    monkeypatch.setattr(
+        sandbox, "_command", lambda where: ["sh", "-c", 'sleep 1.2; exec "$@"', "sh", *begin(where)]
+    )
     (answer,) = sandbox.run(backend, "print(1)", [{"stdin": ""}], [0], 1.0, 1.0)
     assert answer == {"printed": "1\n"}
 
@@ -280,12 +297,17 @@ CALLS: dict[str, tuple[int, int, tuple[Any, ...]]] = {
 
 
 @confined
-def test_the_kernel_refuses_every_call_that_reaches_beyond_the_process(backend: str, tmp_path: Path) -> None:
+def test_the_kernel_refuses_every_call_that_reaches_beyond_the_process(
+    backend: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("kept")
     (tmp_path / "file").chmod(0o600)
     place = list(ARCHITECTURES).index(platform.machine())
     known = {"pid": os.getpid(), b"file": str(tmp_path / "file").encode()}
-    calls = {name: (numbers[place], [known.get(a, a) for a in given]) for name, (*numbers, given) in CALLS.items()}
+    calls = {
+        name: (numbers[place], [known.get(a, a) for a in given])
+        for name, (*numbers, given) in CALLS.items()
+    }
     program = f"""
 import ctypes
 c = ctypes.CDLL(None, use_errno=True)
@@ -298,7 +320,9 @@ for name, (number, given) in {calls!r}.items():
 print(done)
 """
     assert printed(program, backend) == "[]\n"
-    assert (tmp_path / "file").read_text() == "kept" and (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "file").read_text() == "kept" and (
+        tmp_path / "file"
+    ).stat().st_mode & 0o777 == 0o600
 
 
 @confined
@@ -313,11 +337,15 @@ for make in (lambda: bytearray(10 ** 10), lambda: mmap.mmap(-1, 10 ** 10), lambd
 print(got, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource.RLIMIT_FSIZE))
 """
     assert printed(program, backend) == "[] (0, 0) (0, 0)\n"
-    bomb = "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()"
+    bomb = (
+        "import threading, time\nwhile True: threading.Thread(target=time.sleep, args=[9]).start()"
+    )
     before = time.monotonic()
     assert rewarded(bomb.replace("import", "import threading; threading.stack_size(32768); import"),
                   {"inputs": [""], "outputs": ["1"]}, backend) == {**WRONG, "ended": 1.0}  # fmt: skip
-    assert time.monotonic() - before < code.SECONDS_PER_TEST  # ended by the limit on threads, not by the timeout
+    assert (
+        time.monotonic() - before < code.SECONDS_PER_TEST
+    )  # ended by the limit on threads, not by the timeout
 
 
 # Output
@@ -349,10 +377,13 @@ print(got, resource.getrlimit(resource.RLIMIT_CORE), resource.getrlimit(resource
         "signal.raise_signal(signal.SIGKILL)",
         "ctypes.string_at(0)",
         pytest.param(
-            "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); time.sleep(99)", marks=pytest.mark.matrix
+            "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65)); time.sleep(99)",
+            marks=pytest.mark.matrix,
         ),
         "signal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile True: pass",
-        pytest.param("sys.setrecursionlimit(10 ** 9)\ndef f(): return [f()]\nf()", marks=pytest.mark.matrix),
+        pytest.param(
+            "sys.setrecursionlimit(10 ** 9)\ndef f(): return [f()]\nf()", marks=pytest.mark.matrix
+        ),
         "raise BaseException(b'\\xff' * 10 ** 7)",
         "class E(Exception):\n    def __str__(self): os._exit(1)\nraise E",
         "print('\\ud800', chr(0), '\\u2028')",
@@ -387,7 +418,9 @@ _WANTED = ["3", 5, split("assert f() == 1"), split("assert len(f()) == 1")]
 @settings(max_examples=100, deadline=None)
 def test_whatever_stands_in_the_answers_is_data(lines: list[bytes]) -> None:
     for wanted, line in zip(
-        ["3", 5, code.split("assert f() == 1"), code.split("assert len(f()) == 1")], lines, strict=False
+        ["3", 5, code.split("assert f() == 1"), code.split("assert len(f()) == 1")],
+        lines,
+        strict=False,
     ):
         answer = sandbox._answer(line, 0)
         assert isinstance(answer, dict)
@@ -402,13 +435,28 @@ def test_whatever_stands_in_the_answers_is_data(lines: list[bytes]) -> None:
 @confined
 @given(
     st.lists(
-        st.tuples(st.integers(0, 9), st.binary(max_size=40) | _VALUES.map(lambda v: json.dumps(v).encode() + b"\n")),
+        st.tuples(
+            st.integers(0, 9),
+            st.binary(max_size=40) | _VALUES.map(lambda v: json.dumps(v).encode() + b"\n"),
+        ),
         max_size=6,
     ),
-    st.sampled_from(["", "os._exit(0)", "raise SystemExit", "1/0", "sys.stdout = None", "print(3)", "os.kill(0, 9)"]),
+    st.sampled_from(
+        [
+            "",
+            "os._exit(0)",
+            "raise SystemExit",
+            "1/0",
+            "sys.stdout = None",
+            "print(3)",
+            "os.kill(0, 9)",
+        ]
+    ),
 )
 @settings(max_examples=20, deadline=None)
-def test_any_output_on_any_descriptor_has_a_result(writes: list[tuple[int, bytes]], end: str) -> None:
+def test_any_output_on_any_descriptor_has_a_result(
+    writes: list[tuple[int, bytes]], end: str
+) -> None:
     program = f"import os, sys\nfor d, data in {writes!r}:\n    try: os.write(d, data)\n    except OSError: pass\n{end}"
     result = rewarded(program, {"inputs": ["", ""], "outputs": [SECRET, SECRET]}, "auto")
     assert result["reward"] == 0.0 and result["ended"] in (0.0, 1.0)
@@ -418,7 +466,9 @@ def test_any_output_on_any_descriptor_has_a_result(writes: list[tuple[int, bytes
 
 
 def _below(process: int) -> list[int]:
-    found = [int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+    found = [
+        int(each) for each in Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    ]
     return found + [each for one in found for each in _below(one)]
 
 
@@ -444,9 +494,7 @@ def test_the_code_ends_with_the_process_that_judges_it(backend: str) -> None:
         "import ctypes, signal, time\nctypes.CDLL(None).prctl(1, 0, 0, 0, 0)\n"
         "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: time.sleep(99)"
     )
-    program = (
-        f"from skyasync.rewards.sandbox import run; run({backend!r}, {deaf!r}, [{{'stdin': ''}}], [0], 60.0, 60.0)"
-    )
+    program = f"from skyasync.rewards.sandbox import run; run({backend!r}, {deaf!r}, [{{'stdin': ''}}], [0], 60.0, 60.0)"
     with subprocess.Popen([sys.executable, "-c", program]) as judge:
         until, below = time.monotonic() + 30, list[int]()
         wanted = 1 if backend == "landlock" else 3  # bubblewrap, its first process, the code's
@@ -473,7 +521,9 @@ def test_nothing_of_a_program_that_is_ended_is_left(backend: str, short: None) -
 def _filter_result(program: bytes, machine: str, number: int, arguments: tuple[int, ...]) -> int:
     """The result of the kernel's packet filter for a call."""
     given = list(arguments) + [0] * (6 - len(arguments))
-    data = struct.pack("=iIQ6Q", number, ARCHITECTURES[machine], 0, *(a & (2**64 - 1) for a in given))
+    data = struct.pack(
+        "=iIQ6Q", number, ARCHITECTURES[machine], 0, *(a & (2**64 - 1) for a in given)
+    )
     at, word = 0, 0
     while True:
         operation, yes, no, value = struct.unpack_from("=HBBI", program, 8 * at)
@@ -488,7 +538,26 @@ def _filter_result(program: bytes, machine: str, number: int, arguments: tuple[i
 
 
 FILTERS = {machine: b"".join(instructions(machine, 77)) for machine in ARCHITECTURES}
-EDGES = [0, 1, 2, 3, 4, 8, 10, 77, 100, 1030, 0x3D0F00, 0x7D0F00, 0x10003D0F00, 0x5401, 0x5412, 0o101, 2**32, 2**64 - 1]
+EDGES = [
+    0,
+    1,
+    2,
+    3,
+    4,
+    8,
+    10,
+    77,
+    100,
+    1030,
+    0x3D0F00,
+    0x7D0F00,
+    0x10003D0F00,
+    0x5401,
+    0x5412,
+    0o101,
+    2**32,
+    2**64 - 1,
+]
 ARGUMENTS = st.lists(st.sampled_from(EDGES) | st.integers(0, 2**64 - 1), min_size=6, max_size=6)
 
 
@@ -531,14 +600,27 @@ class Fusion(BaseHTTPRequestHandler):
         if self.mode == "nonsense":
             return self._say(200, b'{"status": [[[')
         if self.mode == "failed":
-            return self._say(200, b'{"status": "SandboxError", "message": "no room", "run_result": null}')
+            return self._say(
+                200, b'{"status": "SandboxError", "message": "no room", "run_result": null}'
+            )
         if self.mode == "huge" and about_model:
             return self._say(200, b"x" * 20_000_000)
         done = subprocess.run(
-            [sys.executable, "-c", asked["code"]], input=asked["stdin"], capture_output=True, text=True, check=False
+            [sys.executable, "-c", asked["code"]],
+            input=asked["stdin"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        result = {"status": "Finished", "return_code": done.returncode, "stdout": done.stdout, "stderr": done.stderr}
-        return self._say(200, json.dumps({"status": "Success", "message": "", "run_result": result}).encode())
+        result = {
+            "status": "Finished",
+            "return_code": done.returncode,
+            "stdout": done.stdout,
+            "stderr": done.stderr,
+        }
+        return self._say(
+            200, json.dumps({"status": "Success", "message": "", "run_result": result}).encode()
+        )
 
     def _say(self, status: int, body: bytes) -> None:
         self.send_response(status)
@@ -575,16 +657,24 @@ def test_a_sandbox_server_runs_every_kind_of_test_and_is_told_no_expected_value(
     assert rewarded("print(input() * 2)", label, url)["reward"] == 1.0
     assert rewarded("print(input() * 3)", label, url)["reward"] == 0.0
     assert (
-        rewarded("def f(x): return [x] * 2", {"fn_name": "f", "inputs": [[77]], "outputs": [[77, 77]]}, url)["reward"]
+        rewarded(
+            "def f(x): return [x] * 2",
+            {"fn_name": "f", "inputs": [[77]], "outputs": [[77, 77]]},
+            url,
+        )["reward"]
         == 1.0
     )
     assert rewarded("def f(x): return [x] * 2", ["assert f(77) == [77, 77]"], url)["reward"] == 1.0
     assert "abab" not in json.dumps(handler.asked) and "77, 77" not in json.dumps(handler.asked)
-    assert all(asked["path"] == "/run_code" and asked["language"] == "python" for asked in handler.asked)
+    assert all(
+        asked["path"] == "/run_code" and asked["language"] == "python" for asked in handler.asked
+    )
 
 
 @pytest.mark.parametrize("mode", ["broken", "nonsense", "failed"])
-def test_a_server_that_fails_is_a_transient_error_in_one_line(mode: str, fusion: tuple[str, type[Fusion]]) -> None:
+def test_a_server_that_fails_is_a_transient_error_in_one_line(
+    mode: str, fusion: tuple[str, type[Fusion]]
+) -> None:
     url, handler = fusion
     handler.mode = mode
     with pytest.raises(TransientError) as raised:
@@ -595,21 +685,34 @@ def test_a_server_that_fails_is_a_transient_error_in_one_line(mode: str, fusion:
 
 
 @pytest.mark.parametrize("mode", ["zapped", "huge"])
-def test_a_program_that_a_working_server_fails_at_has_failed(mode: str, fusion: tuple[str, type[Fusion]]) -> None:
+def test_a_program_that_a_working_server_fails_at_has_failed(
+    mode: str, fusion: tuple[str, type[Fusion]]
+) -> None:
     url, handler = fusion
     handler.mode = mode
-    assert rewarded("print('zap')", {"inputs": [""], "outputs": ["1"]}, url) == {**WRONG, "ended": 1.0}
+    assert rewarded("print('zap')", {"inputs": [""], "outputs": ["1"]}, url) == {
+        **WRONG,
+        "ended": 1.0,
+    }
 
 
 def test_a_server_that_is_not_there_is_refused_before_the_run() -> None:
-    with pytest.raises(UserError, match=r"environment.code_sandbox=http://127.0.0.1:9 does not work here: .*refused"):
+    with pytest.raises(
+        UserError,
+        match=r"environment.code_sandbox=http://127.0.0.1:9 does not work here: .*refused",
+    ):
         sandbox.choose("http://127.0.0.1:9")
 
 
-def test_where_nothing_confines_code_the_run_is_refused_with_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_confines_code_the_run_is_refused_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sandbox, "_problem", lambda where: "not here")
     sandbox.choose.cache_clear()
-    with pytest.raises(UserError, match=r"bubblewrap: not here; landlock: not here.*code_sandbox=http.*seccomp.*none"):
+    with pytest.raises(
+        UserError,
+        match=r"bubblewrap: not here; landlock: not here.*code_sandbox=http.*seccomp.*none",
+    ):
         sandbox.choose("auto")
     with pytest.raises(TransientError, match="bubblewrap: not here"):
         code_tests("print(1)", {"inputs": [""], "outputs": ["1"]})
@@ -619,7 +722,10 @@ def test_less_protection_is_the_users_to_accept(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("read")
     program = f"print(open({str(tmp_path / 'file')!r}).read())"
     assert printed(program, "none") == "read\n"
-    assert printed(f"import os; os.mkdir({str(tmp_path / 'new')!r})", "none") == "" and (tmp_path / "new").is_dir()
+    assert (
+        printed(f"import os; os.mkdir({str(tmp_path / 'new')!r})", "none") == ""
+        and (tmp_path / "new").is_dir()
+    )
 
 
 @confined
@@ -647,13 +753,13 @@ print(int(numpy.arange(5).sum()), (numpy.ones((40, 40)) @ numpy.ones((40, 40)))[
 sys.stdout.buffer.write(b"end")
 exit()
 """
-    assert printed(program, backend).replace("end", "") == "50000\n45\nca97 UTC True 0.25\n10 40.0\n"
+    assert (
+        printed(program, backend).replace("end", "") == "50000\n45\nca97 UTC True 0.25\n10 40.0\n"
+    )
 
 
 @confined
 def test_signals_of_its_own_are_the_programs() -> None:
-    program = (
-        "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('got'))\nsignal.raise_signal(signal.SIGUSR1)"
-    )
+    program = "import signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('got'))\nsignal.raise_signal(signal.SIGUSR1)"
     assert printed(program, "auto") == "got\n"
     assert signal.getsignal(signal.SIGUSR1) is not None

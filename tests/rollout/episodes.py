@@ -9,10 +9,22 @@ from typing import Any
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.pool import EnvPool, local_pool
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import GenerationOutput, GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.inference.interface import (
+    GenerationOutput,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
 from skyasync.rollout.generator_api import generator_input
-from skyasync.rollout.types import Prompt, PromptId, RolloutRequest, Segment, Trajectory, TrajectoryId
+from skyasync.rollout.types import (
+    Prompt,
+    PromptId,
+    RolloutRequest,
+    Segment,
+    Trajectory,
+    TrajectoryId,
+)
 
 
 @cache
@@ -28,15 +40,21 @@ def tokens_of(text: str) -> list[int]:
 
 
 def prompt(row: int, env: str = "none", epoch: int = 0, **extras: Any) -> Prompt:
-    return Prompt(PromptId(epoch, row), [{"role": "user", "content": f"question {row}"}], env, extras)
+    return Prompt(
+        PromptId(epoch, row), [{"role": "user", "content": f"question {row}"}], env, extras
+    )
 
 
 def action(tokens: Sequence[int], reward: float = 0.0, version: int = 0) -> Segment:
     return Segment("action", list(tokens), [-0.5] * len(tokens), [version] * len(tokens), reward)
 
 
-def trajectory(*segments: Segment, row: int = 0, repetition: int = 0, stop: str = "stop") -> Trajectory:
-    return Trajectory(TrajectoryId(PromptId(0, row), repetition), [Segment("prompt", [1, 2]), *segments], stop)
+def trajectory(
+    *segments: Segment, row: int = 0, repetition: int = 0, stop: str = "stop"
+) -> Trajectory:
+    return Trajectory(
+        TrajectoryId(PromptId(0, row), repetition), [Segment("prompt", [1, 2]), *segments], stop
+    )
 
 
 class ScriptedEngine(InferenceEngine):
@@ -55,7 +73,11 @@ class ScriptedEngine(InferenceEngine):
             tokens = [*tokens_of(said), tokenizer().eos_token_id]
             cut = tokens[: request.sampling.max_tokens]
             finish = "stop" if len(cut) == len(tokens) else "length"
-            yield [GenerationOutput(request.request_id, cut, [-0.25] * len(cut), [4] * len(cut), finish)]
+            yield [
+                GenerationOutput(
+                    request.request_id, cut, [-0.25] * len(cut), [4] * len(cut), finish
+                )
+            ]
 
 
 class RecordedEnv(BaseTextEnv):
@@ -90,15 +112,25 @@ def registered(env: type[BaseTextEnv]) -> str:
     return env.__qualname__
 
 
-def generator(engine: Any, *, max_model_len: int = 256, pool: EnvPool | None = None, **rules: Any) -> EpisodeGenerator:
+def generator(
+    engine: Any, *, max_model_len: int = 256, pool: EnvPool | None = None, **rules: Any
+) -> EpisodeGenerator:
     """``rules`` are those of ``EpisodeLimits``."""
     client = InferenceClient([engine])
-    return EpisodeGenerator(client, pool or local_pool(), tokenizer(), max_model_len, EpisodeLimits(**rules))
+    return EpisodeGenerator(
+        client, pool or local_pool(), tokenizer(), max_model_len, EpisodeLimits(**rules)
+    )
 
 
-def requests(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> list[RolloutRequest]:
+def requests(
+    prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32
+) -> list[RolloutRequest]:
     sampling = SamplingParams(max_tokens=max_tokens)
-    return [RolloutRequest(TrajectoryId(p.id, r), p, p.extras, sampling) for p in prompts for r in range(samples)]
+    return [
+        RolloutRequest(TrajectoryId(p.id, r), p, p.extras, sampling)
+        for p in prompts
+        for r in range(samples)
+    ]
 
 
 def request(prompts: Sequence[Prompt], samples: int = 1, max_tokens: int = 32) -> Any:

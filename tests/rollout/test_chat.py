@@ -36,21 +36,30 @@ def user(text):
 
 def test_a_prompt_ends_where_the_model_begins_to_write():
     found = chat().prompt([user("add 2 and 3")])
-    assert tokenizer().decode(found) == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer().decode(found)
+        == "<|im_start|>user\nadd 2 and 3<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 TOOLS = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}]
-WITH_TOOLS = "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name + '\n' }}{% endfor %}" + CHATML
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}{{ 'tool ' + tool.function.name + '\n' }}{% endfor %}" + CHATML
+)
 
 
 def test_the_model_is_shown_an_environments_tools():
     found = chat(WITH_TOOLS)
-    assert found.tokenizer.decode(found.prompt([user("hello")], TOOLS)).startswith("tool add\n<|im_start|>user")
+    assert found.tokenizer.decode(found.prompt([user("hello")], TOOLS)).startswith(
+        "tool add\n<|im_start|>user"
+    )
     assert not found.tokenizer.decode(found.prompt([user("hello")])).startswith("tool")
 
 
 def test_tools_that_the_template_would_not_show_are_refused():
-    with pytest.raises(UserError, match=r"has tools \(add\), but the model's chat template shows none"):
+    with pytest.raises(
+        UserError, match=r"has tools \(add\), but the model's chat template shows none"
+    ):
         chat().prompt([user("hello")], TOOLS)
 
 
@@ -65,7 +74,9 @@ def test_content_parts_are_the_text_they_make_together():
 def test_a_content_part_that_is_no_text_is_named():
     with pytest.raises(UserError, match="the image 'x' cannot be read: No such file"):
         chat().prompt([user([{"type": "image_url", "image_url": {"url": "x"}}])])
-    with pytest.raises(UserError, match="parts of type input_audio: only parts of type text and image are read"):
+    with pytest.raises(
+        UserError, match="parts of type input_audio: only parts of type text and image are read"
+    ):
         chat().prompt([user([{"type": "input_audio", "input_audio": {"data": "x"}}])])
 
 
@@ -82,7 +93,9 @@ def test_an_environment_reads_as_much_of_a_response_as_its_keys_say(sampling, re
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=3), st.text(max_size=12))
-def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(answers, reply):
+def test_prompt_actions_and_observations_in_a_row_are_the_conversation_as_the_template_frames_it(
+    answers, reply
+):
     """Token in, token out: for actions that end their message, the parts concatenate to the whole."""
     conversation, tokens = [user("begin")], chat().prompt([user("begin")]).tolist()
     for answer in answers:
@@ -99,12 +112,18 @@ def test_tokens_of_the_model_that_no_tokenizer_would_write_are_kept():
     assert letters != tokens_of("user")
     observation = chat().observation([user("more")], letters)
     assert observation[0] == tokenizer().eos_token_id  # ends the message that was cut
-    assert tokenizer().decode(observation[1:]) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer().decode(observation[1:])
+        == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_a_message_that_ended_is_not_ended_twice():
     action = [*tokens_of("5"), tokenizer().eos_token_id]
-    assert chat().observation([user("more")], action) == chat().observation([user("more")], tokens_of("5"))[1:]
+    assert (
+        chat().observation([user("more")], action)
+        == chat().observation([user("more")], tokens_of("5"))[1:]
+    )
 
 
 def test_an_environment_that_says_nothing_still_opens_the_models_next_message():
@@ -118,7 +137,9 @@ def test_what_a_template_puts_in_front_or_takes_back_is_no_part_of_an_observatio
     templates = {"system": SYSTEM + tokenizer().chat_template, "thinking": THINKING}
     action = [*tokens_of("5"), tokenizer().eos_token_id]
     found = chat(templates[template]).observation([user("more")], action)
-    assert tokenizer().decode(found) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer().decode(found) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 DROPS_THOUGHTS = (
@@ -128,7 +149,11 @@ DROPS_THOUGHTS = (
 )
 
 
-SAID = [user("1 > 0?"), {"role": "assistant", "content": "<think>\n3 > 1\n</think>\n\n13"}, user("more")]
+SAID = [
+    user("1 > 0?"),
+    {"role": "assistant", "content": "<think>\n3 > 1\n</think>\n\n13"},
+    user("more"),
+]
 
 
 @pytest.mark.parametrize(
@@ -136,15 +161,23 @@ SAID = [user("1 > 0?"), {"role": "assistant", "content": "<think>\n3 > 1\n</thin
     [
         (None, None),
         (THINKING, None),
-        (DROPS_THOUGHTS, "\n\n13<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            DROPS_THOUGHTS,
+            "\n\n13<|im_end|>\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n",
+        ),
     ],
     ids=["keeps", "adds", "drops"],
 )
-def test_a_turn_starts_a_new_row_if_the_template_shows_other_tokens_than_were_sampled(template, shows):
+def test_a_turn_starts_a_new_row_if_the_template_shows_other_tokens_than_were_sampled(
+    template, shows
+):
     found = chat(template)
     action = [*tokens_of("<think>\n3 > 1\n</think>\n\n13"), tokenizer().eos_token_id]
     observation = found.observation([user("more")], action)
-    assert tokenizer().decode(observation) == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        tokenizer().decode(observation)
+        == "\n<|im_start|>user\nmore<|im_end|>\n<|im_start|>assistant\n"
+    )
     extended = [*found.prompt(SAID[:1]).tolist(), *action, *observation]
     again = found.reframed(SAID, None, extended)
     assert (again is None) == (shows is None)
@@ -153,10 +186,17 @@ def test_a_turn_starts_a_new_row_if_the_template_shows_other_tokens_than_were_sa
 
 
 def test_other_tokens_of_the_same_text_do_not_start_a_new_row():
-    found, said = chat(DROPS_THOUGHTS), [user("1 > 0?"), {"role": "assistant", "content": "13"}, user("more")]
+    found, said = (
+        chat(DROPS_THOUGHTS),
+        [user("1 > 0?"), {"role": "assistant", "content": "13"}, user("more")],
+    )
     letters = [t for letter in "13" for t in tokens_of(letter)]
     action = [*letters, tokenizer().eos_token_id]
-    extended = [*found.prompt(said[:1]).tolist(), *action, *found.observation([user("more")], action)]
+    extended = [
+        *found.prompt(said[:1]).tolist(),
+        *action,
+        *found.observation([user("more")], action),
+    ]
     assert found.reframed(said, None, extended) is None
 
 
@@ -197,11 +237,16 @@ def test_text_leaves_out_special_tokens():
 def test_without_a_template_text_goes_as_it_is():
     raw = ChatTokenizer(tokenizer(), apply_chat_template=False)
     assert tokenizer().decode(raw.prompt([user("2 + 2 =")])) == "2 + 2 ="
-    assert tokenizer().decode(raw.observation([user("\nnext: "), user("x")], tokens_of("4"))) == "\nnext: x"
+    assert (
+        tokenizer().decode(raw.observation([user("\nnext: "), user("x")], tokens_of("4")))
+        == "\nnext: x"
+    )
 
 
 def test_a_long_responses_text_is_the_tokenizers_own():
     response = tokens_of("12 </a> 3 ") * LONG + [tokenizer().eos_token_id]
     for skip in (True, False):
         sampling = SamplingParams(skip_special_tokens=skip)
-        assert chat().text(ints(response), sampling) == tokenizer().decode(response, skip_special_tokens=skip)
+        assert chat().text(ints(response), sampling) == tokenizer().decode(
+            response, skip_special_tokens=skip
+        )

@@ -21,9 +21,19 @@ from tests.virtual_time import virtual_time
 def batch():
     return collate(
         [
-            Group(prompt(0), [trajectory(action([3, 4], 1.0, version=7)), trajectory(action([5]), repetition=1)]),
             Group(
-                prompt(1), [trajectory(action([3], 0.5), Segment("observation", [9, 8], reward=0.25), action([4, 6]))]
+                prompt(0),
+                [trajectory(action([3, 4], 1.0, version=7)), trajectory(action([5]), repetition=1)],
+            ),
+            Group(
+                prompt(1),
+                [
+                    trajectory(
+                        action([3], 0.5),
+                        Segment("observation", [9, 8], reward=0.25),
+                        action([4, 6]),
+                    )
+                ],
             ),
         ]
     )
@@ -31,7 +41,9 @@ def batch():
 
 def test_the_reward_of_a_response_without_tokens_stands_on_the_token_before():
     empty = trajectory(action([], -1.0))
-    turns = trajectory(action([5], 0.5), Segment("observation", [9, 8]), action([], 1.0), repetition=1)
+    turns = trajectory(
+        action([5], 0.5), Segment("observation", [9, 8]), action([], 1.0), repetition=1
+    )
     found = collate([Group(prompt(0), [empty, turns])])
     assert found.rewards.sum(1).tolist() == [-1.0, 1.5] == [t.reward for t in (empty, turns)]
 
@@ -54,18 +66,34 @@ async def turns_during(groups):
 
 @virtual_time
 async def test_other_tasks_have_their_turn_after_each_group():
-    assert await turns_during([Group(prompt(i), [trajectory(action([3, 4], 1.0))]) for i in range(5)]) == 5
+    assert (
+        await turns_during([Group(prompt(i), [trajectory(action([3, 4], 1.0))]) for i in range(5)])
+        == 5
+    )
 
 
 @virtual_time
 async def test_other_tasks_have_their_turn_within_a_large_group():
-    assert await turns_during([Group(prompt(0), [trajectory(action([3] * TURN_TOKENS)) for _ in range(4)])]) == 4
+    assert (
+        await turns_during(
+            [Group(prompt(0), [trajectory(action([3] * TURN_TOKENS)) for _ in range(4)])]
+        )
+        == 4
+    )
 
 
 def test_every_column_belongs_to_its_token():
     found = batch()
-    assert found.tokens.tolist() == [[1, 2, 3, 4, 0, 0, 0], [1, 2, 5, 0, 0, 0, 0], [1, 2, 3, 9, 8, 4, 6]]
-    assert found.loss_mask.int().tolist() == [[0, 0, 1, 1, 0, 0, 0], [0, 0, 1, 0, 0, 0, 0], [0, 0, 1, 0, 0, 1, 1]]
+    assert found.tokens.tolist() == [
+        [1, 2, 3, 4, 0, 0, 0],
+        [1, 2, 5, 0, 0, 0, 0],
+        [1, 2, 3, 9, 8, 4, 6],
+    ]
+    assert found.loss_mask.int().tolist() == [
+        [0, 0, 1, 1, 0, 0, 0],
+        [0, 0, 1, 0, 0, 0, 0],
+        [0, 0, 1, 0, 0, 1, 1],
+    ]
     assert found.attention_mask.sum(1).tolist() == [4, 3, 7]
     assert found.versions.tolist()[0] == [-1, -1, 7, 7, -1, -1, -1]
     assert found.behaviour_logprobs.tolist()[2] == [0, 0, -0.5, 0, 0, -0.5, -0.5]
@@ -90,7 +118,9 @@ def test_rows_say_exactly_what_the_trajectories_say(before):
     ]
     assert len(found) == len(rows)
     ids = range(len(rows)) if found.trajectory_ids is None else found.trajectory_ids.tolist()
-    assert [owner is another for owner, _ in rows for another, _ in rows] == [i == j for i in ids for j in ids]
+    assert [owner is another for owner, _ in rows for another, _ in rows] == [
+        i == j for i in ids for j in ids
+    ]
     assert not found.loss_mask[:, 0].any()
     assert not (found.loss_mask & ~found.attention_mask).any()
     for row, (_, t) in enumerate(rows):

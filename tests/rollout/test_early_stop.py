@@ -25,7 +25,9 @@ rewards = st.lists(st.floats(-1, 2), min_size=1, max_size=6)
 
 
 @given(rewards, st.data())
-def test_a_group_is_decided_only_if_no_further_rewards_bring_it_inside(found: list[float], data: st.DataObject) -> None:
+def test_a_group_is_decided_only_if_no_further_rewards_bring_it_inside(
+    found: list[float], data: st.DataObject
+) -> None:
     rest = data.draw(st.lists(st.floats(-1, 2), max_size=6))
     bounds = {"low": 0.25, "high": 0.75, "least": -1.0, "most": 2.0}
     if cannot_be_inside(found, len(found) + len(rest), **bounds):
@@ -47,7 +49,11 @@ class Episodes:
 
     def __init__(self, rewards: list[list[float]]) -> None:
         self.rewards, self.cancelled = rewards, []
-        self.asked = [TrajectoryId(PromptId(0, p), r) for p, group in enumerate(rewards) for r in range(len(group))]
+        self.asked = [
+            TrajectoryId(PromptId(0, p), r)
+            for p, group in enumerate(rewards)
+            for r in range(len(group))
+        ]
 
     async def play(self, identity: TrajectoryId) -> Trajectory:
         try:
@@ -63,12 +69,16 @@ class Episodes:
         assert decided is not None
         groups = GroupMonitor(self.asked, decided)
         async with together() as tasks:
-            played = [tasks.start(groups.play(identity, self.play(identity))) for identity in self.asked]
+            played = [
+                tasks.start(groups.play(identity, self.play(identity))) for identity in self.asked
+            ]
         return [episode.result() for episode in played]
 
 
 @virtual_time
-async def test_the_other_samples_of_a_decided_group_are_cancelled_and_come_back_without_a_response() -> None:
+async def test_the_other_samples_of_a_decided_group_are_cancelled_and_come_back_without_a_response() -> (
+    None
+):
     episodes = Episodes([[1.0] * 5, [1.0, 0.0, 1.0, 0.0, 1.0]])
     found = await episodes.all(MIDDLE)
     assert [t.id for t in found] == episodes.asked
@@ -78,7 +88,9 @@ async def test_the_other_samples_of_a_decided_group_are_cancelled_and_come_back_
     groups = groups_from_output(generator_output(found), prompts, 0, 5)
     assert groups[0].rewards == [1.0] * 4 and not mean_inside(groups[0].rewards, 0.25, 0.75)
     metrics = rollout_metrics(groups)
-    assert metrics["dynamic_sampling/ended_early"] == 1 and metrics["reward/mean"] == pytest.approx(7 / 9)
+    assert metrics["dynamic_sampling/ended_early"] == 1 and metrics["reward/mean"] == pytest.approx(
+        7 / 9
+    )
 
 
 @virtual_time
@@ -94,5 +106,7 @@ async def test_a_cancelled_generation_is_cancelled_and_no_end_of_a_group() -> No
 
 @virtual_time
 async def test_a_reward_outside_the_bounds_is_an_error_that_names_them() -> None:
-    with pytest.raises(UserError, match=r"reward of 3 is outside .*reward_min=0 and .*reward_max=1"):
+    with pytest.raises(
+        UserError, match=r"reward of 3 is outside .*reward_min=0 and .*reward_max=1"
+    ):
         await Episodes([[3.0, 1.0]]).all(MIDDLE)

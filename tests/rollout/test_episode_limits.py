@@ -46,9 +46,10 @@ class Naughty(RecordedEnv):
         if misdeed == "hangs":
             await asyncio.sleep(1e6)
         return {
-            "observations": {"huge": [{"role": "user", "content": "x" * 10_000_000}], "shapeless": [["x"]]}.get(
-                misdeed, [{"role": "user", "content": "and?"}]
-            ),
+            "observations": {
+                "huge": [{"role": "user", "content": "x" * 10_000_000}],
+                "shapeless": [["x"]],
+            }.get(misdeed, [{"role": "user", "content": "and?"}]),
             "reward": {"raises": 0, "nan": float("nan"), "text": "good"}.get(misdeed, 1.0) or 1 / 0,
             "done": self.turns == 2,
             "metadata": {},
@@ -57,7 +58,10 @@ class Naughty(RecordedEnv):
 
 def naughty_prompts(misdeed, count=4):
     name = registered(Naughty)
-    return [prompt(row, name, name=str(row), misdeed=misdeed if row == 2 else "") for row in range(count)]
+    return [
+        prompt(row, name, name=str(row), misdeed=misdeed if row == 2 else "")
+        for row in range(count)
+    ]
 
 
 async def play(asked, engine=None, **options):
@@ -79,7 +83,9 @@ def test_by_default_a_misdeed_ends_the_run_with_one_error_that_names_the_prompt(
 
 @pytest.mark.parametrize("on_error", ["mask", "keep"])
 @pytest.mark.parametrize("misdeed", MISDEEDS)
-def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(misdeed, on_error, caplog):
+def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(
+    misdeed, on_error, caplog
+):
     rules._warned.clear()
 
     @virtual_time
@@ -89,7 +95,10 @@ def test_a_misdeed_ends_its_episode_alone_where_that_is_wished_and_is_counted(mi
         (bad,) = (failed := groups.pop(2)).trajectories
         assert [g.rewards for g in groups] == [[2.0]] * 3
         assert all(len(g.trajectories[0].actions) == 2 for g in groups)
-        assert bad.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[2].messages).tolist()
+        assert (
+            bad.segments[0].tokens.tolist()
+            == ChatTokenizer(tokenizer()).prompt(asked[2].messages).tolist()
+        )
         played = 0 if misdeed == "init" else 2
         assert len(bad.actions) == (played if on_error == "keep" else 0)
         assert len(bad.tokens) > len(bad.segments[0].tokens) or not played
@@ -129,7 +138,10 @@ class Slow(RecordedEnv):
 
 @virtual_time
 async def test_an_episode_that_takes_too_long_is_an_error_that_names_it_and_the_key():
-    with pytest.raises(TimeoutError, match=r"episode e0-i0-r0 did not end within 15 s \(generator.episode_timeout_s\)"):
+    with pytest.raises(
+        TimeoutError,
+        match=r"episode e0-i0-r0 did not end within 15 s \(generator.episode_timeout_s\)",
+    ):
         await play([prompt(0, registered(Slow))], timeout_s=15)
     assert asyncio.get_running_loop().time() == pytest.approx(15)
     await asyncio.sleep(100)
@@ -139,7 +151,9 @@ async def test_an_episode_that_takes_too_long_is_an_error_that_names_it_and_the_
 @virtual_time
 async def test_or_it_is_given_up_with_the_turns_it_had():
     (group,) = await play([prompt(0, registered(Slow))], timeout_s=15, on_error="keep")
-    assert len(group.trajectories[0].actions) == 2  # the second one was generated, and has no reward
+    assert (
+        len(group.trajectories[0].actions) == 2
+    )  # the second one was generated, and has no reward
     assert group.rewards == [0.0]
 
 
@@ -165,7 +179,10 @@ async def test_the_sampling_of_the_next_action_follows_the_environments_wish():
 
     engine = ScriptedEngine(lambda _: "go")
     await play([prompt(0, registered(Cooling))], engine)
-    assert [(r.sampling.temperature, r.sampling.max_tokens) for r in engine.requests] == [(1.0, 32), (0.5, 3)]
+    assert [(r.sampling.temperature, r.sampling.max_tokens) for r in engine.requests] == [
+        (1.0, 32),
+        (0.5, 3),
+    ]
 
 
 @virtual_time
@@ -181,7 +198,12 @@ async def test_plain_text_is_appended_as_it_is_and_actions_come_with_their_speci
 
         def answer(self, action):
             heard.append(action)
-            return {"observations": "wrong\n", "reward": 0.0, "done": self.turns == 2, "metadata": {}}
+            return {
+                "observations": "wrong\n",
+                "reward": 0.0,
+                "done": self.turns == 2,
+                "metadata": {},
+            }
 
     asked = [prompt(0, registered(Plain))]
     ((episode,),) = [g.trajectories for g in await play(asked, pool=local_pool())]

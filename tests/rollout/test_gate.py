@@ -32,7 +32,9 @@ class Visits:
 
 async def test_closing_waits_for_rollouts_inside_and_keeps_new_ones_outside() -> None:
     visits = Visits()
-    await asyncio.gather(visits.rollout("a", 5), visits.rollout("b", 2), visits.hold("x"), visits.rollout("c", 1))
+    await asyncio.gather(
+        visits.rollout("a", 5), visits.rollout("b", 2), visits.hold("x"), visits.rollout("c", 1)
+    )
     assert visits.events == ["+a", "+b", "-b", "-a", "[x", "x]", "+c", "-c"]
 
 

@@ -44,7 +44,12 @@ class Countdown(RecordedEnv):
 
     def answer(self, action):
         said = [{"role": "user", "content": f"turn {self.turns}: {action}?"}]
-        return {"observations": said, "reward": float(self.turns), "done": self.turns == 3, "metadata": {}}
+        return {
+            "observations": said,
+            "reward": float(self.turns),
+            "done": self.turns == 3,
+            "metadata": {},
+        }
 
 
 class FailsOnTwo(RecordedEnv):
@@ -66,11 +71,16 @@ async def groups(generator, asked_for):
 @virtual_time
 async def test_a_single_turn_is_one_action_with_what_the_engine_said_of_it():
     asked = prompts(Once, 3)
-    engine = ScriptedEngine(lambda tokens: "yes" if "question 1" in tokenizer().decode(tokens) else "no")
+    engine = ScriptedEngine(
+        lambda tokens: "yes" if "question 1" in tokenizer().decode(tokens) else "no"
+    )
     found = await groups(generator(engine), requests(asked, samples=2))
     assert [g.rewards for g in found] == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
     only = found[1].trajectories[0]
-    assert only.segments[0].tokens.tolist() == ChatTokenizer(tokenizer()).prompt(asked[1].messages).tolist()
+    assert (
+        only.segments[0].tokens.tolist()
+        == ChatTokenizer(tokenizer()).prompt(asked[1].messages).tolist()
+    )
     assert only.actions[0].tokens.tolist() == [*tokens_of("yes"), tokenizer().eos_token_id]
     assert set(only.actions[0].logprobs) == {-0.25}
     assert set(only.versions) == {4}
@@ -83,7 +93,14 @@ async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_e
     engine = ScriptedEngine(lambda tokens: "yes")
     (group,) = await groups(generator(engine, max_turns=5), requests(asked))
     (episode,) = group.trajectories
-    assert [s.kind for s in episode.segments] == ["prompt", "action", "observation", "action", "observation", "action"]
+    assert [s.kind for s in episode.segments] == [
+        "prompt",
+        "action",
+        "observation",
+        "action",
+        "observation",
+        "action",
+    ]
     assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
     for turn, asked_tokens in enumerate(r.prompt_token_ids for r in engine.requests):
         before = episode.segments[: 1 + 2 * turn]
@@ -97,7 +114,12 @@ async def test_several_turns_feed_the_engine_exactly_what_it_said_and_what_the_e
 class Thoughtful(RecordedEnv):
     def answer(self, action):
         said = [{"role": "user", "content": f"turn {self.turns}?"}]
-        return {"observations": said, "reward": float(self.turns), "done": self.turns == 3, "metadata": {}}
+        return {
+            "observations": said,
+            "reward": float(self.turns),
+            "done": self.turns == 3,
+            "metadata": {},
+        }
 
 
 @virtual_time
@@ -123,7 +145,9 @@ async def test_a_turn_with_a_changed_context_is_a_separate_row(as_shown):
         assert "<think>" not in tokenizer().decode(episode.segments[0].tokens)
         assert "yes" in tokenizer().decode(episode.segments[0].tokens)
     assert [s.reward for s in episode.actions] == [1.0, 2.0, 3.0]
-    for asked_tokens, action in zip((r.prompt_token_ids for r in engine.requests), episode.actions, strict=True):
+    for asked_tokens, action in zip(
+        (r.prompt_token_ids for r in engine.requests), episode.actions, strict=True
+    ):
         (row,) = [row for row in episode.sequences if any(s is action for s in row)]
         place = next(n for n, s in enumerate(row) if s is action)
         assert asked_tokens.tolist() == [t for s in row[:place] for t in s.tokens.tolist()]
@@ -145,7 +169,9 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
 
     speaks = Recipe(corpus_size=64).make_tokenizer()
     call = '<tool_call>{"name": "calculator", "arguments": {"expression": "12*34"}}</tool_call>'
-    asked = [Prompt(PromptId(0, 0), [{"role": "user", "content": "12 * 34 ="}], ENV, {"answer": "408"})]
+    asked = [
+        Prompt(PromptId(0, 0), [{"role": "user", "content": "12 * 34 ="}], ENV, {"answer": "408"})
+    ]
 
     class Engine(ScriptedEngine):
         async def generate(self, requests):
@@ -153,13 +179,21 @@ async def test_an_environments_tools_are_shown_called_and_answered_without_a_los
             for r in requests:
                 said = "408" if "408" in speaks.decode(r.prompt_token_ids) else call
                 tokens = speaks(f"{said}<|im_end|>", add_special_tokens=False)["input_ids"]
-                yield [GenerationOutput(r.request_id, tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop")]
+                yield [
+                    GenerationOutput(
+                        r.request_id, tokens, [-0.5] * len(tokens), [0] * len(tokens), "stop"
+                    )
+                ]
 
     engine = Engine(lambda _: "")
-    episodes = EpisodeGenerator(InferenceClient([engine]), local_pool(), speaks, 256, EpisodeLimits(max_turns=3))
+    episodes = EpisodeGenerator(
+        InferenceClient([engine]), local_pool(), speaks, 256, EpisodeLimits(max_turns=3)
+    )
     (group,) = await groups(episodes, requests(asked))
     (episode,) = group.trajectories
-    prompt, asks, observation, answers = (speaks.decode(segment.tokens) for segment in episode.segments)
+    prompt, asks, observation, answers = (
+        speaks.decode(segment.tokens) for segment in episode.segments
+    )
     assert prompt == (
         "<|im_start|>system\ntools: calculator<|im_end|>\n"
         "<|im_start|>user\n12 * 34 =<|im_end|>\n<|im_start|>assistant\n"
@@ -190,11 +224,15 @@ async def test_by_default_an_episode_has_as_many_turns_as_its_environment_wants(
 
 
 @virtual_time
-async def test_an_episode_that_is_full_before_its_environment_is_done_is_told_of_once_with_both_keys(caplog):
+async def test_an_episode_that_is_full_before_its_environment_is_done_is_told_of_once_with_both_keys(
+    caplog,
+):
     asked = prompts(Countdown, 2)
     rules._warned.clear()
     limit = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages)) + 8
-    output = await generator(ScriptedEngine(lambda _: "yes"), max_model_len=limit).generate(request(asked))
+    output = await generator(ScriptedEngine(lambda _: "yes"), max_model_len=limit).generate(
+        request(asked)
+    )
     assert output["stop_reasons"] == ["length"] * 2
     (told,) = [record.getMessage() for record in caplog.records]
     assert "is full after 1 turns" in told
@@ -210,7 +248,9 @@ async def test_no_sequence_exceeds_max_model_len():
         found = await groups(generator(engine, max_model_len=limit, max_turns=3), requests(asked))
         (episode,) = found[0].trajectories
         assert len(episode.tokens) <= limit
-        assert all(len(r.prompt_token_ids) + r.sampling.max_tokens <= limit for r in engine.requests)
+        assert all(
+            len(r.prompt_token_ids) + r.sampling.max_tokens <= limit for r in engine.requests
+        )
         assert all(r.sampling.max_tokens > 0 for r in engine.requests)
         assert episode.segments[-1].kind == "action"
         assert len(episode.actions) == 3 or episode.stop_reason == "length"
@@ -221,17 +261,25 @@ async def test_the_least_length_of_a_response_fits_in_what_is_free():
     asked = prompts(Once, 1)
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
     engine = ScriptedEngine(lambda _: "yes")
-    longer = [replace(each, sampling=replace(each.sampling, min_tokens=30)) for each in requests(asked)]
+    longer = [
+        replace(each, sampling=replace(each.sampling, min_tokens=30)) for each in requests(asked)
+    ]
     await groups(generator(engine, max_model_len=length + 20), longer)
     (sent,) = engine.requests
-    assert sent.sampling.min_tokens == sent.sampling.max_tokens == 20, "vLLM and SGLang reject a larger one"
+    assert sent.sampling.min_tokens == sent.sampling.max_tokens == 20, (
+        "vLLM and SGLang reject a larger one"
+    )
 
 
 async def test_a_prompt_that_is_too_long_is_rejected_with_its_name_and_the_keys():
     asked = prompts(Once, 1)
     length = len(ChatTokenizer(tokenizer()).prompt(asked[0].messages))
-    with pytest.raises(UserError, match=rf"e0-i0-r0 has {length} tokens.*generator\.max_model_len={length}"):
-        await generator(ScriptedEngine(lambda _: "yes"), max_model_len=length).generate(request(asked))
+    with pytest.raises(
+        UserError, match=rf"e0-i0-r0 has {length} tokens.*generator\.max_model_len={length}"
+    ):
+        await generator(ScriptedEngine(lambda _: "yes"), max_model_len=length).generate(
+            request(asked)
+        )
 
 
 @virtual_time
@@ -292,7 +340,9 @@ async def test_cancellation_closes_every_environment():
 @virtual_time
 async def test_all_first_requests_travel_in_one_message():
     engine = ScriptedEngine(lambda _: "yes")
-    await generator(engine, pool=local_pool(workers=1)).generate(request(prompts(Once, 8), samples=4))
+    await generator(engine, pool=local_pool(workers=1)).generate(
+        request(prompts(Once, 8), samples=4)
+    )
     assert len(engine.requests) == 32
     assert engine.messages == 1
 

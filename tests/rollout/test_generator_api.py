@@ -33,7 +33,11 @@ class Pays(Plays):
 
     async def generate(self, input_batch):
         output = await super().generate(input_batch)
-        return {**output, "rewards": [9.0 for _ in output["rewards"]], "rollout_metrics": {"paid": 1.0}}
+        return {
+            **output,
+            "rewards": [9.0 for _ in output["rewards"]],
+            "rollout_metrics": {"paid": 1.0},
+        }
 
 
 class Wraps:
@@ -79,7 +83,10 @@ def test_both_ways_lead_to_the_same_groups(before):
         prompts = [group.prompt for group in before]
         asked = requests(prompts, len(before[0].trajectories))
         ours = Plays([t for group in before for t in group.trajectories])
-        listed, direct = await run_generator(Wraps(ours), asked, 0), await run_generator(ours, asked, 0)
+        listed, direct = (
+            await run_generator(Wraps(ours), asked, 0),
+            await run_generator(ours, asked, 0),
+        )
         assert listed[0] == direct[0] == before
 
     asyncio.run(run())
@@ -89,7 +96,9 @@ class Answers(TrajectoryGenerator):
     """As the library's generators: a request for each trajectory."""
 
     async def generate_trajectories(self, requests):
-        return [Trajectory(each.id, [Segment("prompt", [1]), action([3], 1.0)]) for each in requests]
+        return [
+            Trajectory(each.id, [Segment("prompt", [1]), action([3], 1.0)]) for each in requests
+        ]
 
 
 class Doubles(Answers):
@@ -131,7 +140,10 @@ def without_prompt():
     [
         ([], "expected 1, got 0; the first difference is at index 0, expected e0-i0-r0"),
         ([trajectory(action([3]), row=5)], "expected e0-i0-r0, got e0-i5-r0"),
-        ([trajectory(Segment("action", [3], [-math.inf], [0]))], "e0-i0-r0: log-probabilities of generated tokens"),
+        (
+            [trajectory(Segment("action", [3], [-math.inf], [0]))],
+            "e0-i0-r0: log-probabilities of generated tokens",
+        ),
         ([without_prompt()], "e0-i0-r0: the prompt has no tokens"),
     ],
 )

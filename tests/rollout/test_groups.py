@@ -22,7 +22,12 @@ class LengthEnv(BaseTextEnv):
     def step(self, action: str) -> Any:
         self.turns += 1
         more = [{"role": "user", "content": f"turn {self.turns}"}]
-        return {"observations": more, "reward": 1.0, "done": self.turns >= self.extras["turns"], "metadata": {}}
+        return {
+            "observations": more,
+            "reward": 1.0,
+            "done": self.turns >= self.extras["turns"],
+            "metadata": {},
+        }
 
 
 class InstantEnv(LengthEnv):
@@ -67,7 +72,10 @@ async def test_each_sample_has_the_seed_that_it_has_alone() -> None:
     together, alone = ScriptedEngine(lambda _: "7"), ScriptedEngine(lambda _: "7")
     row = prompt(0, registered(InstantEnv), turns=1)
     sampling = SamplingParams(max_tokens=8, seed=5)
-    asked = [RolloutRequest(TrajectoryId(row.id, repetition), row, row.extras, sampling) for repetition in range(4)]
+    asked = [
+        RolloutRequest(TrajectoryId(row.id, repetition), row, row.extras, sampling)
+        for repetition in range(4)
+    ]
     await run_generator(generator(together), asked, 0)
     for request in asked:
         await run_generator(generator(alone), [request], 0)
@@ -79,7 +87,14 @@ async def test_each_sample_has_the_seed_that_it_has_alone() -> None:
 @virtual_time
 async def test_the_time_limit_of_a_group_ends_only_the_samples_without_an_answer() -> None:
     asked = requests([prompt(0, registered(InstantEnv), turns=1)], samples=4)
-    played = generator(SlowEngine(lambda _: "7"), timeout_s=2.5, on_error="keep", give_up_reward=-1.0)
+    played = generator(
+        SlowEngine(lambda _: "7"), timeout_s=2.5, on_error="keep", give_up_reward=-1.0
+    )
     (group,), _ = await run_generator(played, asked, 0)
-    assert [bool(trajectory.metrics["given_up"]) for trajectory in group.trajectories] == [False, False, True, True]
+    assert [bool(trajectory.metrics["given_up"]) for trajectory in group.trajectories] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert [len(trajectory.actions) for trajectory in group.trajectories] == [1, 1, 0, 0]

@@ -38,11 +38,18 @@ class ShowsImages(BaseTextEnv):
         url = {"url": f"file:{self.extras['folder']}/{self.turns}.png"}
         content = [{"type": "text", "text": "And now?"}, {"type": "image_url", "image_url": url}]
         observations = [{"role": "user", "content": content}] if self.turns < 3 else []
-        return {"observations": observations, "reward": 1.0, "done": self.turns == 3, "metadata": {}}
+        return {
+            "observations": observations,
+            "reward": 1.0,
+            "done": self.turns == 3,
+            "metadata": {},
+        }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_images_of_later_turns_are_trained_on_as_they_were_sampled(family: str, tmp_path: Path) -> None:
+async def test_images_of_later_turns_are_trained_on_as_they_were_sampled(
+    family: str, tmp_path: Path
+) -> None:
     folder = save_tiny(family, tmp_path / family)
     for turn in (1, 2):
         (tmp_path / f"{turn}.png").write_bytes(noise(turn, 56 * turn, 56).data)
@@ -56,7 +63,9 @@ async def test_images_of_later_turns_are_trained_on_as_they_were_sampled(family:
     try:
         limits = EpisodeLimits(3)
         generator = EpisodeGenerator(client, local_pool(), load_tokenizer(folder), 256, limits)
-        trajectories = await generator.generate_trajectories(requests([prompt], samples=3, max_tokens=6))
+        trajectories = await generator.generate_trajectories(
+            requests([prompt], samples=3, max_tokens=6)
+        )
         await generator.close()
     finally:
         await client.shutdown()
@@ -90,7 +99,9 @@ class CountedEngine:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.engine, name)
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         self.messages.append(pickle.dumps(list(requests)))
         async for outputs in self.engine.generate(pickle.loads(self.messages[-1])):
             yield outputs
@@ -113,17 +124,28 @@ async def test_sixty_four_samples_of_an_image_send_it_once(tmp_path: Path) -> No
     cfg.environment.env_class = registered(Looks)
     prompt = as_prompt(0, {"prompt": "How many discs?", "images": [image.data]}, cfg)
     pool = EnvPool(lambda: CountedTransport(Episodes(settings)), 1, settings)
-    client = InferenceClient([CountedEngine(ENGINES["transformers"](EngineConfig(folder, threads=1)), to_engines)])
+    client = InferenceClient(
+        [CountedEngine(ENGINES["transformers"](EngineConfig(folder, threads=1)), to_engines)]
+    )
     await client.start()
     try:
         generator = EpisodeGenerator(client, pool, load_tokenizer(folder), 256, EpisodeLimits(1))
-        trajectories = await generator.generate_trajectories(requests([prompt], samples=64, max_tokens=2))
+        trajectories = await generator.generate_trajectories(
+            requests([prompt], samples=64, max_tokens=2)
+        )
         await generator.close()
     finally:
         await client.shutdown()
 
     batch = collate([Group(prompt, trajectories)])
     assert batch.images == ((image,),) * 64
-    halves = [pickle.dumps(batch.select(torch.arange(start, start + 32))) for start in (0, 32)]  # of two ranks
-    for messages, copies in ((to_engines, 1), (to_environments, 1), (from_environments, 1), (halves, 2)):
+    halves = [
+        pickle.dumps(batch.select(torch.arange(start, start + 32))) for start in (0, 32)
+    ]  # of two ranks
+    for messages, copies in (
+        (to_engines, 1),
+        (to_environments, 1),
+        (from_environments, 1),
+        (halves, 2),
+    ):
         assert sum(message.count(image.data) for message in messages) == copies

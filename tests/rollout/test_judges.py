@@ -33,7 +33,9 @@ def reply(tokens: list[int]) -> str:
 
 
 def playing(*overrides: str, engine: Any = None) -> tuple[EpisodeGenerator, Any]:
-    cfg = load_config(["trainer.policy.model.path=a/b", *(f"environment.{each}" for each in overrides)])
+    cfg = load_config(
+        ["trainer.policy.model.path=a/b", *(f"environment.{each}" for each in overrides)]
+    )
     engine = engine or ScriptedEngine(reply)
     client = InferenceClient([engine])
     judges = Judges.of(cfg, {}, client, tokenizer(), 256)
@@ -42,7 +44,9 @@ def playing(*overrides: str, engine: Any = None) -> tuple[EpisodeGenerator, Any]
 
 
 async def played(generator: EpisodeGenerator, *rows: dict[str, Any], samples: int = 1) -> Any:
-    asked = requests([prompt(number, "reward", **row) for number, row in enumerate(rows)], samples, max_tokens=64)
+    asked = requests(
+        [prompt(number, "reward", **row) for number, row in enumerate(rows)], samples, max_tokens=64
+    )
     try:
         return await generator.generate_trajectories(asked)
     finally:
@@ -50,7 +54,12 @@ async def played(generator: EpisodeGenerator, *rows: dict[str, Any], samples: in
 
 
 async def test_the_runs_own_engine_judges_between_its_other_requests() -> None:
-    judge = ["judges.self.engine=policy", "judges.self.parser=score", ASKED, "judges.self.temperature=0.5"]
+    judge = [
+        "judges.self.engine=policy",
+        "judges.self.parser=score",
+        ASKED,
+        "judges.self.temperature=0.5",
+    ]
     weights = ["reward_funcs=[exact_match, judge:self]", "reward_weights=[1, 0.1]"]
     generator, engine = playing(*judge, *weights, "judges.self.max_tokens=9")
     (trajectory,) = await played(generator, {"label": "7", "domain": "sums"})
@@ -59,7 +68,9 @@ async def test_the_runs_own_engine_judges_between_its_other_requests() -> None:
         "exact_match": 1.0, "sums/exact_match": 1.0, "self": 3.0, "self/raw": 3.0, "self/no_reward": 0.0,
         "sums/self": 3.0, "sums/self/raw": 3.0, "sums/self/no_reward": 0.0,
     }  # fmt: skip
-    assert [len(segment.tokens) for segment in trajectory.segments][1] == 2  # its answer, and not the judge's
+    assert [len(segment.tokens) for segment in trajectory.segments][
+        1
+    ] == 2  # its answer, and not the judge's
     (asked,) = [each for each in engine.requests if each.request_id.startswith("judge-self")]
     assert (asked.sampling.temperature, asked.sampling.max_tokens) == (0.5, 9)
 
@@ -68,7 +79,9 @@ async def test_identical_responses_share_one_request_while_it_runs_and_not_later
     generator, engine = playing("judges.self.engine=policy", "judges.self.parser=score", ASKED,
                                 "reward_funcs=[judge:self]")  # fmt: skip
     rows = [{"label": "7"}]
-    first = await generator.generate_trajectories(requests([prompt(0, "reward", **rows[0])], 4, max_tokens=64))
+    first = await generator.generate_trajectories(
+        requests([prompt(0, "reward", **rows[0])], 4, max_tokens=64)
+    )
     again = await played(generator, *rows, samples=4)
     assert [t.reward for t in [*first, *again]] == [3.0] * 8
     assert sum(each.request_id.startswith("judge-") for each in engine.requests) == 2
@@ -104,9 +117,16 @@ async def test_an_episode_is_graded_while_others_are_generated() -> None:
                     yield output
 
     async with serving(grade) as server:
-        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", "reward_funcs=[judge:far]"]
+        judge = [
+            f"judges.far.base_url={server.url}",
+            "judges.far.model=m",
+            "reward_funcs=[judge:far]",
+        ]
         generator, _ = playing(*judge, engine=Slow(reply))
-        assert [t.reward for t in await played(generator, {"label": "7"}, {"label": "7"})] == [1.0, 1.0]
+        assert [t.reward for t in await played(generator, {"label": "7"}, {"label": "7"})] == [
+            1.0,
+            1.0,
+        ]
 
 
 async def test_a_server_that_is_gone_is_the_runs_error_and_names_the_episode() -> None:
@@ -119,12 +139,20 @@ async def test_a_server_that_is_gone_is_the_runs_error_and_names_the_episode() -
 
 
 @pytest.mark.parametrize("on_timeout", ["zero", "raise"])
-async def test_a_response_without_a_grade_is_zero_and_counted_or_ends_the_run(on_timeout: str) -> None:
+async def test_a_response_without_a_grade_is_zero_and_counted_or_ends_the_run(
+    on_timeout: str,
+) -> None:
     async with serving("Well.") as server:
-        judge = [f"judges.far.base_url={server.url}", "judges.far.model=m", f"reward_on_timeout={on_timeout}"]
+        judge = [
+            f"judges.far.base_url={server.url}",
+            "judges.far.model=m",
+            f"reward_on_timeout={on_timeout}",
+        ]
         generator, _ = playing(*judge, "reward_funcs=[judge:far, exact_match]")
         if on_timeout == "raise":
-            with pytest.raises(TimeoutError, match=r"judge:far gave no grade; environment.reward_on_timeout=zero"):
+            with pytest.raises(
+                TimeoutError, match=r"judge:far gave no grade; environment.reward_on_timeout=zero"
+            ):
                 await played(generator, {"label": "7"})
             return
         (trajectory,) = await played(generator, {"label": "7"})
@@ -149,5 +177,7 @@ async def test_a_generator_that_was_given_no_judges_says_so() -> None:
     cfg = load_config(["trainer.policy.model.path=a/b", "environment.judges.self.engine=policy"])
     client = InferenceClient([ScriptedEngine(reply)])
     plays = EpisodeGenerator(client, local_pool(env_settings(cfg.environment)), tokenizer(), 256)
-    with pytest.raises(UserError, match=r"name a judge, and there are none: set environment.judges.NAME"):
+    with pytest.raises(
+        UserError, match=r"name a judge, and there are none: set environment.judges.NAME"
+    ):
         await played(plays, {"label": "7", "reward_funcs": ["judge:self"]})

@@ -9,7 +9,14 @@ import pytest
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool
 from skyasync.utils.rpc import LocalTransport, ProcessLostError
-from tests.rollout.episodes import RecordedEnv, ScriptedEngine, generator, prompt, registered, requests
+from tests.rollout.episodes import (
+    RecordedEnv,
+    ScriptedEngine,
+    generator,
+    prompt,
+    registered,
+    requests,
+)
 from tests.rollout.test_generator import Countdown, groups
 from tests.virtual_time import virtual_time
 
@@ -40,7 +47,11 @@ def failing_pool(*failing_call: int) -> tuple[EnvPool, list[FailingProcess]]:
     settings, made = EnvSettings({}), list[FailingProcess]()
 
     def start() -> FailingProcess:
-        made.append(FailingProcess(settings, failing_call[len(made)] if len(made) < len(failing_call) else 10**9))
+        made.append(
+            FailingProcess(
+                settings, failing_call[len(made)] if len(made) < len(failing_call) else 10**9
+            )
+        )
         return made[-1]
 
     return EnvPool(start, 1, settings), made
@@ -63,7 +74,9 @@ async def test_an_episode_continues_in_another_process_with_the_models_actions(
     whole = await groups(generator(ScriptedEngine(lambda _: "7")), requests(prompts))
     for group, expected in zip(found, whole, strict=True):
         (played,), (wanted,) = group.trajectories, expected.trajectories
-        assert [s.tokens.tolist() for s in played.segments] == [s.tokens.tolist() for s in wanted.segments]
+        assert [s.tokens.tolist() for s in played.segments] == [
+            s.tokens.tolist() for s in wanted.segments
+        ]
         assert [s.reward for s in played.actions] == [1.0, 2.0, 3.0]
         assert played.metrics["retries"] == 2.0 and not played.metrics.get("given_up")
     assert len(made) == 3
@@ -77,5 +90,7 @@ async def test_one_that_loses_process_after_process_is_to_blame() -> None:
         await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool), requests(prompts))
     assert len(made) == 4
     pool, made = failing_pool(2, 2, 2, 2)
-    found = await groups(generator(ScriptedEngine(lambda _: "7"), pool=pool, on_error="mask"), requests(prompts))
+    found = await groups(
+        generator(ScriptedEngine(lambda _: "7"), pool=pool, on_error="mask"), requests(prompts)
+    )
     assert found[0].trajectories[0].metrics == {"given_up": 1.0}

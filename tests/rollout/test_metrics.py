@@ -2,13 +2,21 @@ import pytest
 from PIL import Image as PIL
 
 from skyasync.models.images import decoded, read_image
-from skyasync.rollout.metrics import environment_metrics, eval_name, rollout_metrics, sample_records, staleness_metrics
+from skyasync.rollout.metrics import (
+    environment_metrics,
+    eval_name,
+    rollout_metrics,
+    sample_records,
+    staleness_metrics,
+)
 from skyasync.rollout.types import Group, Segment
 from tests.rollout.episodes import action, prompt, trajectory
 
 
 def group(*rewards, row=0, version=0):
-    found = [trajectory(action([3, 4], r, version=version), repetition=i) for i, r in enumerate(rewards)]
+    found = [
+        trajectory(action([3, 4], r, version=version), repetition=i) for i, r in enumerate(rewards)
+    ]
     return Group(prompt(row), found)
 
 
@@ -37,7 +45,9 @@ def test_an_environments_metric_is_averaged_over_the_trajectories_that_report_it
 
 
 async def test_staleness_is_read_from_the_stamps_of_every_token():
-    crossing = trajectory(action([1, 2], version=3), Segment("observation", [9]), action([3, 4], version=5))
+    crossing = trajectory(
+        action([1, 2], version=3), Segment("observation", [9]), action([3, 4], version=5)
+    )
     found = await staleness_metrics([Group(prompt(0), [crossing]), group(0.0, version=4)], 5)
     assert (found["staleness/min"], found["staleness/max"]) == (0, 2)
     assert found["staleness/mean"] == pytest.approx((2 + 2 + 0 + 0 + 1 + 1) / 6)
@@ -48,7 +58,9 @@ async def test_staleness_is_read_from_the_stamps_of_every_token():
 
 def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
     talk = trajectory(action([3]), Segment("observation", [9]), action([4], 1.0), row=0)
-    found = sample_records([Group(prompt(0), [talk]), group(0.0, row=1)], 1, decode=lambda tokens: str(tokens))
+    found = sample_records(
+        [Group(prompt(0), [talk]), group(0.0, row=1)], 1, decode=lambda tokens: str(tokens)
+    )
     assert found == [
         {"prompt_id": "e0-i0-r0", "prompt": "question 0", "response": "[3, 9, 4]", "reward": 1.0,
          "stop_reason": "stop", "versions": [0],
@@ -58,7 +70,9 @@ def test_samples_are_the_first_of_the_first_groups_with_what_was_said():
 
 def test_a_sample_shows_its_images_in_small():
     large = read_image(PIL.new("RGB", (800, 400), (255, 0, 0)))
-    talk = trajectory(action([3]), Segment("observation", [9], images=(large,)), action([4], 1.0), row=0)
+    talk = trajectory(
+        action([3]), Segment("observation", [9], images=(large,)), action([4], 1.0), row=0
+    )
     (found,) = sample_records([Group(prompt(0), [talk])], 1, decode=str)
     (shown,) = found["images"]
     assert decoded(read_image(shown)).size == (160, 80)
@@ -96,7 +110,13 @@ def test_a_domain_whose_episodes_all_failed_has_no_mean_reward():
 
 
 def test_in_evaluation_the_reward_is_the_score():
-    names = ("reward/mean", "reward/mean/sums", "reward/mean_other", "reward/std", "env/exact_match")
+    names = (
+        "reward/mean",
+        "reward/mean/sums",
+        "reward/mean_other",
+        "reward/std",
+        "env/exact_match",
+    )
     assert [eval_name(name) for name in names] == [
         "eval/score", "eval/score/sums", "eval/reward_mean_other", "eval/reward_std", "eval/env_exact_match",
     ]  # fmt: skip

@@ -91,7 +91,9 @@ def test_a_response_without_tokens_has_its_reward():
 
 
 def test_rewards_may_be_numpys():
-    first, _ = convert(output(rewards=[np.float32(0.5), [np.float32(0), np.int64(0), np.float64(1)]]))
+    first, _ = convert(
+        output(rewards=[np.float32(0.5), [np.float32(0), np.int64(0), np.float64(1)]])
+    )
     assert first.rewards == [0.5]
 
 
@@ -123,11 +125,23 @@ def test_an_empty_response_has_no_action():
         ({"rewards": ["10", 0.0]}, "e0-i0-r0: rewards must be numbers"),
         ({"loss_masks": [[1, 1], [1]]}, "e0-i1-r0: 1 loss_masks for 3 response tokens"),
         ({"loss_masks": [[1, 1], None]}, "e0-i1-r0: loss_masks must be numbers"),
-        ({"rollout_logprobs": [[0.0], [0.0] * 3]}, "e0-i0-r0: 1 rollout_logprobs for 2 response tokens"),
-        ({"rollout_logprobs": [[0.0, math.nan], [0.0] * 3]}, "e0-i0-r0: rollout_logprobs of generated tokens must"),
-        ({"rollout_logprobs": [[0.0, -math.inf], [0.0] * 3]}, "e0-i0-r0: rollout_logprobs of generated tokens must"),
+        (
+            {"rollout_logprobs": [[0.0], [0.0] * 3]},
+            "e0-i0-r0: 1 rollout_logprobs for 2 response tokens",
+        ),
+        (
+            {"rollout_logprobs": [[0.0, math.nan], [0.0] * 3]},
+            "e0-i0-r0: rollout_logprobs of generated tokens must",
+        ),
+        (
+            {"rollout_logprobs": [[0.0, -math.inf], [0.0] * 3]},
+            "e0-i0-r0: rollout_logprobs of generated tokens must",
+        ),
         ({"rollout_versions": [[0, 0], [0]]}, "e0-i1-r0: 1 rollout_versions for 3 response tokens"),
-        ({"rollout_versions": [[0, math.nan], [0] * 3]}, "e0-i0-r0: rollout_versions must be whole numbers"),
+        (
+            {"rollout_versions": [[0, math.nan], [0] * 3]},
+            "e0-i0-r0: rollout_versions must be whole numbers",
+        ),
         ({"prompt_token_ids": [[1], []]}, "e0-i1-r0: the prompt has no tokens"),
         ({"stop_reasons": ["stop"]}, "asked for 2 trajectories.*'stop_reasons': 1"),
         ({"rollout_versions": [[0, 0]]}, "asked for 2 trajectories.*'rollout_versions': 1"),
@@ -146,15 +160,28 @@ def test_what_an_observation_has_in_place_of_log_probabilities_does_not_matter()
 
 def test_the_sequences_of_one_trajectory_are_rows_of_its_id_and_their_rewards_add_up():
     first, second = TrajectoryId(PromptId(0, 0), 0), TrajectoryId(PromptId(0, 1), 0)
-    found = generator_output([trajectory(action([t], 0.5), row=row) for row, t in enumerate([3, 4, 5])])
-    groups = convert({**found, "trajectory_ids": [first, second, first], "stop_reasons": ["stop", "stop", "length"]})
+    found = generator_output(
+        [trajectory(action([t], 0.5), row=row) for row, t in enumerate([3, 4, 5])]
+    )
+    groups = convert(
+        {
+            **found,
+            "trajectory_ids": [first, second, first],
+            "stop_reasons": ["stop", "stop", "length"],
+        }
+    )
     assert [g.rewards for g in groups] == [[1.0], [0.5]]
     both = groups[0].trajectories[0]
-    assert [[s.tokens.tolist() for s in sequence] for sequence in both.sequences] == [[[1, 2], [3]], [[1, 2], [5]]]
+    assert [[s.tokens.tolist() for s in sequence] for sequence in both.sequences] == [
+        [[1, 2], [3]],
+        [[1, 2], [5]],
+    ]
     assert both.stop_reason == "length"
 
 
-@pytest.mark.parametrize(("ids", "problem"), [([0, 0], "lack e0-i1-r0"), ([0, 1, 2], "have e0-i2-r0, which was not")])
+@pytest.mark.parametrize(
+    ("ids", "problem"), [([0, 0], "lack e0-i1-r0"), ([0, 1, 2], "have e0-i2-r0, which was not")]
+)
 def test_trajectory_ids_must_be_those_that_were_asked_for(ids, problem):
     found = generator_output([trajectory(action([3])) for _ in ids])
     with pytest.raises(UserError, match=problem):

@@ -10,7 +10,15 @@ import pytest
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
 from skyasync.rollout.generator_api import run_generator
-from tests.rollout.episodes import RecordedEnv, generator, prompt, registered, requests, tokenizer, tokens_of
+from tests.rollout.episodes import (
+    RecordedEnv,
+    generator,
+    prompt,
+    registered,
+    requests,
+    tokenizer,
+    tokens_of,
+)
 from tests.virtual_time import virtual_time
 
 TURNS = 3
@@ -24,7 +32,12 @@ class CountsCalls(RecordedEnv):
 
     def answer(self, action):
         said = [{"role": "user", "content": f"{CountsCalls.answers} {self.turns}?"}]
-        return {"observations": said, "reward": float(self.turns), "done": self.turns == TURNS, "metadata": {}}
+        return {
+            "observations": said,
+            "reward": float(self.turns),
+            "done": self.turns == TURNS,
+            "metadata": {},
+        }
 
 
 class Slow:
@@ -36,7 +49,9 @@ class Slow:
     async def generate(self, requests):
         for one in requests:
             self.requests.append(one)
-            done = sum(part.isdigit() for part in one.request_id.split("+")[1:]) and int(one.request_id.split("+")[-1])
+            done = sum(part.isdigit() for part in one.request_id.split("+")[1:]) and int(
+                one.request_id.split("+")[-1]
+            )
             row = self.rows[one.request_id] = []
             for token in [*tokens_of(SAID), tokenizer().eos_token_id][done:]:
                 await asyncio.sleep(1)
@@ -100,7 +115,9 @@ def test_what_was_written_is_not_asked_for_again(seconds, prompts):
         assert sum(len(action.tokens) for action in copy.actions) == int(seconds)
         assert len(engine.requests) == TURNS - turn
         assert engine.requests[0].request_id.endswith(f"-t{turn}+{had}" if had else f"-t{turn}")
-        assert engine.requests[0].sampling.max_tokens == requests(prompts)[0].sampling.max_tokens - had
+        assert (
+            engine.requests[0].sampling.max_tokens == requests(prompts)[0].sampling.max_tokens - had
+        )
 
     run()
 

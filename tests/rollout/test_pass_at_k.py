@@ -20,7 +20,9 @@ def test_pass_at_k_is_the_mean_over_all_subsets(right: list[bool]) -> None:
     rewards = [float(passes) for passes in right]
     for k in range(1, len(right) + 1):
         subsets = list(combinations(range(len(right)), k))
-        assert pass_at(k, rewards) == pytest.approx(fmean(any(right[i] for i in each) for each in subsets))
+        assert pass_at(k, rewards) == pytest.approx(
+            fmean(any(right[i] for i in each) for each in subsets)
+        )
 
 
 @given(st.lists(st.booleans(), min_size=2, max_size=20))
@@ -45,13 +47,17 @@ def test_chens_estimator_in_figures() -> None:
 def test_majorities_in_figures() -> None:
     assert majority(["7", "7", "8", "9"], [True, True, False, False]) == 1.0
     assert majority(["7", "8", "9"], [True, False, False]) == pytest.approx(1 / 3), "a tie"
-    assert majority(["7", "7", "8"], [True, False, False]) == 0.5, "a part of an answer's samples is correct"
+    assert majority(["7", "7", "8"], [True, False, False]) == 0.5, (
+        "a part of an answer's samples is correct"
+    )
     assert majority([None, None, "7"], [False, False, True]) == 1.0
     assert majority([None, None, None], [True] * 3) == 0.0
 
 
 def group(row: int, *rewards: float, ended: int = 0) -> Group:
-    played = [trajectory(action([1], reward), row=row, repetition=n) for n, reward in enumerate(rewards)]
+    played = [
+        trajectory(action([1], reward), row=row, repetition=n) for n, reward in enumerate(rewards)
+    ]
     early = [Trajectory(played[0].id, [Segment("prompt", [1])], "abort") for _ in range(ended)]
     return Group(prompt(row), [*played, *early])
 
@@ -60,6 +66,8 @@ def test_of_fewer_samples_than_k_there_is_none() -> None:
     few = prompt_scores(group(0, 1.0, 0.0, ended=2), [1, 2, 4], answers=["a", "b"])
     assert few.passes == {1: 0.5, 2: 1.0} and set(few.majorities) == {2}
     many = prompt_scores(group(1, 1.0, 1.0, 0.0, 0.0), [1, 2, 4], answers=["a", "a", "b", "c"])
-    assert set(mean_scores([few, many])) == {"pass@1", "pass@2"}, "the prompts have other numbers of samples"
+    assert set(mean_scores([few, many])) == {"pass@1", "pass@2"}, (
+        "the prompts have other numbers of samples"
+    )
     assert mean_scores([many])["maj@4"] == 1.0
     assert mean_scores([]) == {}

@@ -8,7 +8,9 @@ from tests.rollout.episodes import prompt
 
 
 def trajectory(sample: int, *actions: list[int], asked: int = 1) -> Trajectory:
-    segments = [Segment("action", tokens, [-3.0] * len(tokens), [0] * len(tokens)) for tokens in actions]
+    segments = [
+        Segment("action", tokens, [-3.0] * len(tokens), [0] * len(tokens)) for tokens in actions
+    ]
     return Trajectory(TrajectoryId(PromptId(0, 0), sample), [Segment("prompt", [asked]), *segments])
 
 
@@ -16,7 +18,8 @@ def test_a_sample_is_all_of_its_actions_and_one_without_a_response_does_not_coun
     asked = prompt(0, "any")
     same = Group(asked, [trajectory(i, [5] * 8, [6] * 8) for i in range(3)])
     split_differently = Group(
-        asked, [trajectory(0, [5, 6], [7]), trajectory(1, [5], [6, 7]), trajectory(2), trajectory(3)]
+        asked,
+        [trajectory(0, [5, 6], [7]), trajectory(1, [5], [6, 7]), trajectory(2), trajectory(3)],
     )
     assert repeated_samples([same]) == {"response/repeated": 2 / 3}
     assert repeated_samples([split_differently]) == {"response/repeated": 0.0}

@@ -32,29 +32,47 @@ def segments(draw: st.DrawFn) -> Segment:
     logprobs = draw(st.lists(FLOATS, min_size=len(tokens), max_size=len(tokens)))
     known = draw(st.none() | st.integers(0, 6))
     experts = None if known is None else np.full((known, 2, 1), draw(st.integers(0, 255)), np.uint8)
-    return Segment("action", tokens, logprobs, [draw(st.integers(0, 9))] * len(tokens), reward, experts)
+    return Segment(
+        "action", tokens, logprobs, [draw(st.integers(0, 9))] * len(tokens), reward, experts
+    )
 
 
 @st.composite
 def trajectories(draw: st.DrawFn, prompt: PromptId, repetition: int) -> Trajectory:
     def sequence() -> list[Segment]:
-        return [Segment("prompt", draw(TOKENS), images=draw(IMAGES)), *draw(st.lists(segments(), max_size=3))]
+        return [
+            Segment("prompt", draw(TOKENS), images=draw(IMAGES)),
+            *draw(st.lists(segments(), max_size=3)),
+        ]
 
     branches = [sequence() for _ in range(draw(st.integers(0, 2)))]
-    metrics = draw(st.dictionaries(st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=2))
+    metrics = draw(
+        st.dictionaries(
+            st.text(max_size=4), st.floats(allow_nan=False, allow_infinity=False), max_size=2
+        )
+    )
     stop = draw(st.sampled_from(["stop", "length", "abort"]))
     return Trajectory(TrajectoryId(prompt, repetition), sequence(), stop, metrics, branches)
 
 
 @st.composite
 def keeps(draw: st.DrawFn) -> saved.RolloutState:
-    identities = draw(st.lists(st.builds(PromptId, st.integers(0, 3), st.integers(0, 99)), max_size=4, unique=True))
+    identities = draw(
+        st.lists(
+            st.builds(PromptId, st.integers(0, 3), st.integers(0, 99)), max_size=4, unique=True
+        )
+    )
     groups = [
-        Group(prompt_of(identity), [draw(trajectories(identity, n)) for n in range(draw(st.integers(1, 3)))])
+        Group(
+            prompt_of(identity),
+            [draw(trajectories(identity, n)) for n in range(draw(st.integers(1, 3)))],
+        )
         for identity in identities[::2]
     ]
     partial = [draw(trajectories(identity, 0)) for identity in identities[1::2]]
-    return saved.RolloutState({identity: draw(st.integers(0, 99)) for identity in identities}, groups, partial)
+    return saved.RolloutState(
+        {identity: draw(st.integers(0, 99)) for identity in identities}, groups, partial
+    )
 
 
 def prompt_of(identity: PromptId) -> Prompt:
@@ -76,10 +94,16 @@ def test_what_is_read_is_what_was_written(kept: saved.RolloutState) -> None:
 
 
 def test_an_image_is_kept_once_however_many_samples_have_it(tmp_path: Path) -> None:
-    image, identity = Image(bytes(np.random.default_rng(0).integers(0, 256, 50_000, np.uint8))), PromptId(0, 0)
+    image, identity = (
+        Image(bytes(np.random.default_rng(0).integers(0, 256, 50_000, np.uint8))),
+        PromptId(0, 0),
+    )
     group = Group(
         prompt_of(identity),
-        [Trajectory(TrajectoryId(identity, n), [Segment("prompt", [1], images=(image, image))]) for n in range(64)],
+        [
+            Trajectory(TrajectoryId(identity, n), [Segment("prompt", [1], images=(image, image))])
+            for n in range(64)
+        ],
     )
     saved.write(tmp_path / saved.FILE, saved.RolloutState({identity: 0}, [group]))
     assert (tmp_path / saved.FILE).stat().st_size < 60_000
@@ -102,5 +126,8 @@ def test_a_disk_that_does_not_take_it_is_an_error_of_the_disks(tmp_path: Path) -
     """So that it counts for ``trainer.ckpt_patience``, as with every other file of a checkpoint."""
     tokens = list(range(1000))
     partial = Trajectory(TrajectoryId(PromptId(0, 0), 0), [Segment("prompt", tokens)])
-    with files_end_at(100), pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"):
+    with (
+        files_end_at(100),
+        pytest.raises(OSError, match=r"rollouts\.safetensors could not be written: .*too large"),
+    ):
         saved.write(tmp_path / saved.FILE, saved.RolloutState({PromptId(0, 0): 0}, [], [partial]))

@@ -25,7 +25,10 @@ def test_a_generic_tokenizer_is_what_auto_tokenizer_gives(folder):
     assert type(found) is type(expected)
     assert repr(found) == repr(expected)
     assert found.backend_tokenizer.to_str() == expected.backend_tokenizer.to_str()
-    assert (found.chat_template, found.init_kwargs) == (expected.chat_template, expected.init_kwargs)
+    assert (found.chat_template, found.init_kwargs) == (
+        expected.chat_template,
+        expected.init_kwargs,
+    )
 
 
 def test_it_does_without_the_models(folder):
@@ -38,7 +41,9 @@ def test_it_does_without_the_models(folder):
 
 def test_a_models_own_class_is_kept(folder):
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "tokenizer_class": "GPT2Tokenizer"}))
+    config.write_text(
+        json.dumps({**json.loads(config.read_text()), "tokenizer_class": "GPT2Tokenizer"})
+    )
     (folder / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     found = load_tokenizer(str(folder))
     assert type(found) is type(AutoTokenizer.from_pretrained(folder)) is GPT2Tokenizer
@@ -63,15 +68,24 @@ def test_what_it_is_told_holds_wherever_a_conversation_is_framed(folder):
     loud = tokenizer.encode("hi!")
     assert ChatTokenizer(tokenizer).prompt([{"role": "user", "content": "hi"}]).tolist() == loud
     assert PlainText(tokenizer).opening([{"role": "user", "content": "hi"}]) == "hi!"
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False, loud=False) == "hi"
+    assert (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False, loud=False
+        )
+        == "hi"
+    )
     assert framed(pickle.loads(pickle.dumps(tokenizer))) == "hi!"
 
 
 def test_a_variable_that_the_template_does_not_read_is_refused_with_the_nearest(folder):
-    with pytest.raises(UserError, match=r"chat_template_kwargs\.lout: .* reads no such variable; .*'loud'"):
+    with pytest.raises(
+        UserError, match=r"chat_template_kwargs\.lout: .* reads no such variable; .*'loud'"
+    ):
         with_template(load_tokenizer(str(folder)), TEMPLATE, {"lout": True})
 
 
 def test_a_template_that_is_neither_text_nor_file_is_refused(folder):
-    with pytest.raises(UserError, match=r"data\.chat_template=mine\.jinja is neither a file nor Jinja text"):
+    with pytest.raises(
+        UserError, match=r"data\.chat_template=mine\.jinja is neither a file nor Jinja text"
+    ):
         with_template(load_tokenizer(str(folder)), "mine.jinja", {})

@@ -15,7 +15,9 @@ from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory,
 
 
 def prompt(row: int) -> Prompt:
-    return Prompt(PromptId(2, row), [{"role": "user", "content": f"row {row} ü"}], "env", {"label": [1, row]})
+    return Prompt(
+        PromptId(2, row), [{"role": "user", "content": f"row {row} ü"}], "env", {"label": [1, row]}
+    )
 
 
 def talk(of: Prompt, repetition: int, *, branches: int = 0) -> Trajectory:
@@ -28,12 +30,16 @@ def talk(of: Prompt, repetition: int, *, branches: int = 0) -> Trajectory:
         ]
 
     identity = TrajectoryId(of.id, repetition)
-    return Trajectory(identity, sequence(1), "length", {"calls": 2.0}, [sequence(9 + n) for n in range(branches)])
+    return Trajectory(
+        identity, sequence(1), "length", {"calls": 2.0}, [sequence(9 + n) for n in range(branches)]
+    )
 
 
 @pytest.fixture
 def groups() -> list[Group]:
-    return [Group(prompt(row), [talk(prompt(row), n, branches=n) for n in range(2)]) for row in (4, 1)]
+    return [
+        Group(prompt(row), [talk(prompt(row), n, branches=n) for n in range(2)]) for row in (4, 1)
+    ]
 
 
 def test_what_is_read_is_what_was_written(groups: list[Group], tmp_path: Path) -> None:
@@ -46,7 +52,9 @@ def test_what_is_read_is_what_was_written(groups: list[Group], tmp_path: Path) -
     assert files_of(tmp_path) == files_of(path.parent) == [path]
 
 
-def test_the_trainers_log_probabilities_are_saved_with_each_sequence(groups: list[Group], tmp_path: Path) -> None:
+def test_the_trainers_log_probabilities_are_saved_with_each_sequence(
+    groups: list[Group], tmp_path: Path
+) -> None:
     def trained(tokens: Ints) -> Floats | None:
         return None if tokens[0] == 9 else floats(tokens) / 2
 
@@ -72,7 +80,9 @@ def test_a_disk_that_is_full_leaves_no_file(groups: list[Group], tmp_path: Path)
 
 
 def test_tokens_for_people_name_who_said_them() -> None:
-    columns = token_columns(talk(prompt(1), 0).segments, lambda tokens: f"<{tokens[0]}>", floats([0, 0, -1, -2, 0, -3]))
+    columns = token_columns(
+        talk(prompt(1), 0).segments, lambda tokens: f"<{tokens[0]}>", floats([0, 0, -1, -2, 0, -3])
+    )
     assert columns == {
         "text": ["<3>", "<4>", "<7>", "<8>"],
         "versions": [5, 6, -1, 6],

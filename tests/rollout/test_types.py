@@ -9,7 +9,10 @@ from tests.rollout.episodes import action, prompt, trajectory
 
 def group(*pairs):
     """A reward and metrics for each trajectory."""
-    found = [trajectory(action([7], reward), repetition=number) for number, (reward, _) in enumerate(pairs)]
+    found = [
+        trajectory(action([7], reward), repetition=number)
+        for number, (reward, _) in enumerate(pairs)
+    ]
     for each, (_, metrics) in zip(found, pairs, strict=True):
         each.metrics = metrics
     return Group(prompt(0), found)
@@ -20,7 +23,10 @@ def test_without_a_metric_it_is_the_rewards():
 
 
 def test_a_metric_takes_the_rewards_place_except_where_an_episode_was_given_up():
-    assert group((1.0, {"score": 0.25}), (-1.0, {"given_up": 1.0})).metric_values("score") == [0.25, -1.0]
+    assert group((1.0, {"score": 0.25}), (-1.0, {"given_up": 1.0})).metric_values("score") == [
+        0.25,
+        -1.0,
+    ]
     assert group((-1.0, {"given_up": 1.0})).metric_values("score") == [-1.0]
 
 

@@ -18,7 +18,12 @@ class Trainer:
     reporter, checkpointer = SimpleNamespace(last_sample=None), SimpleNamespace(saved_step=0)
 
     def __init__(self, error=None, seconds=0.0):
-        self.error, self.seconds, self.callbacks, self.last_metrics = error, seconds, [], {"reward/mean": 1.0}
+        self.error, self.seconds, self.callbacks, self.last_metrics = (
+            error,
+            seconds,
+            [],
+            {"reward/mean": 1.0},
+        )
         self.started = asyncio.Event()
 
     async def run(self):
@@ -97,7 +102,9 @@ async def test_stopping_before_anything_runs_or_after_the_end_is_no_error():
 
 
 async def test_an_unrequested_cancellation_is_an_error_and_not_a_stop():
-    with pytest.raises(RuntimeError, match="ended with CancelledError although the run was not stopped"):
+    with pytest.raises(
+        RuntimeError, match="ended with CancelledError although the run was not stopped"
+    ):
         await Controller(Experiment(Trainer(asyncio.CancelledError())), {}).run()
 
 

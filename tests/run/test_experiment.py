@@ -68,16 +68,25 @@ def test_a_folder_that_holds_no_model_is_refused(tmp_path):
         model_path(str(tmp_path))
 
 
-def test_a_local_folder_becomes_absolute_since_workers_have_another_working_directory(tmp_path, monkeypatch):
+def test_a_local_folder_becomes_absolute_since_workers_have_another_working_directory(
+    tmp_path, monkeypatch
+):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert model_path("./model") == model_path("model") == model_path("~/model") == str((tmp_path / "model").resolve())
+    assert (
+        model_path("./model")
+        == model_path("model")
+        == model_path("~/model")
+        == str((tmp_path / "model").resolve())
+    )
 
 
 def test_a_name_of_the_hub_stays_and_a_function_is_called():
-    assert model_path("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert (
+        model_path("HuggingFaceTB/SmolLM2-135M-Instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    )
     assert model_path(f"{__name__}:makes_a_model") == "/somewhere/made"
 
 
@@ -90,7 +99,11 @@ def named_run(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_bytes(serialize({}))
     cfg = Config()
-    cfg.trainer.policy.model.path, cfg.trainer.runs_dir, cfg.trainer.run_name = str(tmp_path), str(tmp_path), "mine"
+    cfg.trainer.policy.model.path, cfg.trainer.runs_dir, cfg.trainer.run_name = (
+        str(tmp_path),
+        str(tmp_path),
+        "mine",
+    )
     cfg.data.train_data, cfg.environment.env_class = [f"{__name__}:rows"], "gsm8k"
     return cfg
 
@@ -122,7 +135,9 @@ def test_a_run_that_another_command_trains_is_left_as_it_is(tmp_path):
 def test_a_folder_that_cannot_be_written_is_one_line_and_nothing_is_left(tmp_path):
     with (
         files_end_at(100),
-        pytest.raises(UserError, match=r"^the run's folder .*mine cannot be written: File too large"),
+        pytest.raises(
+            UserError, match=r"^the run's folder .*mine cannot be written: File too large"
+        ),
     ):
         OwnTokenizer(named_run(tmp_path)).prepare()
     assert not (tmp_path / "mine").exists()
@@ -145,7 +160,9 @@ def test_preparing_makes_the_runs_folder_with_its_configuration(tmp_path):
     assert "policy" in (tmp_path / "mine" / "config.yaml").read_text()
     assert cfg.trainer.ref.model.path == str(tmp_path.resolve())
     recorded = read_settings(tmp_path / "mine" / "config.yaml")
-    assert recorded["trainer.ref.model.path"] == "", "also of another policy with which the file is used again"
+    assert recorded["trainer.ref.model.path"] == "", (
+        "also of another policy with which the file is used again"
+    )
     assert recorded["trainer.policy.model.path"] == str(tmp_path.resolve())
     assert Path(cfg.trainer.ckpt_path).is_absolute()
     assert cfg.trainer.export_path == str(Path("~/export").expanduser())
@@ -171,7 +188,11 @@ def test_the_engines_longest_sequence_fits_every_turn_unless_it_is_set(
     if context:
         (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": context}))
         cfg.trainer.policy.model.path = str(tmp_path)
-    cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.max_turns = 100, max_model_len, turns
+    cfg.trainer.max_prompt_length, cfg.generator.max_model_len, cfg.generator.max_turns = (
+        100,
+        max_model_len,
+        turns,
+    )
     cfg.generator.sampling_params.max_generate_length = 20
     cfg.generator.eval_sampling_params["max_generate_length"] = 50
     assert BasePPOExp(cfg).engine_config().max_model_len == expected
@@ -179,12 +200,18 @@ def test_the_engines_longest_sequence_fits_every_turn_unless_it_is_set(
 
 @pytest.mark.parametrize(
     ("plan", "name"),
-    [("sync", "RayPPOTrainer"), ("one_step_off", "AsyncRayPPOTrainer"), (f"{__name__}:OwnPlan", "mine")],
+    [
+        ("sync", "RayPPOTrainer"),
+        ("one_step_off", "AsyncRayPPOTrainer"),
+        (f"{__name__}:OwnPlan", "mine"),
+    ],
 )
 def test_the_plan_is_chosen_by_name_or_reference(plan, name):
     cfg = Config()
     cfg.trainer.plan = plan
-    parts = dict.fromkeys(["tracker", "tokenizer", "eval_dataset", "inference_engine_client", "generator"])
+    parts = dict.fromkeys(
+        ["tracker", "tokenizer", "eval_dataset", "inference_engine_client", "generator"]
+    )
     trainer = BasePPOExp(cfg).get_trainer(cfg, train_dataset=ONE_PROMPT, colocate_pg=None, **parts)
     assert (trainer if name == "mine" else type(trainer).__name__) == name
 

@@ -47,13 +47,18 @@ REPORT = ProgressReport.__new__(ProgressReport)
 SILENCE = ray.exceptions.GetTimeoutError("no answer")
 
 
-def test_it_is_ended_when_it_has_been_asked_in_vain_for_so_long(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_ended_when_it_has_been_asked_in_vain_for_so_long(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     controller = Controller(SILENCE, SILENCE)
     asked = heartbeat(controller)
     assert asked.ask(0) is None and not controller.ended
     assert asked.ask(0) is None and controller.ended
     assert controller.waited_s == LIMIT_S
-    assert "has not answered for 6 s (trainer.heartbeat_timeout_s): it is ended" in capsys.readouterr().err
+    assert (
+        "has not answered for 6 s (trainer.heartbeat_timeout_s): it is ended"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_answer_forgives_the_silence_before_it() -> None:

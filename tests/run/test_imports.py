@@ -19,8 +19,17 @@ CONTROLLER = (
     "skyasync.weight_sync.sync",
     "skyasync.weight_sync.colocation",
 )
-OF_MODELS = {"transformers.modeling_utils", "torch._dynamo", "torch._inductor", "torch.distributed.fsdp"}
-BEFORE_THE_RANKS_START = ("skyasync.run.placement", "skyasync.inference.ray_engine", "skyasync.workers.rank_actors")
+OF_MODELS = {
+    "transformers.modeling_utils",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+}
+BEFORE_THE_RANKS_START = (
+    "skyasync.run.placement",
+    "skyasync.inference.ray_engine",
+    "skyasync.workers.rank_actors",
+)
 PROGRAM = ("skyasync", "skyasync.run.experiment", "skyasync.run.launch", "skyasync.cli.train")
 
 
@@ -28,7 +37,9 @@ def imported(modules: tuple[str, ...]) -> set[str]:
     """Names of all modules that are loaded after these have been imported in a new process."""
     code = f"import importlib, sys; [importlib.import_module(name) for name in {modules!r}]; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     return set(done.stdout.split())
 

@@ -31,7 +31,10 @@ def test_a_resumed_run_that_fails_before_its_first_step_does_not_show_the_summar
 
     def log(step: int, moment: float) -> None:
         with folder.metrics.open("a") as file:
-            file.write(json.dumps({"step": step, "time": moment, "time/step_s": 1.0, "reward/mean": 0.5}) + "\n")
+            file.write(
+                json.dumps({"step": step, "time": moment, "time/step_s": 1.0, "reward/mean": 0.5})
+                + "\n"
+            )
 
     log(1, time.time() - 3600)
 

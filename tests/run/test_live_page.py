@@ -41,7 +41,9 @@ def log_step(folder: Path, row: dict[str, object]) -> None:
 
 
 @pytest.mark.matrix
-async def test_the_page_is_of_what_is_written_now_and_drawn_once_for_it(tmp_path: Path, serve: Serve) -> None:
+async def test_the_page_is_of_what_is_written_now_and_drawn_once_for_it(
+    tmp_path: Path, serve: Serve
+) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     async with ClientSession() as browser:
         url = (await serve(folder)).url
@@ -60,7 +62,10 @@ async def test_the_page_is_of_what_is_written_now_and_drawn_once_for_it(tmp_path
 
 
 async def test_the_newest_samples_come_first(tmp_path: Path, serve: Serve) -> None:
-    async with ClientSession() as browser, browser.get((await serve(make_run(tmp_path / "run"))).url) as page:
+    async with (
+        ClientSession() as browser,
+        browser.get((await serve(make_run(tmp_path / "run"))).url) as page,
+    ):
         text = await page.text()
     at = [text.index(f"<h3>step {step}</h3>") for step in (12, 11, 10)]
     assert at == sorted(at) and "<h3>step 9</h3>" not in text
@@ -80,8 +85,13 @@ async def test_a_run_without_a_step_has_a_page(tmp_path: Path, serve: Serve) -> 
 
 
 @pytest.mark.parametrize("header", [{"Host": "evil.example"}, {"Origin": "http://evil.example"}])
-async def test_other_sites_read_nothing(tmp_path: Path, serve: Serve, header: dict[str, str]) -> None:
-    async with ClientSession() as browser, browser.get((await serve(tmp_path)).url, headers=header) as page:
+async def test_other_sites_read_nothing(
+    tmp_path: Path, serve: Serve, header: dict[str, str]
+) -> None:
+    async with (
+        ClientSession() as browser,
+        browser.get((await serve(tmp_path)).url, headers=header) as page,
+    ):
         assert page.status == 403
         assert "svg" not in await page.text()
 
@@ -102,11 +112,15 @@ async def test_other_machines_need_the_token(tmp_path: Path, serve: Serve) -> No
         writer.close()
         async with browser.get(f"{base}/?token={live.token}") as page:
             assert page.status == 200
-        async with browser.get(f"{base}/metrics", headers={"Authorization": f"Bearer {live.token}"}) as page:
+        async with browser.get(
+            f"{base}/metrics", headers={"Authorization": f"Bearer {live.token}"}
+        ) as page:
             assert page.status == 200
 
 
-async def test_prometheus_gets_the_newest_value_of_each_metric(tmp_path: Path, serve: Serve) -> None:
+async def test_prometheus_gets_the_newest_value_of_each_metric(
+    tmp_path: Path, serve: Serve
+) -> None:
     live = await serve(make_run(tmp_path / "one"), make_run(tmp_path / "two"))
     async with ClientSession() as browser, browser.get(f"{live.url}metrics") as answer:
         assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
@@ -115,7 +129,10 @@ async def test_prometheus_gets_the_newest_value_of_each_metric(tmp_path: Path, s
 
 
 def test_an_address_that_cannot_be_had_is_one_line() -> None:
-    with listen() as taken, pytest.raises(UserError, match=r"the live page cannot listen at 127\.0\.0\.1, port"):
+    with (
+        listen() as taken,
+        pytest.raises(UserError, match=r"the live page cannot listen at 127\.0\.0\.1, port"),
+    ):
         listen(port=taken.getsockname()[1])
 
 
@@ -125,7 +142,9 @@ def test_an_address_that_cannot_be_had_is_one_line() -> None:
 async def test_the_browser_shows_what_is_new_by_itself(tmp_path: Path, serve: Serve) -> None:
     folder = make_run(tmp_path / "run", steps=3)
     live = await serve(folder)
-    shown = asyncio.create_task(asyncio.to_thread(ask, live.url, "--dump-dom", "--virtual-time-budget=9000"))
+    shown = asyncio.create_task(
+        asyncio.to_thread(ask, live.url, "--dump-dom", "--virtual-time-budget=9000")
+    )
     while not live.pages_drawn:  # noqa: ASYNC110  (the browser asks)
         await asyncio.sleep(0.05)
     for step in range(4, 18):
@@ -148,7 +167,9 @@ with live_page(Path({str(tmp_path)!r})) as url:
     if {end == "kill"}:
         os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == (-9 if end == "kill" else 0), done.stderr
     port = int(done.stdout.rpartition(":")[2].strip("/\n"))
     for _ in range(300):

@@ -28,7 +28,15 @@ def logs(tmp_path: Path, shown: Shown) -> ProcessLogs:
 def batch(
     *lines: str, pid: Any = 7, name: str | None = "Controller", error: bool = False, **more: Any
 ) -> dict[str, Any]:
-    return {"pid": pid, "actor_name": name, "is_err": error, "lines": lines, "ip": "h", "localhost": "h", **more}
+    return {
+        "pid": pid,
+        "actor_name": name,
+        "is_err": error,
+        "lines": lines,
+        "ip": "h",
+        "localhost": "h",
+        **more,
+    }
 
 
 def test_each_process_has_a_file_named_by_what_it_does(logs: ProcessLogs) -> None:
@@ -61,7 +69,9 @@ def test_what_users_code_prints_is_shown_as_it_was_printed_and_engines_are_quiet
     ]  # fmt: skip
 
 
-def test_bars_and_warnings_of_libraries_are_in_the_file_alone(logs: ProcessLogs, shown: Shown) -> None:
+def test_bars_and_warnings_of_libraries_are_in_the_file_alone(
+    logs: ProcessLogs, shown: Shown
+) -> None:
     noise = [
         "Loading weights",
         "Failed to load CPU gemm_4bit_forward from kernels-community: no module. Please make sure you already ...",
@@ -71,19 +81,35 @@ def test_bars_and_warnings_of_libraries_are_in_the_file_alone(logs: ProcessLogs,
         "[2026-08-01 10:00:00,000 W 12 34] core_worker.cc:1: slow",
         "[W801 10:00:00.1 Module.cpp:178] symbolizing",
     ]
-    logs(batch("mine", *noise, "  mine too", "/home/me/hooks.py:3: UserWarning: of the user's", error=True))
-    assert [line for line, _ in shown] == ["mine", "  mine too", "/home/me/hooks.py:3: UserWarning: of the user's"]
+    logs(
+        batch(
+            "mine",
+            *noise,
+            "  mine too",
+            "/home/me/hooks.py:3: UserWarning: of the user's",
+            error=True,
+        )
+    )
+    assert [line for line, _ in shown] == [
+        "mine",
+        "  mine too",
+        "/home/me/hooks.py:3: UserWarning: of the user's",
+    ]
     assert all(line in (logs.folder / "controller-7.log").read_text() for line in noise)
 
 
-def test_a_line_of_output_between_a_warning_and_its_source_changes_nothing(logs: ProcessLogs, shown: Shown) -> None:
+def test_a_line_of_output_between_a_warning_and_its_source_changes_nothing(
+    logs: ProcessLogs, shown: Shown
+) -> None:
     logs(batch("/v/lib/python3.11/site-packages/torch/a.py:12: UserWarning: old", error=True))
     logs(batch("a line of the user's"))
     logs(batch("  warnings.warn(", error=True))
     assert [line for line, _ in shown] == ["a line of the user's"]
 
 
-def test_a_flood_is_shown_in_part_and_says_where_the_rest_is(logs: ProcessLogs, shown: Shown) -> None:
+def test_a_flood_is_shown_in_part_and_says_where_the_rest_is(
+    logs: ProcessLogs, shown: Shown
+) -> None:
     for _ in range(3):
         logs(batch(*["again"] * BURST))
     assert BURST <= len(shown) < 1.2 * BURST
@@ -103,7 +129,9 @@ def test_an_error_shows_the_last_lines_of_processes_with_errors_and_of_the_faile
     assert "engine-8" not in said and "policy-11" not in said
 
 
-def test_if_the_file_cannot_be_written_the_terminal_shows_all_output(tmp_path: Path, shown: Shown) -> None:
+def test_if_the_file_cannot_be_written_the_terminal_shows_all_output(
+    tmp_path: Path, shown: Shown
+) -> None:
     (tmp_path / "logs").touch()
     ProcessLogs(tmp_path / "logs", shown)(batch("an engine's", name="_EngineActor"))
     assert shown == [("an engine's", False)]

@@ -34,7 +34,11 @@ def plan(cfg, gpus=True, with_reference=True):
 
 def test_without_colocation_every_rank_and_every_engine_has_its_own_bundle():
     slots = plan(config(ranks=2, engines=3, ref=2, colocate_ref=False))
-    assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == ((0, 1), (2, 3), (4, 5, 6))
+    assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == (
+        (0, 1),
+        (2, 3),
+        (4, 5, 6),
+    )
     assert len(slots.bundles) == 7
     assert set(slots.share.values()) == {1.0}
 
@@ -63,12 +67,18 @@ def test_a_reference_that_nothing_needs_takes_no_place():
 
 def test_an_engine_over_several_gpus_has_them_in_one_bundle_and_none_without_gpus():
     cfg = config(engines=2, tp=4)
-    assert plan(cfg).bundles == ({"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0, "GPU": 4.0}, {"CPU": 1.0, "GPU": 4.0})
+    assert plan(cfg).bundles == (
+        {"CPU": 1.0, "GPU": 1.0},
+        {"CPU": 1.0, "GPU": 4.0},
+        {"CPU": 1.0, "GPU": 4.0},
+    )
     assert plan(cfg, gpus=False).bundles == ({"CPU": 1.0},) * 3
 
 
 @given(cfg=CONFIGS, gpus=st.booleans(), with_reference=st.booleans())
-def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_empty(cfg, gpus, with_reference):
+def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_empty(
+    cfg, gpus, with_reference
+):
     """Ray counts resources in units of 0.0001, rounded to the nearest."""
     slots = plan(cfg, gpus, with_reference)
     placement, taken = cfg.trainer.placement, Counter()
@@ -77,7 +87,9 @@ def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_e
             taken[slot] += round(slots.share[role] * 10_000)
     assert sorted(taken) == list(range(len(slots.bundles)))
     assert max(taken.values()) <= 10_000
-    assert len(slots.of["policy"]) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    assert (
+        len(slots.of["policy"]) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
+    )
     assert len(slots.of["engines"]) == cfg.generator.num_inference_engines
     assert ("reference" in slots.of) == with_reference
     if with_reference and placement.colocate_policy_ref:
@@ -102,15 +114,26 @@ def test_neighbouring_ranks_are_on_one_node_in_whatever_order_ray_numbers_its_bu
     slots = plan(config(nodes=3, ranks=8, engines=8), with_reference=False)
     placement = Placement(slots, "group", by_node(slots.bundles, nodes))
     policy = placement.ranks("policy").bundles
-    assert all(len({nodes[bundle] for bundle in policy[first : first + 8]}) == 1 for first in (0, 8, 16))
-    engines = {placement.options("engines", i)["scheduling_strategy"].placement_group_bundle_index for i in range(8)}
+    assert all(
+        len({nodes[bundle] for bundle in policy[first : first + 8]}) == 1 for first in (0, 8, 16)
+    )
+    engines = {
+        placement.options("engines", i)["scheduling_strategy"].placement_group_bundle_index
+        for i in range(8)
+    }
     assert sorted({*policy, *engines}) == list(range(32))
 
 
 @given(cfg=CONFIGS, data=st.data())
 def test_every_slot_gets_a_bundle_of_its_own_with_its_resources(cfg, data):
     bundles = plan(cfg).bundles
-    nodes = dict(enumerate(data.draw(st.lists(st.sampled_from("abc"), min_size=len(bundles), max_size=len(bundles)))))
+    nodes = dict(
+        enumerate(
+            data.draw(
+                st.lists(st.sampled_from("abc"), min_size=len(bundles), max_size=len(bundles))
+            )
+        )
+    )
     found = by_node(bundles, nodes)
     assert sorted(found) == list(range(len(bundles)))
     assert all(bundles[bundle] == own for bundle, own in zip(found, bundles, strict=True))

@@ -26,10 +26,19 @@ def test_the_cluster_listens_on_the_loopback_alone(ray_session: None) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_processes_that_a_run_on_one_machine_has_no_use_for_are_not_started(ray_session: None) -> None:
-    commands = [Path(f"/proc/{child}/cmdline").read_bytes().decode() for child in descendants(os.getpid())]
+def test_processes_that_a_run_on_one_machine_has_no_use_for_are_not_started(
+    ray_session: None,
+) -> None:
+    commands = [
+        Path(f"/proc/{child}/cmdline").read_bytes().decode() for child in descendants(os.getpid())
+    ]
     assert any("raylet" in command for command in commands)
-    idle = ("dashboard/dashboard.py", "autoscaler/_private/monitor.py", "autoscaler/v2/monitor.py", "ray::IDLE")
+    idle = (
+        "dashboard/dashboard.py",
+        "autoscaler/_private/monitor.py",
+        "autoscaler/v2/monitor.py",
+        "ray::IDLE",
+    )
     assert [command for command in commands if any(name in command for name in idle)] == []
 
 
@@ -44,7 +53,9 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, problem: 
         "cfg = Config(); cfg.ray.address = sys.argv[1]\n"
         "with cluster(cfg, roles=roles_with_ranks(Config())): pass\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program, address], capture_output=True, text=True, timeout=30)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, address], capture_output=True, text=True, timeout=30
+    )
     assert f"UserError: ray.address='{address}'" in ended.stderr
     assert problem in ended.stderr
 
@@ -59,8 +70,13 @@ def test_a_machine_with_too_few_gpus_says_so_before_anything_loads() -> None:
         "cluster.start_on_loopback = lambda **options: really(**options, num_gpus=1)\n"
         "with cluster.cluster(Config(), roles=roles_with_ranks(Config())): pass\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert "UserError: Ray did not grant {'CPU': 2.0, 'GPU': 2.0} on this machine; there are" in ended.stderr
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (
+        "UserError: Ray did not grant {'CPU': 2.0, 'GPU': 2.0} on this machine; there are"
+        in ended.stderr
+    )
     assert "trainer.placement.colocate_all=true" in ended.stderr
 
 
@@ -73,11 +89,16 @@ def test_variables_that_a_ray_job_has_set_are_not_sent_again() -> None:
         "WANDB_API_KEY": "another secret",
         "RAY_JOB_CONFIG_JSON_ENV_VAR": job,
     }
-    assert ray_cluster.forwarded_variables(environment) == {"NCCL_SOCKET_IFNAME": "eth1", "HF_TOKEN": "hf_secret"}
+    assert ray_cluster.forwarded_variables(environment) == {
+        "NCCL_SOCKET_IFNAME": "eth1",
+        "HF_TOKEN": "hf_secret",
+    }
 
 
 @pytest.mark.slow
-def test_processes_of_a_joined_cluster_have_the_shells_variables_for_nccl(ray_session: None) -> None:
+def test_processes_of_a_joined_cluster_have_the_shells_variables_for_nccl(
+    ray_session: None,
+) -> None:
     driver = (
         "import os, ray; from skyasync.config import Config\n"
         "from skyasync.run.ray_cluster import cluster\n"
@@ -89,13 +110,17 @@ def test_processes_of_a_joined_cluster_have_the_shells_variables_for_nccl(ray_se
     )
     address = ray.get_runtime_context().gcs_address
     shell = os.environ | {"ADDRESS": address, "NCCL_SOCKET_IFNAME": "eth7", "ANOTHER": "stays"}
-    joined = subprocess.run([sys.executable, "-c", driver], env=shell, capture_output=True, text=True, timeout=120)
+    joined = subprocess.run(
+        [sys.executable, "-c", driver], env=shell, capture_output=True, text=True, timeout=120
+    )
     assert "('eth7', None)" in joined.stdout, joined.stderr
 
 
 def descendants(process_id: int) -> set[int]:
     children = {
-        int(child) for task in Path(f"/proc/{process_id}/task").glob("*/children") for child in task.read_text().split()
+        int(child)
+        for task in Path(f"/proc/{process_id}/task").glob("*/children")
+        for child in task.read_text().split()
     }
     return children.union(*(descendants(child) for child in children)) if children else children
 
@@ -110,15 +135,23 @@ def listening(processes: set[int]) -> list[str]:
             except OSError:  # closed meanwhile
                 continue
     rows = [
-        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
     ]
-    return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
+    return [
+        row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    ]
 
 
-def test_a_process_of_rays_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_process_of_rays_that_has_ended_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     from ray._private import worker
 
-    parts = {name: subprocess.Popen(["sleep", "600"]) for name in ("gcs_server", "raylet", "log_monitor")}
+    parts = {
+        name: subprocess.Popen(["sleep", "600"]) for name in ("gcs_server", "raylet", "log_monitor")
+    }
     processes = {name: [SimpleNamespace(process=process)] for name, process in parts.items()}
     node = SimpleNamespace(all_processes=processes, get_logs_dir_path=lambda: str(tmp_path))
     monkeypatch.setattr(worker, "_global_node", node)

@@ -26,7 +26,8 @@ def restarting(folder: Path, **settings: Any) -> Recovery:
     vars(cfg.trainer).update(settings)
     unused: Any = None
     parts = SimpleNamespace(
-        dispatch=SimpleNamespace(lost=("policy", FAILURE)), weight_sync=WeightSync(unused, unused, probe=())
+        dispatch=SimpleNamespace(lost=("policy", FAILURE)),
+        weight_sync=WeightSync(unused, unused, probe=()),
     )
     run: Any = SimpleNamespace(cfg=cfg, parts=parts)
     return Recovery(run, folder)
@@ -50,11 +51,15 @@ def test_workers_that_end_with_the_program_are_not_started_again(tmp_path: Path)
     "settings, again",
     [({}, False), ({"ckpt_interval": 5}, True), ({"ckpt_interval": 5, "max_restarts": 0}, False)],
 )
-def test_there_must_be_something_to_go_on_from(settings: dict[str, Any], again: bool, tmp_path: Path) -> None:
+def test_there_must_be_something_to_go_on_from(
+    settings: dict[str, Any], again: bool, tmp_path: Path
+) -> None:
     assert restarting(tmp_path, **settings).lost_workers(3) is again
 
 
-def test_secrets_are_hidden_in_the_files_of_a_controller_that_was_started_again(tmp_path: Path) -> None:
+def test_secrets_are_hidden_in_the_files_of_a_controller_that_was_started_again(
+    tmp_path: Path,
+) -> None:
     recovery, folder = restarting(tmp_path, ckpt_interval=5), RunDirectory(tmp_path, "run")
     folder.secrets = Secrets(["hunter2-hunter2"])
     run: Any = recovery._experiment

@@ -34,28 +34,41 @@ def until(condition: Any) -> None:
 def test_a_process_is_counted_with_what_it_has_started() -> None:
     code = "import subprocess, sys; b = bytearray(64 << 20); print(1, flush=True); sys.stdin.read()"
     shell = f"{sys.executable} -c '{code}'; true"
-    with subprocess.Popen(["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+    with subprocess.Popen(
+        ["sh", "-c", shell], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         parent.stdout.readline()
         every = resource_monitor.with_descendants([parent.pid])
         assert len(every) == 2
-        alone, together = resource_monitor.own_bytes(parent.pid), sum(map(resource_monitor.own_bytes, every))
+        alone, together = (
+            resource_monitor.own_bytes(parent.pid),
+            sum(map(resource_monitor.own_bytes, every)),
+        )
         assert alone < 16 * MIB < 64 * MIB < together < 128 * MIB
         parent.stdin.close()
     assert resource_monitor.own_bytes(parent.pid) == 0  # gone
 
 
-def test_the_object_store_is_that_of_the_raylet_that_ray_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_object_store_is_that_of_the_raylet_that_ray_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "import mmap, sys; m = mmap.mmap(-1, 16 << 20); m.write(b'x' * len(m)); print(1, flush=1); sys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as raylet:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as raylet:
         assert raylet.stdout is not None and raylet.stdin is not None
         raylet.stdout.readline()
         monkeypatch.setenv("RAY_RAYLET_PID", str(raylet.pid))
-        assert a_watch(tmp_path).read()["memory/object_store_gib"] == pytest.approx(16 / 1024, rel=0.1)
+        assert a_watch(tmp_path).read()["memory/object_store_gib"] == pytest.approx(
+            16 / 1024, rel=0.1
+        )
         raylet.stdin.close()
 
 
-def test_a_containers_limit_counts_where_it_is_lower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_containers_limit_counts_where_it_is_lower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 100000 kB\nMemAvailable: 50000 kB\n")
     monkeypatch.setattr(resource_monitor, "PROC", tmp_path)
     monkeypatch.setattr(resource_monitor, "CGROUP", tmp_path)
@@ -107,14 +120,19 @@ def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_after_space_
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch = a_watch(tmp_path, copies=True)
-    watch._warn({"disk/free_gib": 0.0, "memory/free_gib": 0.0})  # the size of a checkpoint is unknown yet
+    watch._warn(
+        {"disk/free_gib": 0.0, "memory/free_gib": 0.0}
+    )  # the size of a checkpoint is unknown yet
     folder = tmp_path / "checkpoints" / "step_000001"
     for samples in (1, 5):
         (tmp_path / "samples.jsonl").write_bytes(b"x" * samples * MIB)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "weights").write_bytes(b"x" * 20 * MIB)
         watch._measure(folder)
-    free = {"disk/free_gib": 26 / 1024, "memory/free_gib": 26 / 1024}  # 21 for the checkpoint, and 4 of samples
+    free = {
+        "disk/free_gib": 26 / 1024,
+        "memory/free_gib": 26 / 1024,
+    }  # 21 for the checkpoint, and 4 of samples
     with caplog.at_level(logging.WARNING):
         watch._warn(free)
         assert caplog.messages == []
@@ -126,7 +144,9 @@ def test_it_warns_once_before_a_checkpoint_no_longer_fits_and_again_after_space_
     assert disk.startswith(
         f"0.02 GiB of disk at {tmp_path / 'checkpoints'} are free, and the next checkpoint needs 0.02"
     )
-    assert memory.startswith("0.01 GiB of memory are free, and the next checkpoint needs 0.02 GiB: make room")
+    assert memory.startswith(
+        "0.01 GiB of memory are free, and the next checkpoint needs 0.02 GiB: make room"
+    )
 
 
 def test_actors_are_counted_by_what_they_are(ray_session: None) -> None:

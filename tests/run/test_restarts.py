@@ -49,7 +49,9 @@ def test_only_a_checkpoint_of_this_command_is_gone_on_from(tmp_path: Path) -> No
     for step, seconds in ((60, -10.0), (40, 10.0)):
         folder = tmp_path / f"step_{step:06d}"
         folder.mkdir()
-        (folder / "state.json").write_text(json.dumps({"written_ns": int((restarts.began + seconds) * 1e9)}))
+        (folder / "state.json").write_text(
+            json.dumps({"written_ns": int((restarts.began + seconds) * 1e9)})
+        )
         if step == 60:
             assert restarts.resume_mode(tmp_path, "40") == "40"
     assert restarts.resume_mode(tmp_path, "40") == "latest"
@@ -66,4 +68,9 @@ def test_a_named_run_that_has_checkpoints_is_gone_on_with_by_itself(tmp_path: Pa
     (tmp_path / "mine" / "checkpoints" / "step_000003").mkdir(parents=True)
     assert settled(run_name="mine") == "latest"
     assert Resume.of(TrainerConfig(runs_dir=str(tmp_path), run_name="mine")).requested
-    assert settled() == settled(run_name="other") == settled(run_name="mine", resume_mode="none") == "none"
+    assert (
+        settled()
+        == settled(run_name="other")
+        == settled(run_name="mine", resume_mode="none")
+        == "none"
+    )

@@ -43,13 +43,17 @@ def until(condition: Callable[[], object], limit_s: float = 30.0) -> float:
 
 
 def sleepers() -> set[int]:
-    shown = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        ["ps", "-eo", "pid,args"], capture_output=True, text=True, check=True
+    ).stdout
     return {int(line.split()[0]) for line in shown.splitlines() if line.endswith(" sleep 600")}
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-def test_what_a_killed_program_has_started_ends_with_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_killed_program_has_started_ends_with_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     before = sleepers()
     program = subprocess.Popen(
         [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(Path.cwd())!r})\n{PROGRAM}"],
@@ -81,7 +85,9 @@ def test_closing_waits_for_nothing_and_touches_no_other(tmp_path: Path) -> None:
     other.wait()
 
 
-def test_a_folders_name_is_short_enough_for_paths_of_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folders_name_is_short_enough_for_paths_of_sockets(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     deep = tmp_path / ("x" * 50)
     deep.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(deep))
@@ -90,7 +96,9 @@ def test_a_folders_name_is_short_enough_for_paths_of_sockets(monkeypatch: pytest
     assert len(folder) <= 36
 
 
-def test_rays_token_is_readable_by_its_owner_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_rays_token_is_readable_by_its_owner_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     token = tmp_path / ".ray" / "auth_token"
@@ -136,7 +144,9 @@ def test_nothing_is_left_of_ray_when_its_program_is_killed() -> None:
     assert started.stdout is not None
     folder = started.stdout.readline().strip()
     processes = _family(started.pid)
-    agents = [each for each in processes if b"Agent" in leftovers._read(Path(f"/proc/{each}/cmdline"))]
+    agents = [
+        each for each in processes if b"Agent" in leftovers._read(Path(f"/proc/{each}/cmdline"))
+    ]
     assert len(agents) == 2
     for process in processes:  # as on a machine that is too busy for them to see the program's end
         if process not in (started.pid, *agents):
@@ -148,4 +158,12 @@ def test_nothing_is_left_of_ray_when_its_program_is_killed() -> None:
 
 def _family(process: int) -> list[int]:
     tasks = Path(f"/proc/{process}/task").glob("*/children")
-    return [process, *(each for task in tasks for child in task.read_text().split() for each in _family(int(child)))]
+    return [
+        process,
+        *(
+            each
+            for task in tasks
+            for child in task.read_text().split()
+            for each in _family(int(child))
+        ),
+    ]

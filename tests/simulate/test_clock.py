@@ -18,7 +18,9 @@ def test_a_year_passes_at_once_and_in_order() -> None:
             await asyncio.sleep(seconds)
             seen.append((name, asyncio.get_running_loop().time()))
 
-        await asyncio.gather(sleeper("year", 3.15e7), sleeper("second", 1.0), sleeper("minute", 60.0))
+        await asyncio.gather(
+            sleeper("year", 3.15e7), sleeper("second", 1.0), sleeper("minute", 60.0)
+        )
         return seen
 
     started = time.monotonic()

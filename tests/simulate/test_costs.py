@@ -19,7 +19,9 @@ def costs() -> dict[str, float]:
 
 @pytest.mark.parametrize("slots", [8, 1024], ids=["several waves", "a slot each"])
 def test_a_synchronous_runs_costs_give_its_own_step(tmp_path: Path, slots: int) -> None:
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **costs()}) for i in range(5)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({"step": i, **costs()}) for i in range(5))
+    )
     cfg = config(steps=40)
     cfg.generator.max_num_seqs = slots
     read_run_costs(cfg, tmp_path)
@@ -28,9 +30,13 @@ def test_a_synchronous_runs_costs_give_its_own_step(tmp_path: Path, slots: int) 
     assert cfg.simulate.slots == min(slots, 32)
 
 
-def test_training_takes_as_long_as_measured_where_the_longest_responses_are_cut(tmp_path: Path) -> None:
+def test_training_takes_as_long_as_measured_where_the_longest_responses_are_cut(
+    tmp_path: Path,
+) -> None:
     row = costs() | {"response/length_mean": 30.0}
-    (tmp_path / "metrics.jsonl").write_text("\n".join(json.dumps({"step": i, **row}) for i in range(5)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(json.dumps({"step": i, **row}) for i in range(5))
+    )
     cfg = config()
     read_run_costs(cfg, tmp_path)
     assert work(cfg).training_s == pytest.approx(5.0)

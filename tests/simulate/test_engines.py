@@ -22,7 +22,12 @@ async def finished_at(client: VirtualClient, lengths: list[int]) -> list[float]:
 
 
 def client(slots: int, engines: int = 1, **costs: float) -> VirtualClient:
-    return VirtualClient([VirtualEngine(DecodeCosts(slots, costs.pop("base_s", 1.0), **costs)) for _ in range(engines)])
+    return VirtualClient(
+        [
+            VirtualEngine(DecodeCosts(slots, costs.pop("base_s", 1.0), **costs))
+            for _ in range(engines)
+        ]
+    )
 
 
 def test_sequences_share_slots_in_order_of_arrival() -> None:
@@ -47,7 +52,9 @@ def test_the_least_loaded_engine_gets_the_next_sequence() -> None:
 
 
 @pytest.mark.parametrize("prefill", [0.0, 0.5])
-def test_an_interrupted_request_continues_after_the_prefill_of_all_its_tokens(prefill: float) -> None:
+def test_an_interrupted_request_continues_after_the_prefill_of_all_its_tokens(
+    prefill: float,
+) -> None:
     async def run() -> tuple[Counter[int], float]:
         engines = client(slots=1, prefill=prefill)
         sequence = engines.submit(2, 10)

@@ -26,11 +26,17 @@ pytestmark = pytest.mark.slow
 def config(lengths: str = "constant", steps: int = 60, **settings: Any) -> SimulationConfig:
     """16 prompts of 4 samples on 2 engines of 8 slots: a batch keeps the engines busy for 4 responses' time."""
     cfg = SimulationConfig()
-    cfg.trainer.max_training_steps, cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = steps, 16, 4
+    (
+        cfg.trainer.max_training_steps,
+        cfg.trainer.train_batch_size,
+        cfg.generator.n_samples_per_prompt,
+    ) = steps, 16, 4
     cfg.generator.num_inference_engines, cfg.simulate.slots = 2, 8
     cfg.simulate.lengths, cfg.simulate.length_mean, cfg.simulate.length_max = lengths, 100.0, 0
     for name, value in settings.items():
-        (owner,) = [part for part in (cfg.trainer, cfg.generator, cfg.simulate) if hasattr(part, name)]
+        (owner,) = [
+            part for part in (cfg.trainer, cfg.generator, cfg.simulate) if hasattr(part, name)
+        ]
         setattr(owner, name, value)
     return cfg
 
@@ -75,7 +81,10 @@ def test_with_log_normal_tails_one_step_off_falls_to_what_theory_says() -> None:
 def test_waiting_for_rollouts_at_a_weight_update_costs_what_partial_rollouts_save() -> None:
     keep, recompute, wait = (
         share(cfg, simulate(cfg, "fully_async"))
-        for cfg in (config("lognormal", length_max=800, partial_rollout=p) for p in ("keep", "recompute", "wait"))
+        for cfg in (
+            config("lognormal", length_max=800, partial_rollout=p)
+            for p in ("keep", "recompute", "wait")
+        )
     )
     assert keep > 0.9 and recompute > 0.85
     assert wait < 0.7
@@ -89,8 +98,12 @@ def shared(ratio: float, plan: str, steps: int = 50, **settings: Any) -> float:
     return simulate(cfg, plan).step_s
 
 
-@pytest.mark.parametrize("plan", [pytest.param("colocated_async", marks=pytest.mark.matrix), "hybrid_async"])
-def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same_devices(plan: str) -> None:
+@pytest.mark.parametrize(
+    "plan", [pytest.param("colocated_async", marks=pytest.mark.matrix), "hybrid_async"]
+)
+def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same_devices(
+    plan: str,
+) -> None:
     changes = {"sync_s": 0.2, "switch_s": 0.2}  # of 8 seconds
     separate = min(shared(0.5, other, **changes) for other in ("one_step_off", "fully_async"))
     assert separate > 1.12 * shared(0.5, plan, **changes)
@@ -98,13 +111,17 @@ def test_where_the_trainer_waits_plans_that_share_devices_are_faster_on_the_same
 
 @pytest.mark.parametrize("plan", ["colocated_async", "hybrid_async"])
 @pytest.mark.parametrize("ratio", [pytest.param(0.9, marks=pytest.mark.matrix), 1.0, 1.1, 2.0])
-def test_plans_that_share_devices_are_not_slower_if_the_devices_change_in_no_time(ratio: float, plan: str) -> None:
+def test_plans_that_share_devices_are_not_slower_if_the_devices_change_in_no_time(
+    ratio: float, plan: str
+) -> None:
     separate = min(shared(ratio, other) for other in ("one_step_off", "fully_async"))
     assert shared(ratio, plan) < 1.02 * separate
 
 
 @pytest.mark.parametrize("ratio", [0.9, 1.0])
-def test_a_change_of_devices_costs_hybrid_engines_nothing_where_the_split_is_right(ratio: float) -> None:
+def test_a_change_of_devices_costs_hybrid_engines_nothing_where_the_split_is_right(
+    ratio: float,
+) -> None:
     changes = {"sync_s": 0.2, "switch_s": 0.2}
     separate = min(shared(ratio, other, **changes) for other in ("one_step_off", "fully_async"))
     assert shared(ratio, "hybrid_async", **changes) < 1.02 * separate
@@ -130,10 +147,14 @@ def test_as_many_engines_as_the_settings_say_are_on_the_policys_devices() -> Non
 @pytest.mark.parametrize("setting", ["dynamic_sampling", "oversample_per_prompt", "replay_groups"])
 def test_a_setting_that_is_not_simulated_is_an_error_that_names_it(setting: str) -> None:
     cfg = config(steps=4)
-    cfg.trainer.algorithm.dynamic_sampling.type = "variance" if setting == "dynamic_sampling" else "none"
+    cfg.trainer.algorithm.dynamic_sampling.type = (
+        "variance" if setting == "dynamic_sampling" else "none"
+    )
     cfg.generator.oversample_per_prompt = int(setting == "oversample_per_prompt")
     cfg.data.replay_groups = int(setting == "replay_groups")
-    with pytest.raises(UserError, match=rf"{setting}(\.type)? changes what a step trains, which is not simulated"):
+    with pytest.raises(
+        UserError, match=rf"{setting}(\.type)? changes what a step trains, which is not simulated"
+    ):
         simulate(cfg, "sync")
 
 
@@ -150,7 +171,14 @@ SHARING = [(ColocatedAsyncRayPPOTrainer, "keep"), (HybridAsyncRayPPOTrainer, "ke
 def test_no_token_is_older_than_the_bound_and_none_is_lost(
     lengths: str, plan: type[RayPPOTrainer], partial_rollout: str, staleness: int
 ) -> None:
-    cfg = config(lengths, steps=20, max_staleness=staleness, partial_rollout=partial_rollout, sync_s=0.3, switch_s=0.2)
+    cfg = config(
+        lengths,
+        steps=20,
+        max_staleness=staleness,
+        partial_rollout=partial_rollout,
+        sync_s=0.3,
+        switch_s=0.2,
+    )
     cfg.simulate.train_s_per_token = 0.0003
     trained: list[Any] = []
 
@@ -167,12 +195,16 @@ def test_no_token_is_older_than_the_bound_and_none_is_lost(
     trainer = run_virtual(run())
     assert max(trainer.staleness) <= staleness
     assert len(trained) == len(set(trained)) == 20 * 16
-    assert trainer.staleness.total() == trainer.generator.generated > 0, "every generated token was trained, once"
+    assert trainer.staleness.total() == trainer.generator.generated > 0, (
+        "every generated token was trained, once"
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_the_staleness_of_a_plan_is_the_one_after_its_first_steps(depth: int) -> None:
-    assert set(simulate(config(steps=20, async_queue_size=depth), "one_step_off").staleness) == {depth}
+    assert set(simulate(config(steps=20, async_queue_size=depth), "one_step_off").staleness) == {
+        depth
+    }
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
@@ -184,7 +216,9 @@ def test_a_run_that_is_all_start_and_end_has_the_averages_of_all_its_steps(steps
 
 def test_without_staleness_every_step_is_the_synchronous_one() -> None:
     cfg = config("lognormal", steps=20, max_staleness=0)
-    assert simulate(cfg, "fully_async").step_s == pytest.approx(simulate(cfg, "sync").step_s, rel=1e-6)
+    assert simulate(cfg, "fully_async").step_s == pytest.approx(
+        simulate(cfg, "sync").step_s, rel=1e-6
+    )
 
 
 def test_fewer_prompts_in_flight_give_the_same_throughput_with_younger_samples() -> None:
@@ -226,9 +260,13 @@ def test_a_plan_that_jams_is_an_error_that_says_who_waits() -> None:
     assert "_run_generation" in str(deadlock.value) and "_train_batches" in str(deadlock.value)
 
 
-@pytest.mark.parametrize("plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, *(p for p, _ in SHARING)])
+@pytest.mark.parametrize(
+    "plan", [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, *(p for p, _ in SHARING)]
+)
 @pytest.mark.parametrize("part", ["generator.generate", "dispatch.train", "weight_sync.sync"])
-def test_an_error_in_any_part_ends_every_plan_with_that_error(plan: type[RayPPOTrainer], part: str) -> None:
+def test_an_error_in_any_part_ends_every_plan_with_that_error(
+    plan: type[RayPPOTrainer], part: str
+) -> None:
     async def run() -> None:
         trainer = make_trainer(config("lognormal", steps=20), plan)
         owner_name, method = part.split(".")

@@ -21,7 +21,9 @@ SECONDS = st.floats(0.01, 10.0)
 GROUPS = st.lists(st.tuples(SECONDS, SECONDS), min_size=1, max_size=6)
 
 
-@pytest.mark.parametrize("lengths", ["constant", "lognormal", pytest.param("bimodal", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "lengths", ["constant", "lognormal", pytest.param("bimodal", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("plan", list(FORMULAS))
 @pytest.mark.parametrize("slots", [8, 32], ids=["four waves", "a slot each"])
 def test_theory_is_what_virtual_time_gives(plan: str, lengths: str, slots: int) -> None:
@@ -30,8 +32,12 @@ def test_theory_is_what_virtual_time_gives(plan: str, lengths: str, slots: int) 
     assert simulate(cfg, plan).step_s == pytest.approx(expected_step_s(cfg, plan), rel=0.03)
 
 
-@pytest.mark.parametrize("training", [0.5, 1.0, 3.0], ids=lambda times: f"training {times} times generation")
-def test_streamed_with_equal_lengths_hides_all_but_a_wave_of_the_shorter_side(training: float) -> None:
+@pytest.mark.parametrize(
+    "training", [0.5, 1.0, 3.0], ids=lambda times: f"training {times} times generation"
+)
+def test_streamed_with_equal_lengths_hides_all_but_a_wave_of_the_shorter_side(
+    training: float,
+) -> None:
     """Four waves of four groups: while one is generated the former one is trained."""
     cfg = config(slots=8)
     generation = work(cfg).generation_s
@@ -47,7 +53,9 @@ def test_portions_of_groups_have_no_formula() -> None:
 
 
 @given(GROUPS)
-def test_the_streamed_formula_is_the_recursion_and_within_its_bounds(groups: list[tuple[float, float]]) -> None:
+def test_the_streamed_formula_is_the_recursion_and_within_its_bounds(
+    groups: list[tuple[float, float]],
+) -> None:
     complete, training = np.array(sorted(groups)).T
     end = 0.0
     for ready, seconds in zip(complete, training, strict=True):
@@ -60,7 +68,9 @@ def test_the_streamed_formula_is_the_recursion_and_within_its_bounds(groups: lis
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=20), st.integers(1, 3), st.integers(1, 4))
-def test_sequences_end_when_the_virtual_engines_end_them(lengths: list[int], engines: int, slots: int) -> None:
+def test_sequences_end_when_the_virtual_engines_end_them(
+    lengths: list[int], engines: int, slots: int
+) -> None:
     async def run() -> list[float]:
         loop, found, ends = asyncio.get_running_loop(), client(slots, engines), [0.0] * len(lengths)
         sequences = [found.submit(0, length) for length in lengths]
@@ -70,7 +80,9 @@ def test_sequences_end_when_the_virtual_engines_end_them(lengths: list[int], eng
         await asyncio.sleep(1)
         return ends
 
-    assert run_virtual(run()) == pytest.approx(completion_times(np.array([lengths], float), engines, slots)[0])
+    assert run_virtual(run()) == pytest.approx(
+        completion_times(np.array([lengths], float), engines, slots)[0]
+    )
 
 
 def test_there_is_no_formula_where_none_was_derived() -> None:

@@ -32,7 +32,9 @@ class GeneratingEngines(Engines):
 
 def slow_run(plan: type, *, held_out: bool, stops_s: float = NEVER_S) -> Run:
     """A run whose generation, or evaluation, takes ten times the limit after the first step."""
-    run = make_run(plan, prompts=12, eval_prompts=2, trainer__eval_interval=1, trainer__step_timeout_s=LIMIT_S)
+    run = make_run(
+        plan, prompts=12, eval_prompts=2, trainer__eval_interval=1, trainer__step_timeout_s=LIMIT_S
+    )
     engines = GeneratingEngines(run.engines.faults, update_in_flight=run.engines.update_in_flight)
     engines.stops_s = stops_s
     run.engines.stats = engines.stats
@@ -133,5 +135,7 @@ async def test_the_limit_holds_for_engines_that_do_not_report(fault):
 @virtual_time
 async def test_a_timeout_of_the_generation_itself_is_not_taken_for_the_limit():
     with pytest.raises(TimeoutError, match="the worker is away"):
-        async with GenerationLimit(LIMIT_S, engines_that_stop()).limited("the generation of step 1"):
+        async with GenerationLimit(LIMIT_S, engines_that_stop()).limited(
+            "the generation of step 1"
+        ):
             raise TimeoutError("the worker is away")

@@ -29,7 +29,13 @@ def scores(run: Run) -> list[float]:
 
 
 def test_rewards_are_shaped_before_the_kl_penalty_is_subtracted() -> None:
-    run = one_step(reward_scale=2.0, reward_clip=1.5, use_kl_in_reward=True, kl_estimator_type="k1", kl_loss_coef=0.25)
+    run = one_step(
+        reward_scale=2.0,
+        reward_clip=1.5,
+        use_kl_in_reward=True,
+        kl_estimator_type="k1",
+        kl_loss_coef=0.25,
+    )
     assert scores(run) == [-0.5, 1.0] * 4  # 0 and 1.5, minus 0.25 for each of two tokens
     assert run.tracker.of("reward/shaped_mean") == {1: 0.75}
     assert run.tracker.of("reward/mean") == {1: 0.5}
@@ -47,19 +53,27 @@ def test_masked_truncated_responses_have_no_loss_token_and_stay_in_the_baseline(
 
 
 def test_masked_truncated_responses_keep_their_length_in_the_optimal_baseline() -> None:
-    batch = one_step(frozenset({0}), truncated_responses="mask", advantage_estimator="opo").dispatch.batches[0]
+    batch = one_step(
+        frozenset({0}), truncated_responses="mask", advantage_estimator="opo"
+    ).dispatch.batches[0]
     assert batch.advantages.sum(1).tolist() == [0, 1.0] * 4  # 1 - 0.5: both have two tokens
 
 
 def test_what_a_loss_draws_depends_on_the_seed_and_the_step_alone() -> None:
     settings: dict[str, Any] = {"policy_loss_type": "clip_cov", "advantage_estimator": "dr_grpo"}
-    settings |= {"clip_cov__clip_ratio": 0.5, "clip_cov__clip_cov_lb": -1e9, "clip_cov__clip_cov_ub": 1e9}
+    settings |= {
+        "clip_cov__clip_ratio": 0.5,
+        "clip_cov__clip_cov_lb": -1e9,
+        "clip_cov__clip_cov_ub": 1e9,
+    }
     torch.manual_seed(1)
     first = one_step(**settings).dispatch.batches[0].selection
     before = torch.random.get_rng_state()
     again = one_step(**settings).dispatch.batches[0].selection
     assert torch.equal(first, again) and 0 < int(first.sum()) < first.numel()
-    assert torch.equal(torch.random.get_rng_state(), before), "the process's own random state is not used"
+    assert torch.equal(torch.random.get_rng_state(), before), (
+        "the process's own random state is not used"
+    )
 
 
 def test_dropped_truncated_responses_are_counted_and_leave_the_baseline() -> None:

@@ -57,8 +57,13 @@ def error_and_time(run):
         try:
             await run.trainer.run()
         except Exception as error:
-            assert [task for task in asyncio.all_tasks() if task is not asyncio.current_task()] == []
-            assert isinstance(run.trainer, AsyncRayPPOTrainer) or asyncio.current_task().cancelling() == 0
+            assert [
+                task for task in asyncio.all_tasks() if task is not asyncio.current_task()
+            ] == []
+            assert (
+                isinstance(run.trainer, AsyncRayPPOTrainer)
+                or asyncio.current_task().cancelling() == 0
+            )
             assert asyncio.get_running_loop().get_task_factory() is None
             return error, asyncio.get_running_loop().time()
 
@@ -69,7 +74,9 @@ def error_and_time(run):
 def test_a_task_that_is_never_awaited_ends_the_run_with_its_error_and_traceback(plan):
     error, at = error_and_time(run := failing(plan))
     assert isinstance(error, Broken) and str(error) == "no sample"
-    assert "generate_in_background" in [frame.name for frame in traceback.extract_tb(error.__traceback__)]
+    assert "generate_in_background" in [
+        frame.name for frame in traceback.extract_tb(error.__traceback__)
+    ]
     assert at < 20
     assert run.tracker.closed == run.timeline.closed == 1
 
@@ -83,9 +90,14 @@ def test_it_ends_within_the_steps_limit_however_busy_the_others_are():
 
 def test_a_train_that_is_called_without_run_is_refused_with_what_to_call():
     async def scenario():
-        with pytest.raises(UserError, match=r"BackgroundTrainer\.generate was called without run\(\)"):
+        with pytest.raises(
+            UserError, match=r"BackgroundTrainer\.generate was called without run\(\)"
+        ):
             await make_run(BackgroundTrainer).trainer.generate_in_background(asyncio.Queue())
-        with pytest.raises(UserError, match=r"RayPPOTrainer\.generate was called without run\(\): `await trainer\.run"):
+        with pytest.raises(
+            UserError,
+            match=r"RayPPOTrainer\.generate was called without run\(\): `await trainer\.run",
+        ):
             await make_run(RayPPOTrainer).trainer.train()
 
     run_virtual(scenario())
@@ -179,7 +191,9 @@ def test_tasks_that_a_step_makes_are_not_the_plans():
         await run.trainer.run()
         assert run.trainer.global_step == 3
         assert [type(task) for task in tasks] == [asyncio.Task] * 6
-        assert not any(task.cancelling() for task in tasks), "a part of the run may need them longer than the plan"
+        assert not any(task.cancelling() for task in tasks), (
+            "a part of the run may need them longer than the plan"
+        )
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -237,7 +251,9 @@ def test_a_plan_that_swallows_the_end_is_ended_all_the_same():
 
 
 def test_steps_that_take_long_are_no_stall_however_short_the_waits_between_them():
-    run = make_run(BackgroundTrainer, generating=[80.0], updating=[80.0], trainer__step_timeout_s=90.0)
+    run = make_run(
+        BackgroundTrainer, generating=[80.0], updating=[80.0], trainer__step_timeout_s=90.0
+    )
     run.engines.update_in_flight = True
     assert run.train().trainer.global_step == 3
 

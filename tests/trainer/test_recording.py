@@ -34,7 +34,9 @@ class Sync(Memory): ...
 class Fully(Memory, FullyAsyncRayPPOTrainer): ...
 
 
-async def trained(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> tuple[LocalRun, Path]:
+async def trained(
+    plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any
+) -> tuple[LocalRun, Path]:
     run = LocalRun(plan, config(model, steps=2, save_samples=3, dump_trajectories=True, **settings))
     run.trainer.context.run_dir = RunDirectory(folder, "run")
     await run.train()
@@ -42,7 +44,9 @@ async def trained(plan: type[RayPPOTrainer], model: str, folder: Path, **setting
 
 
 @pytest.mark.parametrize("plan", [Sync, Fully], ids=["sync", "fully_async"])
-async def test_every_trajectory_that_was_trained_is_there(plan: Any, model: str, tmp_path: Path) -> None:
+async def test_every_trajectory_that_was_trained_is_there(
+    plan: Any, model: str, tmp_path: Path
+) -> None:
     run, folder = await trained(plan, model, tmp_path, allow_uncorrected=True)
     found = [read(path) for path in files_of(folder)]
     assert [recorded.groups for recorded in found] == run.trainer.trained
@@ -75,7 +79,9 @@ async def test_samples_have_their_tokens(model: str, tmp_path: Path) -> None:
         assert abs(gaps).max() < 1e-3  # on policy they differ by rounding
 
 
-async def test_an_evaluation_has_samples_too_and_the_page_shows_their_images(model: str, tmp_path: Path) -> None:
+async def test_an_evaluation_has_samples_too_and_the_page_shows_their_images(
+    model: str, tmp_path: Path
+) -> None:
     run, folder = await trained(Sync, model, tmp_path)
     assert {row["step"] for row in read_rows(folder / "eval_samples.jsonl")} == {2}
     assert len(read_rows(folder / "eval_samples.jsonl")) == 3
@@ -87,7 +93,9 @@ async def test_an_evaluation_has_samples_too_and_the_page_shows_their_images(mod
     assert row["step"] == 3 and row["eval_set"] == "discs"
     assert row["images"] == [thumbnail_url(noise(1))]
     made = page([folder])
-    assert "Samples of evaluations</h2>" in made and f"<span>discs {row['prompt_id']}</span>" in made
+    assert (
+        "Samples of evaluations</h2>" in made and f"<span>discs {row['prompt_id']}</span>" in made
+    )
     assert f'<img class="shown" src="{row["images"][0]}"' in made
 
 

@@ -31,14 +31,22 @@ class Groups(TrajectoryGenerator):
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         for identity in input_batch["trajectory_ids"]:
             self.order.setdefault(identity.prompt, len(self.order) % 4)
-        return list(await asyncio.gather(*(self._play(identity) for identity in input_batch["trajectory_ids"])))
+        return list(
+            await asyncio.gather(
+                *(self._play(identity) for identity in input_batch["trajectory_ids"])
+            )
+        )
 
     async def _play(self, identity: Any) -> Trajectory:
         await asyncio.sleep(1.0 + self.order[identity.prompt])
         tokens = np.array([EPOCH + identity.prompt.epoch, ROW + identity.prompt.row], np.int32)
         said = np.array([7, 8], np.int32)
         action = Segment(
-            "action", said, np.full(2, -0.5, np.float32), np.zeros(2, np.int32), float(identity.repetition)
+            "action",
+            said,
+            np.full(2, -0.5, np.float32),
+            np.zeros(2, np.int32),
+            float(identity.repetition),
         )
         return Trajectory(identity, [Segment("prompt", tokens), action])
 
@@ -72,7 +80,9 @@ def run_with_judge(plan: type[RayPPOTrainer], judge: Judge, **settings: Any) -> 
 def test_a_step_takes_about_the_longer_of_playing_and_scoring() -> None:
     judge = Judge(seconds=0.5)  # 4 groups of 2 rows: 4 seconds, as long as the last group is played
     run = run_with_judge(RayPPOTrainer, judge).train()
-    assert run.tracker.of("time/step_s")[1] == pytest.approx(5.0), "4 s of playing, and the last group's second"
+    assert run.tracker.of("time/step_s")[1] == pytest.approx(5.0), (
+        "4 s of playing, and the last group's second"
+    )
     assert run.tracker.of("time/reward_s")[1] == pytest.approx(4.0)
     assert judge.asked == [2, 2, 2, 2]
 

@@ -28,7 +28,11 @@ class Scores(TrainerCallback):
 
 def run_of(folder: Path, *scores: float, **settings: Any) -> Run:
     """As many steps as there are scores."""
-    usual = {"prompts": 4 * len(scores), "trainer__ckpt_path": str(folder), "trainer__eval_interval": 0}
+    usual = {
+        "prompts": 4 * len(scores),
+        "trainer__ckpt_path": str(folder),
+        "trainer__eval_interval": 0,
+    }
     return make_run(RayPPOTrainer, callbacks=[Scores(*scores)], **{**usual, **settings})
 
 
@@ -45,12 +49,31 @@ def test_the_best_checkpoint_is_kept_in_addition_to_the_newest(tmp_path: Path) -
 
 
 def test_a_better_step_is_saved_although_no_checkpoint_is_scheduled(tmp_path: Path) -> None:
-    run_of(tmp_path, 0.3, 0.1, 0.2, 0.4, 0.9, 0.0, trainer__ckpt_best_metric="my/score", trainer__ckpt_keep=0).train()
-    assert steps(tmp_path) == [1, 4, 5, 6]  # 6 is the last step, which every run that saves has a checkpoint of
+    run_of(
+        tmp_path,
+        0.3,
+        0.1,
+        0.2,
+        0.4,
+        0.9,
+        0.0,
+        trainer__ckpt_best_metric="my/score",
+        trainer__ckpt_keep=0,
+    ).train()
+    assert steps(tmp_path) == [
+        1,
+        4,
+        5,
+        6,
+    ]  # 6 is the last step, which every run that saves has a checkpoint of
 
 
 def test_less_may_be_better(tmp_path: Path) -> None:
-    low = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_best_mode": "min", "trainer__ckpt_keep": 1}
+    low = {
+        "trainer__ckpt_best_metric": "my/score",
+        "trainer__ckpt_best_mode": "min",
+        "trainer__ckpt_keep": 1,
+    }
     run_of(tmp_path, 0.3, 0.1, 0.2, **low).train()
     assert json.loads((tmp_path / "best.json").read_text()) == {
         "folder": "step_000002", "metric": "my/score", "value": 0.1
@@ -64,12 +87,25 @@ def test_a_run_that_goes_on_knows_what_there_is_to_beat(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         first.train()
     assert steps(tmp_path) == [1, 2]
-    run_of(tmp_path, 0.0, 0.0, 0.5, 0.4, trainer__ckpt_interval=1, trainer__resume_mode="latest", **best).train()
+    run_of(
+        tmp_path,
+        0.0,
+        0.0,
+        0.5,
+        0.4,
+        trainer__ckpt_interval=1,
+        trainer__resume_mode="latest",
+        **best,
+    ).train()
     assert steps(tmp_path) == [1, 4]
 
 
 def test_with_asynchronous_checkpoints_the_best_is_the_one_that_was_written(tmp_path: Path) -> None:
-    in_background = {"trainer__ckpt_best_metric": "my/score", "trainer__ckpt_async": True, "trainer__ckpt_keep": 1}
+    in_background = {
+        "trainer__ckpt_best_metric": "my/score",
+        "trainer__ckpt_async": True,
+        "trainer__ckpt_keep": 1,
+    }
     run = run_of(tmp_path, 0.1, 0.5, 0.3, trainer__ckpt_interval=1, **in_background)
     run.faults["save", 2] = OSError("No space left on device")
     run.train()
@@ -78,12 +114,17 @@ def test_with_asynchronous_checkpoints_the_best_is_the_one_that_was_written(tmp_
 
 
 def test_a_metric_that_is_none_is_one_line_with_the_nearest(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ckpt_best_metric=my/skore: step 1 has no such metric: did you mean my/score"):
+    with pytest.raises(
+        UserError,
+        match=r"ckpt_best_metric=my/skore: step 1 has no such metric: did you mean my/score",
+    ):
         run_of(tmp_path, 0.1, 0.2, trainer__ckpt_best_metric="my/skore").train()
 
 
 def test_a_score_needs_prompts_to_be_measured_on(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"ckpt_best_metric=eval/score needs held-out prompts: set data.val_data"):
+    with pytest.raises(
+        UserError, match=r"ckpt_best_metric=eval/score needs held-out prompts: set data.val_data"
+    ):
         run_of(tmp_path, 0.1, trainer__ckpt_best_metric="eval/score")
 
 
@@ -100,4 +141,6 @@ def test_the_policy_is_written_every_so_many_steps(tmp_path: Path) -> None:
     run = run_of(tmp_path / "checkpoints", *[0.0] * 5, trainer__export_interval=2)
     run.trainer.context.run_dir = RunDirectory(tmp_path, "run")
     run.train()
-    assert run.dispatch.exported == [tmp_path / "run" / "exports" / name for name in ("step_000002", "step_000004")]
+    assert run.dispatch.exported == [
+        tmp_path / "run" / "exports" / name for name in ("step_000002", "step_000004")
+    ]

@@ -23,7 +23,9 @@ class Client:
 
 def conclusions(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, float]]]:
     parts: Any = SimpleNamespace(step=3)
-    context: Any = SimpleNamespace(cfg=load_config(overrides), client=Client(), progress=parts, phases=parts)
+    context: Any = SimpleNamespace(
+        cfg=load_config(overrides), client=Client(), progress=parts, phases=parts
+    )
     updates = WeightUpdates(context)
     told: list[tuple[int, float]] = []
     sync: Any = SimpleNamespace(sampled=lambda version, gap: told.append((version, gap)))
@@ -35,7 +37,9 @@ def conclusions(overrides: list[str]) -> tuple[WeightUpdates, list[tuple[int, fl
     ("setting", "comparable"),
     [("top_k=-1", True), ("temperature=0.7", False), ("top_p=0.9", False), ("min_tokens=2", False)],
 )
-def test_tokens_are_compared_that_were_drawn_as_the_probe_is_scored(setting: str, comparable: bool) -> None:
+def test_tokens_are_compared_that_were_drawn_as_the_probe_is_scored(
+    setting: str, comparable: bool
+) -> None:
     updates, told = conclusions([f"generator.sampling_params.{setting}"])
     updates.check_sampled_tokens(PLENTY)
     assert told == [(3, 1e-6)] * comparable
@@ -50,7 +54,9 @@ def test_few_tokens_say_nothing(missing: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(("kept", "comparable"), [("keep", False), ("recompute", True)])
-async def test_tokens_that_read_caches_of_older_weights_prove_nothing(kept: str, comparable: bool) -> None:
+async def test_tokens_that_read_caches_of_older_weights_prove_nothing(
+    kept: str, comparable: bool
+) -> None:
     updates, told = conclusions(["trainer.plan=fully_async", f"trainer.partial_rollout={kept}"])
     async with updates.engines_paused():
         pass

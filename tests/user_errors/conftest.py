@@ -16,8 +16,12 @@ from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIO
 from skyasync.utils import manifest
 from tests.user_errors import parts
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
-ROWS = [{"prompt": "What comes after one?", "question": "What comes after one?", "answer": "two"}] * 5
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}assistant: "
+)
+ROWS = [
+    {"prompt": "What comes after one?", "question": "What comes after one?", "answer": "two"}
+] * 5
 
 
 def make_model(folder: Path) -> Path:
@@ -31,7 +35,9 @@ def make_model(folder: Path) -> Path:
     }
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
     save_file({"nothing": np.zeros(1)}, folder / "model.safetensors")
-    letters = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    letters = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -76,20 +82,33 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / "no_tokenizer" / name).unlink()
     (folder / "bad_tokenizer" / "tokenizer.json").write_text('{"model": 3}')
-    (folder / "no_template" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "no_template" / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast"}'
+    )
     (folder / "no_weights" / "model.safetensors").unlink()
     (folder / "bad_weights" / "model.safetensors").write_bytes(b"nothing that could be read")
     (folder / "bad_config" / "config.json").write_text("{model_type: llama}")
     plain = json.loads((model / "config.json").read_text())
-    (folder / "recurrent" / "config.json").write_text(json.dumps(plain | {"layer_types": ["linear_attention"]}))
+    (folder / "recurrent" / "config.json").write_text(
+        json.dumps(plain | {"layer_types": ["linear_attention"]})
+    )
     gpt2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
     (folder / "planless" / "config.json").write_text(json.dumps(plain | gpt2))
-    (folder / "experts" / "config.json").write_text(json.dumps(plain | {"model_type": "qwen3_moe", "num_experts": 4}))
-    shape = json.loads((model / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (folder / "experts" / "config.json").write_text(
+        json.dumps(plain | {"model_type": "qwen3_moe", "num_experts": 4})
+    )
+    shape = json.loads((model / "config.json").read_text()) | {
+        "architectures": ["LlamaForSequenceClassification"]
+    }
     (folder / "two_labels" / "config.json").write_text(json.dumps(shape))
-    (folder / "other_tokens" / "config.json").write_text(json.dumps(shape | {"id2label": {"0": "score"}}))
+    (folder / "other_tokens" / "config.json").write_text(
+        json.dumps(shape | {"id2label": {"0": "score"}})
+    )
     tokens = json.loads((model / "tokenizer.json").read_text())
-    tokens["model"]["vocab"] |= {"a": tokens["model"]["vocab"]["b"], "b": tokens["model"]["vocab"]["a"]}
+    tokens["model"]["vocab"] |= {
+        "a": tokens["model"]["vocab"]["b"],
+        "b": tokens["model"]["vocab"]["a"],
+    }
     (folder / "other_tokens" / "tokenizer.json").write_text(json.dumps(tokens))
     return folder
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 HERE = "tests.user_errors.parts"
 ALGORITHM = "trainer.algorithm"
 FOUR = ["trainer.placement.policy_num_gpus_per_node=4"]
-ADAPTERS = ["generator.backend=vllm", "trainer.policy.lora.rank=4", "trainer.policy.lora.sync=adapter"]
+ADAPTERS = [
+    "generator.backend=vllm",
+    "trainer.policy.lora.rank=4",
+    "trainer.policy.lora.sync=adapter",
+]
 PPO = [f"{ALGORITHM}.advantage_estimator=gae"]
 
 #: Settings without effect, given the others, and groups without an advantage.

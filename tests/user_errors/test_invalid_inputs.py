@@ -49,7 +49,9 @@ def no_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, inputs: Path) ->
     quick_tokenizer(str(inputs / "model"))  # its library is imported by now
 
 
-def refused(argv: list[str], capsys: pytest.CaptureFixture[str], experiment: type[BasePPOExp] = BasePPOExp) -> str:
+def refused(
+    argv: list[str], capsys: pytest.CaptureFixture[str], experiment: type[BasePPOExp] = BasePPOExp
+) -> str:
     """The one line that is printed."""
     started = time.process_time()
     with pytest.raises(SystemExit) as end:
@@ -69,12 +71,21 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize(("overrides", "found", "way_out"), CASES, ids=[" ".join(case[0]) for case in CASES])
+@pytest.mark.parametrize(
+    ("overrides", "found", "way_out"), CASES, ids=[" ".join(case[0]) for case in CASES]
+)
 def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
-    overrides: list[str], found: str, way_out: str, inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    overrides: list[str],
+    found: str,
+    way_out: str,
+    inputs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     if any(text.startswith("ray.address") for text in overrides):
-        pytest.skip("asked of Ray's own code, see test_the_command_line_refuses_without_importing_torch")
+        pytest.skip(
+            "asked of Ray's own code, see test_the_command_line_refuses_without_importing_torch"
+        )
     line = refused(arguments(overrides, inputs, tmp_path / "runs"), capsys)
     assert line.startswith("error: ") and found in line and way_out in line, line
     assert not (tmp_path / "runs").exists()
@@ -85,11 +96,16 @@ def test_what_is_wrong_is_told_in_one_line_before_anything_starts(
     [
         [],
         [f"trainer.plan={PARTS_FILE}:Undeclared", f"generator.backend={PARTS_FILE}:Engine"],
-        [f"trainer.plan={PARTS_FILE}:Longer", f"trainer.algorithm.policy_loss_type={PARTS_FILE}:loss"],
+        [
+            f"trainer.plan={PARTS_FILE}:Longer",
+            f"trainer.algorithm.policy_loss_type={PARTS_FILE}:loss",
+        ],
         [f"environment.reward_funcs=[{PARTS_FILE}:of_trl]", "environment.env_class=reward"],
     ],
 )
-def test_a_command_line_without_a_fault_is_not_refused(overrides: list[str], inputs: Path, tmp_path: Path) -> None:
+def test_a_command_line_without_a_fault_is_not_refused(
+    overrides: list[str], inputs: Path, tmp_path: Path
+) -> None:
     with pytest.raises(AssertionError, match="was not refused"):
         main(BasePPOExp, arguments(overrides, inputs, tmp_path / "runs"))
     assert list((tmp_path / "runs").iterdir()) == []
@@ -113,7 +129,9 @@ def test_a_callback_with_an_unknown_hook_is_rejected(
         gc.collect()  # all definitions count, and the next test defines nothing
 
 
-def test_a_callback_that_is_none_is_refused(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_that_is_none_is_refused(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         main(BasePPOExp, arguments([], inputs, tmp_path / "runs"), callbacks=["early stopping"])  # type: ignore[list-item]
     assert "callback str must be a subclass of skyasync.TrainerCallback" in capsys.readouterr().err
@@ -123,7 +141,10 @@ HEAVY = ("ray", "torch", "transformers", "vllm")
 COMMANDS: list[tuple[list[str], list[str]]] = [  # what is wrong, what is imported to find it
     (["trainer.max_staleness=2"], []),
     (["data.train_data={x}/none.parquet"], []),
-    (["trainer.max_prompt_length=3"], ["transformers"]),  # its tokenizers, which are a third of it and without torch
+    (
+        ["trainer.max_prompt_length=3"],
+        ["transformers"],
+    ),  # its tokenizers, which are a third of it and without torch
     (["trainer.policy.model.path=no-such-owner/no-such-model"], []),
     (["generator.backend=vllm", "generator.inference_engine_tensor_parallel_size=3"], []),
     (["ray.address=nowhere"], ["ray", "transformers"]),
@@ -135,7 +156,9 @@ runpy.run_module("skyasync", run_name="__main__", alter_sys=True)
 """
 
 
-@pytest.mark.parametrize(("overrides", "imported"), COMMANDS, ids=[" ".join(command) for command, _ in COMMANDS])
+@pytest.mark.parametrize(
+    ("overrides", "imported"), COMMANDS, ids=[" ".join(command) for command, _ in COMMANDS]
+)
 def test_the_command_line_refuses_without_importing_torch(
     overrides: list[str], imported: list[str], inputs: Path, tmp_path: Path
 ) -> None:
@@ -146,7 +169,11 @@ def test_the_command_line_refuses_without_importing_torch(
         text=True,
         timeout=60,
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "CUDA_VISIBLE_DEVICES": ""},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "CUDA_VISIBLE_DEVICES": "",
+        },
     )
     assert (ran.returncode, ran.stdout.split()) == (2, imported)
     assert re.fullmatch(r"error: [^\n]+\n", ran.stderr), ran.stderr

@@ -40,7 +40,9 @@ class Fine(BaseTextEnv):
 
 
 class EngineRaises:
-    generate = stream = score = pause = resume = abort = update_weights = sleep = wake = stats = None
+    generate = stream = score = pause = resume = abort = update_weights = sleep = wake = stats = (
+        None
+    )
 
     def __init__(self, config: Any) -> None: ...
 
@@ -133,7 +135,8 @@ def arguments(overrides: list[Any], model: Path, runs: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "part", [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES]
+    "part",
+    [part if part in QUICK else pytest.param(part, marks=pytest.mark.matrix) for part in FAILURES],
 )
 def test_a_failure_in_a_process_is_one_line_and_its_traceback_is_in_the_run_s_folder(
     part: str, ray_session: None, model: Path, tmp_path: Path,
@@ -157,7 +160,9 @@ def test_so_it_is_on_the_command_line(model: Path, tmp_path: Path, fork_socket: 
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )  # fmt: skip
     assert ran.returncode == 1
-    assert_one_line(ran.stderr, "MemoryError: no memory for this model", tmp_path / "run" / "error.txt")
+    assert_one_line(
+        ran.stderr, "MemoryError: no memory for this model", tmp_path / "run" / "error.txt"
+    )
     assert "Traceback" not in ran.stdout
 
 

@@ -48,7 +48,10 @@ def test_jobs_that_wait_for_each_other_all_run_at_once():
 
 def test_a_quick_job_overtakes_one_that_waits():
     free = threading.Event()
-    with threads(lambda job: free.wait(PATIENCE_S) if job == "slow" else "done") as (pool, wait_for):
+    with threads(lambda job: free.wait(PATIENCE_S) if job == "slow" else "done") as (
+        pool,
+        wait_for,
+    ):
         pool.submit(["slow", "quick"])
         assert wait_for("quick") == "done"
         free.set()
@@ -71,7 +74,10 @@ def test_a_job_that_computes_for_ever_does_not_stop_the_others():
 
 def test_jobs_that_hang_are_answered_for_and_their_threads_replaced():
     free = threading.Event()
-    with threads(lambda job: free.wait(PATIENCE_S) if job < 3 else "done", most=2, limit_s=0.1) as (pool, wait_for):
+    with threads(lambda job: free.wait(PATIENCE_S) if job < 3 else "done", most=2, limit_s=0.1) as (
+        pool,
+        wait_for,
+    ):
         pool.submit(range(6))
         assert [wait_for(job) for job in range(6)] == [None, None, None, "done", "done", "done"]
         assert pool.hung == 3

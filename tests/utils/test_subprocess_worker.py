@@ -52,7 +52,9 @@ def pool(mark):
 
 def none_soon(mark, title=""):
     deadline = time.monotonic() + SLACK_S
-    while (left := [each for each in marked(mark) if title in each.title]) and time.monotonic() < deadline:
+    while (
+        left := [each for each in marked(mark) if title in each.title]
+    ) and time.monotonic() < deadline:
         time.sleep(0.05)
     return left
 
@@ -63,7 +65,9 @@ def ask(pool, what, number, size=0):
     try:
         with pool.alone() as process:
             began = time.monotonic()
-            return process.call("f", BEHAVE, {"what": what, "mark": number, "payload": payload}, limit_s)
+            return process.call(
+                "f", BEHAVE, {"what": what, "mark": number, "payload": payload}, limit_s
+            )
     except Exception as error:
         return error
     finally:
@@ -81,7 +85,10 @@ calls = st.tuples(st.sampled_from([*ANSWERS, *FAILS]), st.sampled_from([0, 20, B
 def test_every_answer_belongs_to_its_own_call_and_comes_within_the_limit(pool, asked):
     with ThreadPoolExecutor(2) as threads:
         answers = list(
-            threads.map(lambda each: ask(pool, *each), [(what, n, size) for n, (what, size) in enumerate(asked)])
+            threads.map(
+                lambda each: ask(pool, *each),
+                [(what, n, size) for n, (what, size) in enumerate(asked)],
+            )
         )
     for number, ((what, size), answer) in enumerate(zip(asked, answers, strict=True)):
         if what in ANSWERS:
@@ -106,7 +113,9 @@ def test_an_answer_that_cannot_be_taken_is_not_waited_for(pool, what, why):
 
 def test_what_an_ended_call_has_started_ends_with_it(pool, mark):
     assert isinstance(ask(pool, "start a child and hang", 1), NoAnswerError)
-    assert none_soon(mark, "sleep") == []  # it has been killed, and the system ends it in its own time
+    assert (
+        none_soon(mark, "sleep") == []
+    )  # it has been killed, and the system ends it in its own time
 
 
 @pytest.mark.parametrize("size", [10, BIG])
@@ -185,7 +194,11 @@ def test_the_wait_for_a_worker_goes_on_while_calls_end_and_then_has_a_limit(monk
     for thread in callers:
         thread.join(20)
     assert len(served) == 12, "the queue takes twice the limit, and moves"
-    with pool.alone(), pytest.raises(TimeoutError, match=r"no worker process became free within 0\.5 s"), pool.alone():
+    with (
+        pool.alone(),
+        pytest.raises(TimeoutError, match=r"no worker process became free within 0\.5 s"),
+        pool.alone(),
+    ):
         raise AssertionError("there is one worker")
     with pool.alone():
         served.append("again")

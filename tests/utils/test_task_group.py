@@ -36,7 +36,9 @@ async def test_it_ends_when_all_have_ended():
     assert ended == ["finished"] * 2
 
 
-@pytest.mark.parametrize("error", [Broken("x"), KeyError("k"), TimeoutError(), ExceptionGroup("own", [Broken()])])
+@pytest.mark.parametrize(
+    "error", [Broken("x"), KeyError("k"), TimeoutError(), ExceptionGroup("own", [Broken()])]
+)
 def test_the_first_error_is_raised_as_it_was_and_the_others_are_cancelled(error):
     @virtual_time
     async def run():
@@ -53,7 +55,9 @@ def test_the_first_error_is_raised_as_it_was_and_the_others_are_cancelled(error)
 
 @virtual_time
 async def test_what_takes_too_long_is_named_with_its_key():
-    with pytest.raises(TimeoutError, match=r"^loading did not end within 3 s \(trainer\.step_timeout_s\)$"):
+    with pytest.raises(
+        TimeoutError, match=r"^loading did not end within 3 s \(trainer\.step_timeout_s\)$"
+    ):
         async with within(3, "loading"):
             await waits([])
     with pytest.raises(TimeoutError, match=r"^of its own$"):  # an error from inside keeps its type
@@ -121,7 +125,8 @@ async def test_a_cancellation_from_within_is_an_error_and_no_endless_wait():
 
     ended = []
     with pytest.raises(
-        RuntimeError, match=r"awaits_something_cancelled ended with CancelledError although the run was not stopped"
+        RuntimeError,
+        match=r"awaits_something_cancelled ended with CancelledError although the run was not stopped",
     ):
         await run_together(waits(ended), awaits_something_cancelled())
     assert ended == ["cancelled"]
@@ -132,7 +137,9 @@ async def test_what_many_met_alike_is_told_once():
     """Requests of one engine share its error; other errors are added as notes, each once."""
     shared = Broken("the engine failed")
     with pytest.raises(Broken) as caught:
-        await run_together(*(breaks(1, shared) for _ in range(9)), *(breaks(1, KeyError("k")) for _ in range(9)))
+        await run_together(
+            *(breaks(1, shared) for _ in range(9)), *(breaks(1, KeyError("k")) for _ in range(9))
+        )
     assert caught.value is shared
     assert caught.value.__notes__ == ["at the same time: KeyError('k')"]
 

@@ -37,7 +37,9 @@ def file_of(header: bytes, body: bytes) -> bytes:
 def edited(data: bytes, edit: Callable[[Header, str], object]) -> bytes:
     """The file with its last tensor's entry in the header changed."""
     header, body = parts_of(data)
-    ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    ends = {
+        name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+    }
     edit(header, max(ends, key=lambda name: ends[name]))
     return file_of(json.dumps(header).encode(), body)
 
@@ -45,7 +47,9 @@ def edited(data: bytes, edit: Callable[[Header, str], object]) -> bytes:
 def without_last(data: bytes) -> bytes:
     """A sound file without its last tensor."""
     header, body = parts_of(data)
-    ends = {name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+    ends = {
+        name: entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"
+    }
     first, _ = header.pop(max(ends, key=lambda name: ends[name]))["data_offsets"]
     return file_of(json.dumps(header).encode(), body[:first])
 
@@ -55,10 +59,18 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
     "header beyond the file": lambda data: struct.pack("<Q", len(data)) + data[8:],
     "recursion": lambda data: file_of(b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b""),
     "shape": lambda data: edited(data, lambda header, name: header[name].update(shape=[7, 7])),
-    "huge shape": lambda data: edited(data, lambda header, name: header[name].update(shape=[1 << 62, 1 << 62])),
-    "negative shape": lambda data: edited(data, lambda header, name: header[name].update(shape=[-1])),
-    "offsets": lambda data: edited(data, lambda header, name: header[name].update(data_offsets=[5, 1])),
-    "offsets beyond": lambda data: edited(data, lambda header, name: header[name].update(data_offsets=[0, 1 << 50])),
+    "huge shape": lambda data: edited(
+        data, lambda header, name: header[name].update(shape=[1 << 62, 1 << 62])
+    ),
+    "negative shape": lambda data: edited(
+        data, lambda header, name: header[name].update(shape=[-1])
+    ),
+    "offsets": lambda data: edited(
+        data, lambda header, name: header[name].update(data_offsets=[5, 1])
+    ),
+    "offsets beyond": lambda data: edited(
+        data, lambda header, name: header[name].update(data_offsets=[0, 1 << 50])
+    ),
     "dtype": lambda data: edited(data, lambda header, name: header[name].update(dtype="F99")),
     "no entry": lambda data: edited(data, lambda header, name: header.update({name: 5})),
     "cut": lambda data: data[: len(data) // 2],
@@ -68,10 +80,16 @@ DAMAGED: dict[str, Callable[[bytes], bytes]] = {
 MISFITS: dict[str, Callable[[bytes], bytes]] = {
     "missing tensor": without_last,
     "metadata that is no JSON": lambda data: edited(
-        data, lambda header, name: header.update(__metadata__=dict.fromkeys(header.get("__metadata__", {}), "{"))
+        data,
+        lambda header, name: header.update(
+            __metadata__=dict.fromkeys(header.get("__metadata__", {}), "{")
+        ),
     ),
     "flat": lambda data: edited(
-        data, lambda header, name: header[name].update(shape=[torch.Size(header[name]["shape"]).numel(), 1, 1])
+        data,
+        lambda header, name: header[name].update(
+            shape=[torch.Size(header[name]["shape"]).numel(), 1, 1]
+        ),
     ),
 }
 
@@ -114,10 +132,14 @@ def test_a_checkpoint_is_not_resumed_or_exported_from_and_the_error_is_one_line(
 
 
 @pytest.mark.parametrize("attack", DAMAGED)
-def test_a_models_folder_is_rejected_by_every_reader(model: Path, attack: str, tmp_path: Path) -> None:
+def test_a_models_folder_is_rejected_by_every_reader(
+    model: Path, attack: str, tmp_path: Path
+) -> None:
     for file in model.iterdir():
         data = file.read_bytes()
-        (tmp_path / file.name).write_bytes(DAMAGED[attack](data) if file.suffix == ".safetensors" else data)
+        (tmp_path / file.name).write_bytes(
+            DAMAGED[attack](data) if file.suffix == ".safetensors" else data
+        )
     for read in (
         lambda: check_model_files(tmp_path),
         lambda: load_causal_lm(str(tmp_path), torch.float32),
@@ -128,7 +150,9 @@ def test_a_models_folder_is_rejected_by_every_reader(model: Path, attack: str, t
         assert one_line(raised.value, "model.safetensors")
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../no"}}', "[" * 9999])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../no"}}', "[" * 9999]
+)
 def test_an_index_that_names_no_files_is_one_line(content: str, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(content)
     with pytest.raises(UserError) as raised:

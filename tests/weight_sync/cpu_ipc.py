@@ -28,8 +28,27 @@ def share(buffer: Tensor) -> Handle:
 
 def opened(*arguments: Any) -> Tensor:
     """In place of torch's ``rebuild_cuda_tensor``."""
-    tensor_class, size, stride, place, storage_class, dtype, _, name, length, offset, gradient, manager, *_ = arguments
-    assert (tensor_class, storage_class, offset, gradient) == (torch.Tensor, torch.storage.TypedStorage, 0, False)
+    (
+        tensor_class,
+        size,
+        stride,
+        place,
+        storage_class,
+        dtype,
+        _,
+        name,
+        length,
+        offset,
+        gradient,
+        manager,
+        *_,
+    ) = arguments
+    assert (tensor_class, storage_class, offset, gradient) == (
+        torch.Tensor,
+        torch.storage.TypedStorage,
+        0,
+        False,
+    )
     storage = torch.UntypedStorage._new_shared_filename_cpu(manager, name, length)
     return torch.empty(0, dtype=dtype).set_(storage, place, size, stride)
 

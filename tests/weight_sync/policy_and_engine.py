@@ -39,10 +39,20 @@ class Pair:
         cfg = Config()
         cfg.trainer.policy.model.config_kwargs = config_kwargs or {}
         vars(cfg.trainer.policy.lora).update(lora or {})
-        cfg.trainer.policy.model.path, cfg.trainer.policy.model.dtype, cfg.trainer.policy.threads = path, dtype, 1
+        (
+            cfg.trainer.policy.model.path,
+            cfg.trainer.policy.model.dtype,
+            cfg.trainer.policy.threads,
+        ) = path, dtype, 1
         cfg.generator.backend = backend
         self.dispatch = LocalDispatch(cfg)
-        settings = {"threads": 1, "max_model_len": 256, "max_num_seqs": 64, "kv_cache_gb": 0.25, **engine}
+        settings = {
+            "threads": 1,
+            "max_model_len": 256,
+            "max_num_seqs": 64,
+            "kv_cache_gb": 0.25,
+            **engine,
+        }
         self.engine: Any = ENGINES[backend](EngineConfig(path, dtype=dtype, **settings))
         self.client = InferenceClient([self.engine])
         rounding = FLOAT32 if dtype == "float32" else BFLOAT16
@@ -66,7 +76,9 @@ class Pair:
 
 
 @asynccontextmanager
-async def running(backend: str, path: str, dtype: str, probe: list[list[int]], **engine: Any) -> AsyncIterator[Pair]:
+async def running(
+    backend: str, path: str, dtype: str, probe: list[list[int]], **engine: Any
+) -> AsyncIterator[Pair]:
     pair = Pair(backend, path, dtype, probe, **engine)
     await pair.client.start()
     try:

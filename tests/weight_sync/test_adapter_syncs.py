@@ -30,12 +30,16 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 async def pair(model, request):
-    async with running("transformers", model, getattr(request, "param", "bfloat16"), PROBE, lora=LORA) as pair:
+    async with running(
+        "transformers", model, getattr(request, "param", "bfloat16"), PROBE, lora=LORA
+    ) as pair:
         yield pair
 
 
 def merged(policy):
-    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
+    return digests_of(
+        checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype)
+    )
 
 
 def adapters_of(pair):
@@ -51,7 +55,9 @@ async def test_the_engine_holds_bit_for_bit_what_a_merged_sync_sends(pair):
         await pair.hand_over()
         metrics = await pair.verify()
         assert merged(pair.dispatch._policy).items() <= adapters_of(pair).items()
-        adapters = [p for n, p in pair.dispatch._policy.backend.model.named_parameters() if ".lora_" in n]
+        adapters = [
+            p for n, p in pair.dispatch._policy.backend.model.named_parameters() if ".lora_" in n
+        ]
         assert metrics["sync/bytes"] == sum(p.numel() * 4 for p in adapters)
         assert metrics["sync/logprob_gap_mean"] <= metrics["sync/logprob_gap_limit"]
     assert adapters_of(pair) != before
@@ -74,7 +80,9 @@ async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, t
     with pytest.raises(WeightSyncError, match=r"holds other weights.*model\.norm"):
         await pair.hand_over()
     adapted._digests = {}  # an engine that has just started with another model's files
-    with pytest.raises(WeightSyncError, match="frozen weights of the transformers engine are not those"):
+    with pytest.raises(
+        WeightSyncError, match="frozen weights of the transformers engine are not those"
+    ):
         await pair.hand_over()
 
 
@@ -82,7 +90,9 @@ async def test_a_fault_in_either_copy_and_other_frozen_weights_are_found(pair, t
 async def test_other_families_too(family, tmp_path):
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(configuration(family)).save_pretrained(tmp_path)
-    async with running("transformers", str(tmp_path), "float32", [[*range(1, 30)]], lora=LORA) as pair:
+    async with running(
+        "transformers", str(tmp_path), "float32", [[*range(1, 30)]], lora=LORA
+    ) as pair:
         pair.step(1e-2)
         await pair.hand_over()
         await pair.verify()
@@ -136,7 +146,10 @@ def test_what_cannot_take_adapters_is_refused_by_the_key(key, value, line):
     vars(cfg.trainer.policy.lora).update(LORA)
     cfg.generator.backend = "auto" if key == "engines" else "vllm"
     setattr(cfg.generator, key, value)
-    assert any(line in problem and "trainer.policy.lora.sync=adapter" in problem for problem in check_config(cfg))
+    assert any(
+        line in problem and "trainer.policy.lora.sync=adapter" in problem
+        for problem in check_config(cfg)
+    )
 
 
 def test_an_adapter_of_the_head_is_refused_where_the_engine_has_no_place_for_it():
@@ -149,7 +162,13 @@ def test_an_adapter_of_the_head_is_refused_where_the_engine_has_no_place_for_it(
 
 
 def test_vllm_allocates_the_next_supported_rank(model):
-    assert [lora_arguments(rank, model)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [1, 8, 8, 16, 512]
+    assert [lora_arguments(rank, model)["max_lora_rank"] for rank in (1, 4, 8, 9, 500)] == [
+        1,
+        8,
+        8,
+        16,
+        512,
+    ]
     with pytest.raises(UserError, match=r"trainer.policy.lora.rank=600.*sync=merged"):
         lora_arguments(600, model)
     named = lora_arguments(4, model)["lora_target_modules"]

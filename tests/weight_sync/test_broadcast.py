@@ -20,11 +20,28 @@ from torch.cuda._utils import _get_device_index
 from skyasync.config.schema import Config
 from skyasync.inference.backends.transformers.engine import TransformersEngine
 from skyasync.inference.interface import EngineConfig
-from skyasync.weight_sync.tensors import TensorSpecs, bytes_of, chunks_of, pack, specs_of, to_message, unpack
+from skyasync.weight_sync.tensors import (
+    TensorSpecs,
+    bytes_of,
+    chunks_of,
+    pack,
+    specs_of,
+    to_message,
+    unpack,
+)
 from skyasync.weight_sync.transfers import broadcast
-from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer
+from skyasync.weight_sync.transfers.broadcast import (
+    BroadcastReader,
+    BroadcastSender,
+    BroadcastTransfer,
+)
 from skyasync.weight_sync.transfers.groups import interrupt, meet
-from skyasync.weight_sync.update import TransferInterruptedError, WeightsMovedError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import (
+    TransferInterruptedError,
+    WeightsMovedError,
+    WeightSyncError,
+    WeightUpdate,
+)
 from skyasync.workers.policy import PolicyWorker
 from tests.workers.conftest import make_model
 from tests.workers.processes import Rank, Ranks
@@ -36,11 +53,17 @@ DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 
 @settings(deadline=None)
 @given(
-    st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(1, 200),
 )
 def test_what_is_packed_into_chunks_is_unpacked_as_it_was(shapes: list[Any], most: int) -> None:
-    tensors = {str(i): torch.randint(0, 100, shape).to(dtype) for i, (dtype, shape) in enumerate(shapes)}
+    tensors = {
+        str(i): torch.randint(0, 100, shape).to(dtype) for i, (dtype, shape) in enumerate(shapes)
+    }
     specs, found = specs_of(tensors), dict[str, torch.Tensor]()
     for names in chunks_of(specs, most):
         size = sum(bytes_of(specs[name]) for name in names)
@@ -50,7 +73,9 @@ def test_what_is_packed_into_chunks_is_unpacked_as_it_was(shapes: list[Any], mos
             pack(tensors[name], specs[name], buffer[end:])
             end += bytes_of(specs[name])
         found |= unpack(buffer, names, specs)
-    assert list(found) == list(tensors) and all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert list(found) == list(tensors) and all(
+        torch.equal(found[name], tensors[name]) for name in tensors
+    )
 
 
 class Tensors:
@@ -63,7 +88,9 @@ class Tensors:
         return iter(self._tensors.items())
 
 
-def sending(tensors: dict[str, torch.Tensor], members: int, **other: Any) -> tuple[BroadcastSender, dict[str, Any]]:
+def sending(
+    tensors: dict[str, torch.Tensor], members: int, **other: Any
+) -> tuple[BroadcastSender, dict[str, Any]]:
     specs = {**specs_of(tensors), **other}
     sender = BroadcastSender(lambda: Tensors(tensors, specs), 0, CPU)  # type: ignore[arg-type,return-value]
     info = {"rendezvous": sender.open("127.0.0.1", members, 20.0), "specs": to_message(specs)}
@@ -88,7 +115,12 @@ def test_members_get_all_in_the_dtypes_that_were_announced_and_again_in_the_same
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(broadcast, "PART_BYTES", 64)
-    tensors = {"a": torch.randn(9, 5), "none": torch.zeros(0, 2), "n": torch.arange(7), "b": torch.randn(3)}
+    tensors = {
+        "a": torch.randn(9, 5),
+        "none": torch.zeros(0, 2),
+        "n": torch.arange(7),
+        "b": torch.randn(3),
+    }
     sender, info = sending(tensors, 2, b=(torch.bfloat16, (3,)))
     readers = [BroadcastReader(CPU) for _ in range(2)]
     for _ in range(2):
@@ -108,13 +140,18 @@ def test_an_engine_on_a_gpu_receives_from_a_cpu_in_host_memory() -> None:
     assert sender.send(info["rendezvous"]) == ""
     thread.join()
     assert found[0].keys() == tensors.keys()
-    assert all(found[0][name].device == CPU and torch.equal(found[0][name], tensors[name]) for name in tensors)
+    assert all(
+        found[0][name].device == CPU and torch.equal(found[0][name], tensors[name])
+        for name in tensors
+    )
 
 
 def test_other_bytes_than_were_sent_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     sender, info = sending({"a": torch.ones(4), "b": torch.ones(4)}, 1)
 
-    def damaged(buffer: torch.Tensor, names: list[str], specs: TensorSpecs) -> dict[str, torch.Tensor]:
+    def damaged(
+        buffer: torch.Tensor, names: list[str], specs: TensorSpecs
+    ) -> dict[str, torch.Tensor]:
         found = unpack(buffer, names, specs)
         if threading.current_thread() is thread:
             found["b"][2] += 1
@@ -124,11 +161,15 @@ def test_other_bytes_than_were_sent_are_named(monkeypatch: pytest.MonkeyPatch) -
     thread, found = alongside(lambda: time.sleep(0.2) or BroadcastReader(CPU).read(info))
     assert sender.send(info["rendezvous"]) == ""
     thread.join()
-    assert isinstance(found[0], WeightSyncError) and str(found[0]).endswith("other weights than the trainer sent in b")
+    assert isinstance(found[0], WeightSyncError) and str(found[0]).endswith(
+        "other weights than the trainer sent in b"
+    )
 
 
 @pytest.mark.parametrize("moment", ["before it joins", "between two chunks"])
-def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_ends_ends_the_others_wait(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(broadcast, "PART_BYTES", 4 << 20)
     sender, info = sending({str(i): torch.ones(1 << 20) for i in range(8)}, 3)
 
@@ -140,7 +181,10 @@ def test_a_member_that_ends_ends_the_others_wait(moment: str, monkeypatch: pytes
         next(reader.chunks(info))
         reader.close()
 
-    dying, others = alongside(closes), [alongside(lambda: BroadcastReader(CPU).read(info)) for _ in range(2)]
+    dying, others = (
+        alongside(closes),
+        [alongside(lambda: BroadcastReader(CPU).read(info)) for _ in range(2)],
+    )
     began = time.monotonic()
     assert "was interrupted" in sender.send(info["rendezvous"])
     sender.close()
@@ -164,7 +208,9 @@ def test_a_member_that_comes_after_its_group_has_ended_does_not_wait() -> None:
     assert found[0].keys() == {"a"}
 
 
-def test_ranks_that_meet_by_loopback_are_reached_at_their_nodes_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_meet_by_loopback_are_reached_at_their_nodes_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     addresses: list[dict[str, str]] = []
     create_device = torch.distributed.ProcessGroupGloo.create_device
 
@@ -192,10 +238,14 @@ class NCCL:
     def abort(self) -> None: ...
 
 
-def test_a_rank_that_sees_one_gpu_meets_a_worker_that_sees_several(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_sees_one_gpu_meets_a_worker_that_sees_several(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     chosen: list[int] = []
     monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", NCCL, raising=False)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device)))
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: chosen.append(_get_device_index(device))
+    )
     sender = BroadcastSender(lambda: Tensors({}, {}), 0, torch.device("cuda"))  # type: ignore[arg-type,return-value]
     rendezvous = sender.open("127.0.0.1", 1, 20.0)
     worker = meet(None, rendezvous, torch.device("cuda", 3))
@@ -204,7 +254,10 @@ def test_a_rank_that_sees_one_gpu_meets_a_worker_that_sees_several(monkeypatch: 
     rank.join()
     thread.join()
     assert found == [None]
-    assert [(group._groups[0].rank, group._groups[0].size) for group in (rank, worker)] == [(0, 2), (1, 2)]
+    assert [(group._groups[0].rank, group._groups[0].size) for group in (rank, worker)] == [
+        (0, 2),
+        (1, 2),
+    ]
     assert chosen == [3], "torch cannot choose a GPU without a number"
 
 
@@ -264,7 +317,9 @@ async def running(
         for each in engines:
             await each.start()
         policy = Policy(ranks)
-        transfer = BroadcastTransfer(policy, 1, lambda: running, senders=senders, timeout_s=30.0, recovers=True)
+        transfer = BroadcastTransfer(
+            policy, 1, lambda: running, senders=senders, timeout_s=30.0, recovers=True
+        )
         yield policy, transfer, engines
     finally:
         for each in engines:
@@ -273,10 +328,14 @@ async def running(
 
 async def scores_differ(policy: Policy, engine: Any) -> float:
     found, expected = await engine.score(PROBES), (await policy.call("score", PROBES))[0]
-    return max(abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
+    return max(
+        abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True)
+    )
 
 
-async def loaded(transfer: BroadcastTransfer, update: WeightUpdate, engines: list[Any]) -> list[Any]:
+async def loaded(
+    transfer: BroadcastTransfer, update: WeightUpdate, engines: list[Any]
+) -> list[Any]:
     calls = [transfer.send(update), *(each.update_weights(update) for each in engines)]
     return (await asyncio.gather(*calls, return_exceptions=True))[1:]
 
@@ -289,7 +348,9 @@ async def check_two_ranks_and_two_engines(
     for version in (1, 2):
         ranks.call(step, version)
         update = await transfer.publish(version)
-        assert not any(isinstance(each, Exception) for each in await loaded(transfer, update, engines))
+        assert not any(
+            isinstance(each, Exception) for each in await loaded(transfer, update, engines)
+        )
         await transfer.release(update)
         assert max([await scores_differ(policy, each) for each in engines]) < 1e-4
 
@@ -334,10 +395,18 @@ def other(fork_socket: Path) -> Iterator[Ranks]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("senders", [1, 2])
-async def test_two_ranks_send_to_two_embedded_engines(senders: int, ranks: Ranks, other: Ranks, tmp_path: Path) -> None:
+async def test_two_ranks_send_to_two_embedded_engines(
+    senders: int, ranks: Ranks, other: Ranks, tmp_path: Path
+) -> None:
     path = make_model(tmp_path, tied=True)
-    config = EngineConfig(path, threads=1, max_model_len=128, kv_cache_gb=0.1, weight_sync_backend="nccl")
-    async with running(ranks, path, lambda: TransformersEngine(config), senders) as (policy, transfer, engines):
+    config = EngineConfig(
+        path, threads=1, max_model_len=128, kv_cache_gb=0.1, weight_sync_backend="nccl"
+    )
+    async with running(ranks, path, lambda: TransformersEngine(config), senders) as (
+        policy,
+        transfer,
+        engines,
+    ):
         await check_two_ranks_and_two_engines(policy, transfer, engines, other)
 
 
@@ -353,7 +422,16 @@ async def test_two_ranks_send_to_workers_of_two_vllm_engines(
 
     save_model(tmp_path, tied=True)
     config = EngineConfig(
-        str(tmp_path), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25, weight_sync_backend="nccl"
+        str(tmp_path),
+        max_model_len=256,
+        max_num_seqs=64,
+        threads=1,
+        kv_cache_gb=0.25,
+        weight_sync_backend="nccl",
     )
-    async with running(ranks, str(tmp_path), lambda: VLLMEngine(config), senders) as (policy, transfer, engines):
+    async with running(ranks, str(tmp_path), lambda: VLLMEngine(config), senders) as (
+        policy,
+        transfer,
+        engines,
+    ):
         await check_two_ranks_and_two_engines(policy, transfer, engines, other)

@@ -43,7 +43,9 @@ class Ranks:
 
     def __init__(self) -> None:
         self.model = nn.Linear(1, 1, bias=False)
-        self.sender = BroadcastSender(lambda: FullTensors(dict(self.model.named_parameters()), torch.float32), 0, CPU)
+        self.sender = BroadcastSender(
+            lambda: FullTensors(dict(self.model.named_parameters()), torch.float32), 0, CPU
+        )
         self.lost: BaseException | None = None
         self.groups: list[str] = []
         self._thread = ThreadPoolExecutor(1)
@@ -51,7 +53,9 @@ class Ranks:
     async def call_first(self, method: str, *args: Any) -> Any:
         if self.lost is not None:
             raise RuntimeError("the workers have been stopped")
-        return await asyncio.get_running_loop().run_in_executor(self._thread, getattr(self, method), *args)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, getattr(self, method), *args
+        )
 
     async def call(self, method: str, *args: Any) -> list[Any]:
         return [await self.call_first(method, *args)]
@@ -154,7 +158,12 @@ class Run:
         self.sync = WeightSync(self.trainer, self.client, ())
         self.sync.expects_late_engines = True
         self.supervisor = EngineSupervisor(
-            self.client, self.sync, max_restarts=9, heartbeat_s=0.02, heartbeat_timeout_s=5, limit_s=20
+            self.client,
+            self.sync,
+            max_restarts=9,
+            heartbeat_s=0.02,
+            heartbeat_timeout_s=5,
+            limit_s=20,
         )
 
     @property
@@ -168,7 +177,9 @@ class Run:
 
     def check(self, version: int) -> None:
         assert [engine.version for engine in self.engines] == [version] * len(self.engines)
-        assert [engine.weight for engine in self.engines] == [self.trainer.weight] * len(self.engines)
+        assert [engine.weight for engine in self.engines] == [self.trainer.weight] * len(
+            self.engines
+        )
 
 
 @asynccontextmanager
@@ -184,7 +195,9 @@ async def running(engines: int = 2, *, recovers: bool = False) -> AsyncIterator[
         await run.supervisor.close()
 
 
-async def test_a_replacement_engine_joins_the_ranks_alone_and_the_next_sync_has_a_group_of_all() -> None:
+async def test_a_replacement_engine_joins_the_ranks_alone_and_the_next_sync_has_a_group_of_all() -> (
+    None
+):
     async with running() as run:
         run.engines[0].failed.set()
         await run.until(restarts=1)
@@ -213,7 +226,9 @@ async def test_during_a_sync_a_replacement_engine_waits_for_the_new_version() ->
         await run.trainer.optimizer_step()
         run.engines[1].starts.set()
         await asyncio.sleep(0.2)
-        assert len(run.client.pool.healthy) == 1, "the other engine's weights are not available any more"
+        assert len(run.client.pool.healthy) == 1, (
+            "the other engine's weights are not available any more"
+        )
         await run.sync.sync(2)  # to the other engine alone
         await run.until(restarts=1)
         run.check(2)
@@ -229,15 +244,21 @@ async def test_an_optimizer_step_waits_until_a_replacement_engine_has_the_weight
     await step
 
 
-async def test_a_failure_in_a_sync_fails_all_members_and_new_ranks_use_replacement_engines() -> None:
+async def test_a_failure_in_a_sync_fails_all_members_and_new_ranks_use_replacement_engines() -> (
+    None
+):
     async with running() as run:
         await run.trainer.optimizer_step()
         first = list(run.engines)
         run.engines[1].fails_in_sync = True
-        with pytest.raises(EngineFailedError, match="engine 1 has failed in a call in which the others wait"):
+        with pytest.raises(
+            EngineFailedError, match="engine 1 has failed in a call in which the others wait"
+        ):
             await run.sync.sync(2)
         assert "in which they wait for it" in str(run.trainer.ranks.lost)
-        run.trainer = Trainer(run.client)  # as the controller does; for example from the checkpoint of the first step
+        run.trainer = Trainer(
+            run.client
+        )  # as the controller does; for example from the checkpoint of the first step
         run.sync.restart(run.trainer)
         await asyncio.sleep(0.2)
         assert run.client.pool.healthy == [], "replacement engines wait for weights"
@@ -250,7 +271,9 @@ async def test_a_failure_in_a_sync_fails_all_members_and_new_ranks_use_replaceme
         run.check(3)
 
 
-async def test_ranks_that_a_replacement_engine_cannot_join_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ranks_that_a_replacement_engine_cannot_join_are_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(broadcast, "SETTLE_S", 0.2)
     async with running() as run:
         with pytest.raises(EngineFailedError):
@@ -261,12 +284,16 @@ async def test_ranks_that_a_replacement_engine_cannot_join_are_stopped(monkeypat
             await run.trainer.optimizer_step()
 
 
-async def test_with_gloo_a_failure_in_a_sync_fails_no_other_member_and_they_get_the_weights_again() -> None:
+async def test_with_gloo_a_failure_in_a_sync_fails_no_other_member_and_they_get_the_weights_again() -> (
+    None
+):
     async with running(3, recovers=True) as run:
         await run.trainer.optimizer_step()
         run.engines[1].fails_in_sync = True
         await run.sync.sync(2)
-        assert run.trainer.ranks.lost is None and [run.engines[place].version for place in (0, 2)] == [2, 2]
+        assert run.trainer.ranks.lost is None and [
+            run.engines[place].version for place in (0, 2)
+        ] == [2, 2]
         await run.until(restarts=1)
         run.check(2)
         await run.trainer.optimizer_step()
@@ -280,7 +307,11 @@ async def test_by_gloo_a_member_that_never_joins_is_not_waited_for_longer_than_t
         run.engines[1]._receive = lambda info: {"weight": torch.zeros(1, 1)}  # type: ignore[method-assign]
         run.trainer.transfer._members = None  # type: ignore[attr-defined]
         began = asyncio.get_running_loop().time()
-        with pytest.raises(TransferInterruptedError, match=r"not all members of the group joined within 2 s|failed"):
+        with pytest.raises(
+            TransferInterruptedError, match=r"not all members of the group joined within 2 s|failed"
+        ):
             await run.sync.sync(2)
         assert asyncio.get_running_loop().time() - began < 5 * STUCK_S
-        assert run.engines[0].version == 1, "an engine that did not receive everything keeps its old weights"
+        assert run.engines[0].version == 1, (
+            "an engine that did not receive everything keeps its old weights"
+        )

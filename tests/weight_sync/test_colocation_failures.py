@@ -35,7 +35,9 @@ class Sharing(Engine):
         self.weights = self.cache = False
 
     def check(self) -> None:
-        assert not (policy_is_on_the_devices and (self.weights or self.cache)), "two models are on the device"
+        assert not (policy_is_on_the_devices and (self.weights or self.cache)), (
+            "two models are on the device"
+        )
 
     async def start(self) -> None:
         self.weights = self.cache = True
@@ -150,8 +152,16 @@ def free_devices() -> Iterator[None]:
 @pytest.mark.parametrize("engines", [1, 2])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("moment", ["awake", "falling asleep", "asleep", "waking", "sync"])
-def test_a_failed_engine_is_replaced_while_the_engines_have_the_devices(moment: str, how: str, engines: int) -> None:
-    after_s = {"awake": 0.7, "falling asleep": 0.2, "asleep": 2.0, "waking": 0.2, "sync": 1.0 + SYNC_S / 2}[moment]
+def test_a_failed_engine_is_replaced_while_the_engines_have_the_devices(
+    moment: str, how: str, engines: int
+) -> None:
+    after_s = {
+        "awake": 0.7,
+        "falling asleep": 0.2,
+        "asleep": 2.0,
+        "waking": 0.2,
+        "sync": 1.0 + SYNC_S / 2,
+    }[moment]
 
     @virtual_time
     async def scenario() -> None:
@@ -179,7 +189,9 @@ def test_a_failed_engine_is_replaced_while_the_engines_have_the_devices(moment: 
 
 @pytest.mark.parametrize("engine_too", [False, True])
 @pytest.mark.parametrize("moment", ["training", "publishing", "generating"])
-def test_other_workers_load_the_policy_while_the_engines_sleep(moment: str, engine_too: bool) -> None:
+def test_other_workers_load_the_policy_while_the_engines_sleep(
+    moment: str, engine_too: bool
+) -> None:
     """The failure of the policy's processes is detected at this moment; an engine fails while others start."""
 
     @virtual_time

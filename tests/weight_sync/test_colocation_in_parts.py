@@ -35,7 +35,9 @@ class InParts(Policy):
                     raise RuntimeError("a rank has failed")
                 assert self.policy, "sharded weights are gathered on the devices"
                 self._note(f"pack {part}")
-                yield replace(update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained})
+                yield replace(
+                    update, info={"part": part, "last": part == PARTS - 1, "trained": self.trained}
+                )
         finally:
             self._note("free")
 
@@ -80,7 +82,9 @@ async def test_the_policy_stays_for_all_parts_and_goes_before_the_caches_wake() 
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-async def test_if_the_policy_fails_between_parts_the_engines_sleep_and_the_next_sync_sends_all(part: int) -> None:
+async def test_if_the_policy_fails_between_parts_the_engines_sleep_and_the_next_sync_sends_all(
+    part: int,
+) -> None:
     device, turns, sync = made()
     await turns.start()
     await turns.give_devices_to_policy()
@@ -100,7 +104,9 @@ async def test_if_the_policy_fails_between_parts_the_engines_sleep_and_the_next_
     await sync.verify(1)
 
 
-async def test_an_engine_that_comes_late_is_given_weights_while_the_policy_is_in_host_memory() -> None:
+async def test_an_engine_that_comes_late_is_given_weights_while_the_policy_is_in_host_memory() -> (
+    None
+):
     device, turns, sync = made()
     await turns.start()
     await turns.give_devices_to_policy()

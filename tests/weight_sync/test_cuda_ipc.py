@@ -35,7 +35,12 @@ PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
 def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     odd = torch.randn(7, 3, generator=generator).bfloat16()
-    return {"odd": odd, "wide": torch.randn(9, generator=generator), "one": torch.tensor(3), "none": torch.zeros(0, 2)}
+    return {
+        "odd": odd,
+        "wide": torch.randn(9, generator=generator),
+        "one": torch.tensor(3),
+        "none": torch.zeros(0, 2),
+    }
 
 
 class Tensors:
@@ -48,12 +53,18 @@ class Tensors:
         return iter(self._weights.items())
 
 
-def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at() -> None:
+def test_parts_are_small_unless_a_tensor_is_large_and_no_tensor_lies_where_it_cannot_be_looked_at() -> (
+    None
+):
     specs = {f"{i}": (torch.bfloat16, (size,)) for i, size in enumerate([8, 24, 1, 100, 1])}
     assert chunks_of(specs, 64) == [["0", "1"], ["2"], ["3"], ["4"]]
     for part in chunks_of(specs_of(weights()), 64):
-        ends = [sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))]
-        assert all(end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True))
+        ends = [
+            sum(bytes_of(specs_of(weights())[name]) for name in part[:i]) for i in range(len(part))
+        ]
+        assert all(
+            end % weights()[name].itemsize == 0 for name, end in zip(part, ends, strict=True)
+        )
 
 
 def test_a_model_of_8b_takes_few_parts() -> None:
@@ -66,14 +77,20 @@ def test_a_model_of_8b_takes_few_parts() -> None:
         model = AutoModelForCausalLM.from_config(config)
     specs = {name: (torch.bfloat16, tuple(p.shape)) for name, p in model.named_parameters()}
     assert len(chunks_of(specs, PART_BYTES)) <= 20
-    assert max(p.numel() for p in model.parameters()) * 2 > PART_BYTES, "no more memory than one tensor takes anyway"
+    assert max(p.numel() for p in model.parameters()) * 2 > PART_BYTES, (
+        "no more memory than one tensor takes anyway"
+    )
 
 
 @pytest.mark.parametrize("engines", [[], [1], [0, 2]])
-def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_per_colocated_engine(monkeypatch, engines) -> None:
+def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_per_colocated_engine(
+    monkeypatch, engines
+) -> None:
     exports: list[torch.Tensor] = []
     monkeypatch.setattr(cuda_ipc, "PART_BYTES", 32)
-    monkeypatch.setattr(cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"})
+    monkeypatch.setattr(
+        cuda_ipc, "handle_of", lambda buffer: exports.append(buffer) or {"gpu": f"{len(exports)}"}
+    )
     sent = weights()
     sender = CudaIPCSender(lambda: Tensors(sent), 0, torch.device("cpu"))  # type: ignore[arg-type,return-value]
     sender.begin([engines])
@@ -82,8 +99,12 @@ def test_a_rank_packs_part_after_part_and_exports_its_buffer_once_per_colocated_
     while not last:
         packed = sender.pack()
         last, end = packed.last, 0
-        assert [own["handle"]["gpu"] for own in packed.engines.values()] == [str(i + 1) for i in range(len(engines))]
-        for name, dtype, shape, size in zip(packed.names, packed.dtype_names, packed.shapes, packed.sizes, strict=True):
+        assert [own["handle"]["gpu"] for own in packed.engines.values()] == [
+            str(i + 1) for i in range(len(engines))
+        ]
+        for name, dtype, shape, size in zip(
+            packed.names, packed.dtype_names, packed.shapes, packed.sizes, strict=True
+        ):
             if exports:
                 piece = exports[0][end : end + size].clone()
                 found[name] = piece.view(getattr(torch, dtype)).view(shape)
@@ -106,7 +127,10 @@ def test_a_sum_shows_every_element_and_its_place() -> None:
 
 def test_an_engine_gets_its_own_handle_and_one_without_a_colocated_rank_is_rejected() -> None:
     ranks = [
-        Packed(0, True, ["a"], ["float32"], [[1]], [4], {e: {"handle": {"gpu": str(e)}, "sums": [e]}}) for e in (0, 1)
+        Packed(
+            0, True, ["a"], ["float32"], [[1]], [4], {e: {"handle": {"gpu": str(e)}, "sums": [e]}}
+        )
+        for e in (0, 1)
     ]
     info = message(ranks)
     assert own_part(info, 1) == {"part": 0, "last": True, "names": ["a"], "dtype_names": ["float32"],
@@ -128,7 +152,9 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
     buffer = torch.arange(4, dtype=torch.uint8)
     handle = cpu_ipc.share(buffer)
-    packed = Packed(0, True, ["a"], ["float32"], [[1]], [4], {0: {"handle": handle, "sums": [-(2**62)]}})
+    packed = Packed(
+        0, True, ["a"], ["float32"], [[1]], [4], {0: {"handle": handle, "sums": [-(2**62)]}}
+    )
     sent = own_part(message([packed]), 0)
     came = MsgpackDecoder().decode(MsgpackEncoder().encode({"update_info": sent}))["update_info"]
     assert came == sent
@@ -136,7 +162,11 @@ def test_a_part_goes_through_vllms_own_messages_without_a_pickle(monkeypatch) ->
     (arguments,) = theirs.ipc_handles.values()  # type: ignore[union-attr]
     assert cpu_ipc.opened(*arguments).tolist() == [0, 1, 2, 3]
     monkeypatch.setattr(cuda_ipc, "reduce_tensor", lambda _: (None, arguments))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Properties", (), {"uuid": handle["gpu"]}))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda _: type("Properties", (), {"uuid": handle["gpu"]}),
+    )
     assert cuda_ipc.handle_of(torch.zeros(4)) == handle, "torch's arguments survive the round trip"
 
 
@@ -172,7 +202,11 @@ def step(rank: Rank, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True])
 async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
-    engines_session: None, fork_socket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+    engines_session: None,
+    fork_socket: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tied: bool,
 ) -> None:
     from tests.inference.backends.vllm.models import save_model
 
@@ -205,7 +239,11 @@ async def test_a_vllm_engine_computes_with_what_two_ranks_hand_it_in_parts(
         async def gap() -> float:
             found = await engine.score(PROBES)
             expected = await policy.call_first("score", PROBES)
-            return max(abs(a - b) for e, f in zip(expected, found, strict=True) for a, b in zip(e, f, strict=True))
+            return max(
+                abs(a - b)
+                for e, f in zip(expected, found, strict=True)
+                for a, b in zip(e, f, strict=True)
+            )
 
         assert await gap() < 1e-4
         for version in (1, 2):

@@ -14,7 +14,12 @@ from skyasync.weight_sync.transfers.file import (
     remove_weights,
     write_encoded,
 )
-from skyasync.weight_sync.update import CurrentContent, WeightMismatchError, WeightSyncError, WeightUpdate
+from skyasync.weight_sync.update import (
+    CurrentContent,
+    WeightMismatchError,
+    WeightSyncError,
+    WeightUpdate,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.bool]
 SHARES = [0.0, 0.001, 0.06, 0.07, 0.5, 0.95, 1.0]
@@ -54,7 +59,10 @@ def test_what_changed_is_put_back_bit_for_bit(dtype, size, share, seed):
 
 
 def test_nans_and_signs_of_zeros_are_elements_like_others():
-    old, new = torch.tensor([0.0, float("nan"), 1.0, -0.0]), torch.tensor([-0.0, float("nan"), 1.0, 0.0])
+    old, new = (
+        torch.tensor([0.0, float("nan"), 1.0, -0.0]),
+        torch.tensor([-0.0, float("nan"), 1.0, 0.0]),
+    )
     sent, changed = changes(old.clone(), new)
     put(old, sent)
     assert changed == 2 and digest(old) == digest(new)
@@ -135,7 +143,9 @@ def test_an_engine_that_holds_something_else_refuses_changes_and_takes_the_whole
 
 def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights, tmp_path):
     sender = DeltaEncoder()
-    (whole_path, whole), (delta, changed) = (publish(sender, each, tmp_path) for each in (weights, step(weights, 0.01)))
+    (whole_path, whole), (delta, changed) = (
+        publish(sender, each, tmp_path) for each in (weights, step(weights, 0.01))
+    )
     assert read_metadata(whole_path)[1].keep and not read_metadata(whole_path)[1].base
     assert read_metadata(delta)[1].base == whole.content == changed.about.base
     assert read_metadata(delta)[0].keys() == weights.keys() == read_weights(whole_path).keys()

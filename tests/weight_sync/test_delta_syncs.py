@@ -33,7 +33,9 @@ def weights_of(engine):
 
 
 def sent(policy):
-    return digests_of(checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype))
+    return digests_of(
+        checkpoint.full_weights(policy.backend.sharded_weights(), policy.backend.dtype)
+    )
 
 
 def files():
@@ -45,13 +47,19 @@ async def trained(model, mode, dtype):
     cfg = config(model, steps=2)
     cfg.trainer.policy.model.dtype, cfg.generator.weight_sync_mode = "bfloat16", mode
     cfg.trainer.policy.optimizer_config.lr = 1e-4
-    engine = TransformersEngine(EngineConfig(model, dtype=dtype, threads=1, max_model_len=64, kv_cache_gb=0.1))
+    engine = TransformersEngine(
+        EngineConfig(model, dtype=dtype, threads=1, max_model_len=64, kv_cache_gb=0.1)
+    )
     await engine.start()
     try:
         run = LocalRun(RayPPOTrainer, cfg, engine=engine)
         run.trainer.weight_sync.tolerance = 0.5
         await run.train()
-        return without_times(run.tracker.rows), weights_of(engine), sent(run.dispatch.worker("policy"))
+        return (
+            without_times(run.tracker.rows),
+            weights_of(engine),
+            sent(run.dispatch.worker("policy")),
+        )
     finally:
         await engine.shutdown()
 
@@ -68,7 +76,10 @@ async def test_a_run_is_the_same_and_the_engine_holds_the_same(model, dtype):
     assert sum(rows[step].pop("sync/fallbacks") for step in rows) == 0
     assert rows == expected
     assert all(0.001 < share < 0.4 for share in changed), changed
-    assert all(0 < size < 2 * 2 * 30_000 * share + 3_000 for size, share in zip(count, changed, strict=True))
+    assert all(
+        0 < size < 2 * 2 * 30_000 * share + 3_000
+        for size, share in zip(count, changed, strict=True)
+    )
 
 
 @pytest.fixture
@@ -107,7 +118,9 @@ async def test_an_engine_that_holds_something_else_is_sent_all_and_so_is_one_tha
 
 async def test_new_trainer_processes_send_all(pair):
     await hand_over(pair)
-    pair.dispatch._policy.weight_sender.file._delta = delta.DeltaEncoder()  # as when the engine's update begins
+    pair.dispatch._policy.weight_sender.file._delta = (
+        delta.DeltaEncoder()
+    )  # as when the engine's update begins
     assert (await hand_over(pair))["sync/share_changed"] == 1
     assert (await hand_over(pair))["sync/share_changed"] < 0.4
 
@@ -129,10 +142,15 @@ async def test_a_fault_in_what_the_engine_holds_is_found_in_the_very_sync(pair, 
         put(tensor, changes)
         tensor.view(-1).view(torch.int16)[0] ^= 1
 
-    with monkeypatch.context() as faulty, pytest.raises(WeightSyncError, match="engine holds other weights"):
+    with (
+        monkeypatch.context() as faulty,
+        pytest.raises(WeightSyncError, match="engine holds other weights"),
+    ):
         faulty.setattr(delta, "put", loses_a_bit)
         await hand_over(pair)
-    assert (await hand_over(pair))["sync/fallbacks"] == 1, "its weights are unknown, so it is sent all"
+    assert (await hand_over(pair))["sync/fallbacks"] == 1, (
+        "its weights are unknown, so it is sent all"
+    )
     name, tensor = next(iter(pair.engine._model.tensors().items()))
     tensor.view(-1).view(torch.int16)[0] ^= 1
     with pytest.raises(WeightSyncError, match=name):

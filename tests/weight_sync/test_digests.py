@@ -44,6 +44,7 @@ def test_a_holder_of_another_dtype_holds_what_was_sent_rounded():
 def test_an_error_names_a_few_tensors_and_counts_the_rest():
     refuse([], "the engine holds")
     with pytest.raises(
-        WeightSyncError, match=r"the engine holds other weights than the trainer sent in a, b, c and 1 more"
+        WeightSyncError,
+        match=r"the engine holds other weights than the trainer sent in a, b, c and 1 more",
     ):
         refuse(["a", "b", "c", "d"], "the engine holds")

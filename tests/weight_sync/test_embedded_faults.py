@@ -50,13 +50,17 @@ async def test_fifty_syncs_never_fail(pair):
 
 
 @pytest.mark.parametrize(
-    ("fault", "named"), [(stale_layer, LAYER), (swapped_pair, SWAPPED[0]), (flipped_bit, SWAPPED[0])]
+    ("fault", "named"),
+    [(stale_layer, LAYER), (swapped_pair, SWAPPED[0]), (flipped_bit, SWAPPED[0])],
 )
 async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
     pair.step()
     await pair.hand_over()
     pair.step()
-    with arriving(pair.engine._model, fault), pytest.raises(WeightSyncError, match=f"engine holds.*{named}"):
+    with (
+        arriving(pair.engine._model, fault),
+        pytest.raises(WeightSyncError, match=f"engine holds.*{named}"),
+    ):
         await pair.hand_over()
     await pair.hand_over()
     await pair.verify()
@@ -72,11 +76,17 @@ async def test_a_head_that_has_come_loose_from_its_embedding_is_refused(pair):
 
 async def test_what_the_trainer_sends_but_does_not_compute_with_is_found_by_the_probe(pair):
     """The digests are right: they are those of the tensors that were sent."""
-    sent = {name: p.clone() for name, p in pair.engine._model._model.state_dict().items() if "lm_head" not in name}
+    sent = {
+        name: p.clone()
+        for name, p in pair.engine._model._model.state_dict().items()
+        if "lm_head" not in name
+    }
     path = write_weights(swapped_pair(sent, {}))
     await pair.client.update_weights(WeightUpdate(1, "shared_memory", {"path": path}))
     remove_weights(path)
-    with pytest.raises(WeightSyncError, match=r"engine 0 and the trainer differ by .*at start-up they differed by"):
+    with pytest.raises(
+        WeightSyncError, match=r"engine 0 and the trainer differ by .*at start-up they differed by"
+    ):
         await pair.verify()
 
 
@@ -95,7 +105,9 @@ async def test_weights_alternate_between_two_buffers_if_the_engine_computes_on_t
 
 async def test_what_an_engine_computes_on_is_proven_before_it_is_paused(pair, monkeypatch):
     order, prove = [], shared_memory.BufferWriter.prove
-    monkeypatch.setattr(shared_memory.BufferWriter, "prove", lambda writer: (order.append("proven"), prove(writer)))
+    monkeypatch.setattr(
+        shared_memory.BufferWriter, "prove", lambda writer: (order.append("proven"), prove(writer))
+    )
 
     @asynccontextmanager
     async def paused():
@@ -118,12 +130,16 @@ async def gap_of_tokens(pair, name):
     sampling = SamplingParams(max_tokens=64, ignore_eos=True, temperature=1.0)
     asked = [GenerationRequest(f"{name}-{i}", [7, i + 1, 3], sampling) for i in range(4)]
     answers = await asyncio.gather(*(pair.client.generate(request) for request in asked))
-    whole = [[*r.prompt_token_ids, *a.token_ids.tolist()] for r, a in zip(asked, answers, strict=True)]
+    whole = [
+        [*r.prompt_token_ids, *a.token_ids.tolist()] for r, a in zip(asked, answers, strict=True)
+    ]
     scores = await pair.dispatch.score(whole)
     return gap([row[2:] for row in scores], [answer.logprobs.tolist() for answer in answers]).mean
 
 
-async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_that_are_sampled_next(pair, monkeypatch):
+async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_that_are_sampled_next(
+    pair, monkeypatch
+):
     """The digests are right, and no verification prompts are due."""
     pair.sync.interval = 100
     for name in ("first", "second", "third"):
@@ -132,7 +148,9 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
         await pair.verify()
         pair.sync.sampled(pair.version, await gap_of_tokens(pair, name))
     sent, write = pair.dispatch._policy.backend.sharded_weights(), shared_memory.BufferWriter.write
-    old = {n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n}
+    old = {
+        n: getattr(w, "_local_tensor", w).detach().clone() for n, w in sent.items() if LAYER in n
+    }
 
     def stale(writer, kinds, weights):
         return write(writer, kinds, ((name, old.get(name, tensor)) for name, tensor in weights))
@@ -141,7 +159,9 @@ async def test_a_layer_that_the_trainer_forgot_to_send_is_found_by_the_tokens_th
     pair.step(5e-2)
     await pair.hand_over()
     assert not await pair.verify()
-    with pytest.raises(WeightSyncError, match=r"sampled by version 4 and the trainer differ by .*allowed is"):
+    with pytest.raises(
+        WeightSyncError, match=r"sampled by version 4 and the trainer differ by .*allowed is"
+    ):
         pair.sync.sampled(pair.version, await gap_of_tokens(pair, "fourth"))
 
 
@@ -157,7 +177,9 @@ async def test_an_engine_that_computes_on_shared_memory_takes_a_file_as_well(pai
     await pair.client.update_weights(WeightUpdate(7, "shared_memory", {"path": path}))
     remove_weights(path)
     await pair.verify()
-    assert all(map(torch.equal, written, mapped.values())), "other engines may compute on the weights"
+    assert all(map(torch.equal, written, mapped.values())), (
+        "other engines may compute on the weights"
+    )
     await pair.hand_over()
     await pair.verify()
 
@@ -181,7 +203,9 @@ async def test_an_engine_that_comes_late_computes_on_what_was_written_last(pair)
         await late.shutdown()
 
 
-async def test_mapped_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(pair, monkeypatch):
+async def test_mapped_weights_are_looked_through_once_for_all_engines_and_by_one_that_comes_late(
+    pair, monkeypatch
+):
     """So a sync takes the same time for four engines as for one."""
     pair.sync.expects_late_engines, digest, looked = True, tensors.digest, []
     monkeypatch.setattr(tensors, "digest", lambda tensor: looked.append(tensor) or digest(tensor))
@@ -207,6 +231,8 @@ async def test_what_is_kept_in_a_folder_of_several_machines_is_gone_with_the_run
         pair.step()
         await pair.hand_over()
         await pair.verify()
-        assert [str(path) for path in tmp_path.iterdir()] == [pair.dispatch.transfer._last.info["path"]]
+        assert [str(path) for path in tmp_path.iterdir()] == [
+            pair.dispatch.transfer._last.info["path"]
+        ]
     await pair.sync.release_retained()
     assert not list(tmp_path.iterdir())

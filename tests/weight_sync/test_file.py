@@ -75,7 +75,11 @@ def test_the_next_writer_removes_files_of_ended_processes_finished_or_not(folder
 
 def test_files_of_running_processes_and_of_other_programs_stay(folder):
     mine = write_weights(WEIGHTS)
-    others = [left_by(mine, os.getppid()), folder / "skyasync-weights-what-ever", folder / "something-else"]
+    others = [
+        left_by(mine, os.getppid()),
+        folder / "skyasync-weights-what-ever",
+        folder / "something-else",
+    ]
     for path in others:
         path.touch()
     sweep()
@@ -126,19 +130,26 @@ def test_shared_memory_too_small_for_the_weights_is_passed_over(folder, monkeypa
     small.mkdir()
     free = {small: 8, folder: 1 << 20}
     monkeypatch.setattr(shared_memory, "directories", lambda: tuple(free))
-    monkeypatch.setattr(shared_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path]))
+    monkeypatch.setattr(
+        shared_memory.shutil, "disk_usage", lambda path: SimpleNamespace(free=free[path])
+    )
     assert Path(write_weights(WEIGHTS)).parent == folder
     free[folder] = 8
     with pytest.raises(UserError, match="the weights take 0 MiB"):
         write_weights(WEIGHTS)
 
 
-def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_its_keeper_ends(folder):
+def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_its_keeper_ends(
+    folder,
+):
     kept = FileSender(list, list, 0)
     path = kept.keep(write_weights(WEIGHTS))
     assert not list(folder.iterdir())
     command = f"import os; print(os.stat({path!r}).st_size > 0)"
-    assert subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout == "True\n"
+    assert (
+        subprocess.run([sys.executable, "-c", command], capture_output=True, text=True).stdout
+        == "True\n"
+    )
     found = read_weights(path)
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
     assert read_metadata(path)[0] == digests_of(WEIGHTS)
@@ -151,7 +162,9 @@ def test_a_file_that_is_kept_has_no_name_and_can_be_read_until_it_is_dropped_or_
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_see_them(tmp_path, named):
+def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_see_them(
+    tmp_path, named
+):
     (tmp_path / "seen").mkdir(mode=0o755)
     before = os.umask(0)
     try:

@@ -12,7 +12,9 @@ def test_mean_and_largest_are_over_all_tokens_of_all_sequences():
     assert gap([], []) == Gap(0.0, 0.0)
 
 
-@pytest.mark.parametrize("found", [[[math.nan]], [[-math.inf]], [[]], [], [[-1.0, -1.0]], [[-1.0], [-1.0]]])
+@pytest.mark.parametrize(
+    "found", [[[math.nan]], [[-math.inf]], [[]], [], [[-1.0, -1.0]], [[-1.0], [-1.0]]]
+)
 def test_what_is_missing_or_no_number_is_an_infinite_gap(found):
     assert gap([[-1.0]], found) == Gap(math.inf, math.inf)
 

@@ -30,7 +30,10 @@ Weights = dict[str, torch.Tensor]
 
 def many(seed: int) -> Weights:
     draw = torch.Generator().manual_seed(seed)
-    return {"large": torch.randn(70, 50, generator=draw), "small": torch.randn(33, generator=draw).bfloat16()}
+    return {
+        "large": torch.randn(70, 50, generator=draw),
+        "small": torch.randn(33, generator=draw).bfloat16(),
+    }
 
 
 class Pass:
@@ -59,7 +62,9 @@ class Rank0:
     async def call_first(self, method: str, *args: Any) -> Any:
         if method == "node":
             return HOME, "127.0.0.1"
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self.sender.call, *args)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._thread, self.sender.call, *args
+        )
 
 
 class Engine:
@@ -106,8 +111,12 @@ class Cluster:
     def __init__(self, made: str, nodes: list[str]) -> None:
         self.rank_0, self.engines = Rank0(), [Engine(node) for node in nodes]
         self.running = list(range(len(nodes)))
-        remote = RemoteEngines(self.rank_0, lambda: {i: nodes[i] for i in self.running}, timeout_s=20.0)
-        self.transfer: WeightTransfer = SharedMemoryTransfer(self.rank_0, computed_on=True, remote=remote)
+        remote = RemoteEngines(
+            self.rank_0, lambda: {i: nodes[i] for i in self.running}, timeout_s=20.0
+        )
+        self.transfer: WeightTransfer = SharedMemoryTransfer(
+            self.rank_0, computed_on=True, remote=remote
+        )
         if made != "shared memory":
             self.transfer = FileTransfer(self.rank_0, made, remote)
         self.transfer.expects_late_engines = True
@@ -115,7 +124,9 @@ class Cluster:
     async def load(self, update: WeightUpdate) -> list[Any]:
         """Load into all engines; the rest is as in a weight sync."""
         loads = [self.engines[place].load(update) for place in self.running]
-        return (await asyncio.gather(self.transfer.send(update), *loads, return_exceptions=True))[1:]
+        return (await asyncio.gather(self.transfer.send(update), *loads, return_exceptions=True))[
+            1:
+        ]
 
     async def fails_in(self, update: WeightUpdate, place: int) -> None:
         """An engine fails while all load the update."""
@@ -148,22 +159,31 @@ async def test_engines_of_rank_0s_node_read_its_memory_and_the_others_get_a_broa
 
 
 @pytest.mark.parametrize("node", [pytest.param(HOME, marks=pytest.mark.matrix), THERE])
-async def test_a_late_engine_gets_what_the_others_have_wherever_it_is(cluster: Cluster, node: str) -> None:
+async def test_a_late_engine_gets_what_the_others_have_wherever_it_is(
+    cluster: Cluster, node: str
+) -> None:
     update = await cluster.transfer.publish(1)
     await cluster.load(update)
     await cluster.transfer.release(update)
-    late, sent = Engine(node), {name: tensor.clone() for name, tensor in cluster.rank_0.weights.items()}
+    late, sent = (
+        Engine(node),
+        {name: tensor.clone() for name, tensor in cluster.rank_0.weights.items()},
+    )
     cluster.rank_0.weights["large"] += 1  # an optimizer step
     update = await cluster.transfer.for_late_engine(1)
     found = await late.load(update)
     assert digests_of(found) == digests_of(sent) and ("rendezvous" in late.told) == (node == THERE)
     await cluster.transfer.release(update)
     update = await cluster.transfer.publish(2)
-    assert all(map(cluster.right, await cluster.load(update))), "the other engines have their group again"
+    assert all(map(cluster.right, await cluster.load(update))), (
+        "the other engines have their group again"
+    )
     await cluster.transfer.release(update)
 
 
-async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_again(cluster: Cluster) -> None:
+async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_again(
+    cluster: Cluster,
+) -> None:
     cluster.engines[1].fails = True
     update = await cluster.transfer.publish(1)
     home, failed, other = await cluster.load(update)
@@ -178,7 +198,9 @@ async def test_no_one_waits_for_a_failed_engine_and_the_others_get_all_weights_a
 
 @pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("made", ["shared memory", "full", "delta"])
-async def test_the_others_get_all_weights_also_if_engines_fail_one_after_the_other(made: str, late: bool) -> None:
+async def test_the_others_get_all_weights_also_if_engines_fail_one_after_the_other(
+    made: str, late: bool
+) -> None:
     cluster = Cluster(made, [HOME, THERE, THERE, THERE])
     cluster.transfer.expects_late_engines = late
     update = await cluster.transfer.publish(1)

@@ -21,7 +21,12 @@ import torch
 from skyasync.config.schema import Config
 from skyasync.weight_sync.tensors import bytes_of, digests_of, from_message, specs_of, to_message
 from skyasync.weight_sync.transfers import broadcast, groups
-from skyasync.weight_sync.transfers.broadcast import BroadcastReader, BroadcastSender, BroadcastTransfer, spread
+from skyasync.weight_sync.transfers.broadcast import (
+    BroadcastReader,
+    BroadcastSender,
+    BroadcastTransfer,
+    spread,
+)
 from skyasync.weight_sync.transfers.groups import TensorGroup
 from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 from skyasync.workers.policy import PolicyWorker
@@ -95,7 +100,12 @@ class Cluster:
         self.ranks, self.engines, self.token = ranks, engines, str(token)
         self.running = [0, 1, 2]
         self.transfer = BroadcastTransfer(
-            Policy(ranks), WORKERS, lambda: self.running, senders=SENDERS, timeout_s=LIMIT_S, recovers=True
+            Policy(ranks),
+            WORKERS,
+            lambda: self.running,
+            senders=SENDERS,
+            timeout_s=LIMIT_S,
+            recovers=True,
         )
 
     async def load(self, update: WeightUpdate, ends: str = "") -> list[Any]:
@@ -105,7 +115,10 @@ class Cluster:
             for index in self.running
         ]
         _, *found = await asyncio.gather(self.transfer.send(update), *calls, return_exceptions=True)
-        return [None if isinstance(each, AssertionError) and "process ended" in str(each) else each for each in found]
+        return [
+            None if isinstance(each, AssertionError) and "process ended" in str(each) else each
+            for each in found
+        ]
 
     async def check(self, update: WeightUpdate) -> None:
         expected = self.ranks.call(full_weights)[0]
@@ -149,18 +162,29 @@ async def test_senders_share_the_bytes_and_each_node_receives_each_byte_once(
             update = await run.transfer.publish(version)
             await run.check(update)
         specs = from_message(update.info["specs"])
-        total = 2 * sum(bytes_of(spec) + 8 for spec in specs.values())  # twice, and a sum of each tensor
+        total = 2 * sum(
+            bytes_of(spec) + 8 for spec in specs.values()
+        )  # twice, and a sum of each tensor
 
         sent = [count[f"sender {rank}"] for rank, count in enumerate(ranks.call(counts))]
         assert sum(sent) == total and min(sent) > total / 4
         received = [engine.call(counts) for engine in engines]
         for node in ("a", "b"):
-            workers = [count for at, each in zip(NODES, received, strict=True) if at == node for count in each]
+            workers = [
+                count
+                for at, each in zip(NODES, received, strict=True)
+                if at == node
+                for count in each
+            ]
             from_senders = Counter[str]()
             for count in workers:
-                from_senders.update({name: size for name, size in count.items() if name.startswith("sender")})
+                from_senders.update(
+                    {name: size for name, size in count.items() if name.startswith("sender")}
+                )
             assert [from_senders[f"sender {rank}"] for rank in range(SENDERS)] == sent
-            leaders = [count for count in workers if any(name.startswith("sender") for name in count)]
+            leaders = [
+                count for count in workers if any(name.startswith("sender") for name in count)
+            ]
             assert len(leaders) == SENDERS, "each sender has a leader of its own"
 
 
@@ -177,7 +201,9 @@ async def test_a_worker_that_ends_in_the_middle_interrupts_all_others_and_those_
         failed = found.index(None)
         assert found.count(None) == 1
         for engine in (each for each in found if each is not None):
-            assert all(not weights and "was interrupted" in reason for weights, reason in engine), engine
+            assert all(not weights and "was interrupted" in reason for weights, reason in engine), (
+                engine
+            )
 
         run.running.remove(failed)
         await run.check(await run.transfer.publish_whole(update))
@@ -209,7 +235,9 @@ async def test_a_sender_that_ends_in_the_middle_interrupts_all_receivers(
         found = await run.load(update)
         assert time.monotonic() - began < LIMIT_S / 2, "no wait has lasted until its limit"
         for engine in found:
-            assert all(not weights and "was interrupted" in reason for weights, reason in engine), engine
+            assert all(not weights and "was interrupted" in reason for weights, reason in engine), (
+                engine
+            )
 
 
 @pytest.mark.slow
@@ -226,10 +254,14 @@ async def test_a_late_engine_receives_all_weights_from_rank_0(
         assert [weights for weights, _ in found] == ranks.call(full_weights)
 
 
-def members(senders: int, hosts: list[str], monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[int], int]]:
+def members(
+    senders: int, hosts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[set[int], int]]:
     """Of receivers on these hosts: the senders whose groups they are in, and the size of their node's group."""
     tensors = {"a": torch.ones(3)}
-    every: list[Any] = [BroadcastSender(lambda: Tensors(tensors, specs_of(tensors)), n, CPU) for n in range(senders)]  # type: ignore[arg-type,return-value]
+    every: list[Any] = [
+        BroadcastSender(lambda: Tensors(tensors, specs_of(tensors)), n, CPU) for n in range(senders)
+    ]  # type: ignore[arg-type,return-value]
     rendezvous = every[0].open("127.0.0.1", len(hosts), 20.0, list(range(senders)))
     info = {"rendezvous": rendezvous, "specs": to_message(specs_of(tensors))}
     names = dict[int, str]()
@@ -273,7 +305,12 @@ def test_on_one_node_and_with_one_receiver_per_node_all_receive_from_all_senders
 @pytest.mark.matrix
 def test_the_receivers_of_a_node_take_turns_as_leaders(monkeypatch: pytest.MonkeyPatch) -> None:
     assert members(3, ["a", "a", "b"], monkeypatch) == [({0, 1, 2}, 1), ({0, 2}, 2), ({1}, 2)]
-    assert members(1, ["a", "a", "b", "b"], monkeypatch) == [(set(), 2), (set(), 2), ({0}, 2), ({0}, 2)]
+    assert members(1, ["a", "a", "b", "b"], monkeypatch) == [
+        (set(), 2),
+        (set(), 2),
+        ({0}, 2),
+        ({0}, 2),
+    ]
 
 
 def test_senders_are_on_as_many_nodes_as_possible() -> None:

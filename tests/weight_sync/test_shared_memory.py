@@ -20,7 +20,10 @@ def many(seed):
 
 
 def specs(weights, **other):
-    return {name: (other.get(name, tensor.dtype), tuple(tensor.shape)) for name, tensor in weights.items()}
+    return {
+        name: (other.get(name, tensor.dtype), tuple(tensor.shape))
+        for name, tensor in weights.items()
+    }
 
 
 def published(writer, weights, **other):
@@ -31,7 +34,9 @@ def published(writer, weights, **other):
 
 
 def same(found, weights):
-    return found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    return found.keys() == weights.keys() and all(
+        torch.equal(found[name], weights[name]) for name in weights
+    )
 
 
 def test_what_was_read_stays_as_it_is_until_two_more_have_been_written():
@@ -97,7 +102,9 @@ def test_another_process_finds_it_and_cannot_write_to_it():
         if found.tolist() == [1.0] * 4:
             found[0] = 0.0
         os._exit(1)
-    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV, "a stray write must not reach the other engines"
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGSEGV, (
+        "a stray write must not reach the other engines"
+    )
     assert same(BufferReader().read(info), {"a": torch.ones(4)})
 
 
@@ -115,6 +122,9 @@ def test_what_does_not_lie_there_as_it_was_sent_is_named(fault):
                     tensors["l"][[0, 1]] = tensors["l"][[1, 0]]
                 case "old":
                     tensors["l"].copy_(many(0)["l"])
-            with pytest.raises(WeightSyncError, match=r"shared memory holds other weights than the trainer sent in l$"):
+            with pytest.raises(
+                WeightSyncError,
+                match=r"shared memory holds other weights than the trainer sent in l$",
+            ):
                 writer.prove()
         writer.release(info["path"])

@@ -25,7 +25,9 @@ SYNCS = int(os.environ.get("SYNCS", "0"))
 pytestmark = [
     pytest.mark.recipe,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(not SYNCS or not MODEL.is_dir(), reason="asked for by SYNCS=50, with SmolLM2 in the cache"),
+    pytest.mark.skipif(
+        not SYNCS or not MODEL.is_dir(), reason="asked for by SYNCS=50, with SmolLM2 in the cache"
+    ),
 ]
 
 
@@ -39,7 +41,10 @@ async def test_syncs_into_the_embedded_engine_pass_and_a_stale_layer_does_not(dt
     async with running("transformers", str(MODEL), dtype, probe()) as pair:
         print(dtype, sorted(await never_fails(pair, SYNCS)))
         pair.step()
-        with arriving(pair.engine._model, stale_layer), pytest.raises(WeightSyncError, match=r"layers\.1\."):
+        with (
+            arriving(pair.engine._model, stale_layer),
+            pytest.raises(WeightSyncError, match=r"layers\.1\."),
+        ):
             await pair.hand_over()
 
 
@@ -52,7 +57,9 @@ async def test_syncs_into_vllm_pass_and_no_fault_does(dtype, monkeypatch):
         for fault in ("stale layer", "swapped pair", "head left behind", "flipped bit", ""):
             pair.step()
             update = await pair.dispatch.transfer.publish(0)
-            (message,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
+            (message,) = await pair.engine.llm.collective_rpc(
+                update_with, args=(fault, as_message(update.info))
+            )
             print(dtype, fault, message)
             assert bool(message) == bool(fault)
             await pair.dispatch.transfer.release(update)

@@ -14,7 +14,9 @@ from tests.virtual_time import virtual_time
 
 
 class Trainer(WeightTransfer):
-    def __init__(self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0, backend="memory"):
+    def __init__(
+        self, scores=((-1.0, -2.0),), seconds=0.0, fault=None, publishes_in=0.0, backend="memory"
+    ):
         self.scores, self.released, self.publishes_in = [list(s) for s in scores], [], publishes_in
         self.seconds, self.fault, self.backend, self.probed = seconds, fault, backend, 0
         self.proves_content = backend == "shared_memory"
@@ -47,7 +49,11 @@ class Engines:
     proves_weights = True
 
     def __init__(self, *scores, seconds=0.0, fault=None, unproven=None):
-        self.scores, self.updates, self.unproven = [[list(s) for s in e] for e in scores], [], unproven
+        self.scores, self.updates, self.unproven = (
+            [[list(s) for s in e] for e in scores],
+            [],
+            unproven,
+        )
         self.seconds, self.fault = seconds, fault
 
     async def update_weights(self, update):
@@ -85,7 +91,11 @@ async def test_the_weights_are_published_fetched_and_released_and_the_gap_is_rep
 
 @virtual_time
 async def test_engines_go_on_while_the_weights_are_published_and_are_paused_while_they_take_them():
-    trainer, engines, seen = Trainer(publishes_in=5.0, seconds=0.5), Engines([(-1.0, -2.0)], seconds=2.0), []
+    trainer, engines, seen = (
+        Trainer(publishes_in=5.0, seconds=0.5),
+        Engines([(-1.0, -2.0)], seconds=2.0),
+        [],
+    )
     clock = asyncio.get_running_loop().time
 
     @asynccontextmanager
@@ -115,13 +125,16 @@ async def test_engines_go_on_while_the_weights_are_published_and_are_paused_whil
     ],
 )
 @pytest.mark.parametrize("order", [1, -1])
-def test_an_engine_that_computes_something_else_is_an_error_that_names_it_wherever_it_stands(second, gap, order):
+def test_an_engine_that_computes_something_else_is_an_error_that_names_it_wherever_it_stands(
+    second, gap, order
+):
     @virtual_time
     async def run():
         both = [[(-1.0, -2.0005)], second][::order]
         trainer = Trainer()
         with pytest.raises(
-            WeightSyncError, match=rf"version 3 engine {max(order, 0)} .* by {gap} .*by 0.00025, .*is 0.001 \(gener"
+            WeightSyncError,
+            match=rf"version 3 engine {max(order, 0)} .* by {gap} .*by 0.00025, .*is 0.001 \(gener",
         ):
             await sync_and_verify(3, trainer, Engines(*both))
         assert trainer.released == [3]
@@ -155,7 +168,8 @@ async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
     assert (await both.verify(1))["sync/logprob_gap_limit"] == pytest.approx(2e-4)
     engines.scores = [[[-1.0, -2.0005]]]
     with pytest.raises(
-        WeightSyncError, match=r"by 0\.00025 in .*largest 0\.0005.*start-up they differed by 5e-05.*is 0\.0002"
+        WeightSyncError,
+        match=r"by 0\.00025 in .*largest 0\.0005.*start-up they differed by 5e-05.*is 0\.0002",
     ):
         await both.verify(1)
 
@@ -218,7 +232,9 @@ def test_what_nothing_proves_and_what_no_rounding_can_be_is_no_floor(backend, by
 @virtual_time
 async def test_an_engine_that_computes_another_model_from_the_same_file_is_an_error_at_start_up():
     for rounding, gap in ((FLOAT32, 0.01), (BFLOAT16, 1.0)):
-        both = WeightSync(Trainer(), Engines([(-1.0 - gap, -2.0 - gap)]), [[1, 2, 3]], rounding=rounding)
+        both = WeightSync(
+            Trainer(), Engines([(-1.0 - gap, -2.0 - gap)]), [[1, 2, 3]], rounding=rounding
+        )
         with pytest.raises(WeightSyncError, match="with the weights of one file engine 0"):
             await both.measure_floor()
 
@@ -240,11 +256,15 @@ async def test_of_two_engines_the_one_that_is_off_at_start_up_is_named():
         ("cuda_ipc", None, list(range(1, 10))),
     ],
 )
-def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(backend, unproven, probed):
+def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nth(
+    backend, unproven, probed
+):
     @virtual_time
     async def run():
         trainer = Trainer(backend=backend)
-        both = WeightSync(trainer, Engines([(-1.0, -2.0)], unproven=unproven), [[1, 2, 3]], interval=4)
+        both = WeightSync(
+            trainer, Engines([(-1.0, -2.0)], unproven=unproven), [[1, 2, 3]], interval=4
+        )
         found = []
         for version in range(1, 10):
             await both.sync(version)
@@ -258,7 +278,13 @@ def test_where_digests_prove_a_sync_the_probe_follows_the_first_two_and_every_nt
 
 def sampling_sync(interval=4, engines=1):
     found = [[(-1.0, -2.0)]] * engines
-    return WeightSync(Trainer(backend="shared_memory"), Engines(*found), [[1, 2, 3]], tolerance=1e-3, interval=interval)
+    return WeightSync(
+        Trainer(backend="shared_memory"),
+        Engines(*found),
+        [[1, 2, 3]],
+        tolerance=1e-3,
+        interval=interval,
+    )
 
 
 async def steps(both, gaps):
@@ -276,17 +302,23 @@ async def steps(both, gaps):
 @virtual_time
 async def test_tokens_of_the_former_version_replace_scheduled_verification_prompts():
     assert await steps(sampling_sync(), [1e-4] * 9) == [1, 2]
-    assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], "none of version 3"
+    assert await steps(sampling_sync(), [1e-4, 1e-4, None, 1e-4, 1e-4, 1e-4, 1e-4]) == [1, 2, 4], (
+        "none of version 3"
+    )
     assert await steps(sampling_sync(), [None] * 9) == [1, 2, 4, 8]
     assert await steps(sampling_sync(interval=1), [1e-4] * 5) == [1, 2, 3, 4, 5], "as requested"
-    assert await steps(sampling_sync(engines=4), [1e-4, 1e-4, 3e-4, 1e-4]) == [1, 2, 4], "one of four may be off"
+    assert await steps(sampling_sync(engines=4), [1e-4, 1e-4, 3e-4, 1e-4]) == [1, 2, 4], (
+        "one of four may be off"
+    )
 
 
 @virtual_time
 async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_numbers_are_said():
     both = sampling_sync()
     await steps(both, [1e-4, 1e-4, 1e-4])
-    with pytest.raises(WeightSyncError, match=r"version 4 .*by 0\.002 in log-probability.*allowed is 0\.001 "):
+    with pytest.raises(
+        WeightSyncError, match=r"version 4 .*by 0\.002 in log-probability.*allowed is 0\.001 "
+    ):
         await steps(both, [2e-3])
 
 
@@ -294,10 +326,14 @@ async def test_tokens_that_are_further_off_than_the_limit_end_the_run_and_both_n
 async def test_sampled_tokens_differ_more_by_rounding_than_prompts_and_have_a_floor_of_their_own():
     """Differences of SmolLM2 in bfloat16."""
     engines = Engines([(-1.0116, -2.0116)])
-    both = WeightSync(Trainer(backend="shared_memory"), engines, [[1, 2, 3]], rounding=BFLOAT16, interval=100)
+    both = WeightSync(
+        Trainer(backend="shared_memory"), engines, [[1, 2, 3]], rounding=BFLOAT16, interval=100
+    )
     await both.measure_floor()
     await steps(both, [0.0436, 0.0389, 0.0469])
-    with pytest.raises(WeightSyncError, match=r"by 0\.2 in .*differed by 0\.0436, and allowed is 0\.174 "):
+    with pytest.raises(
+        WeightSyncError, match=r"by 0\.2 in .*differed by 0\.0436, and allowed is 0\.174 "
+    ):
         await steps(both, [0.2])
 
 
@@ -356,7 +392,9 @@ async def test_a_publication_that_never_ends_does_not_keep_a_cancellation_back()
 
 
 @pytest.mark.parametrize("part", ["sender", "engines"])
-def test_if_sender_and_engines_wait_for_each_other_the_first_failure_of_either_is_raised_at_once(part):
+def test_if_sender_and_engines_wait_for_each_other_the_first_failure_of_either_is_raised_at_once(
+    part,
+):
     """As in NCCL, where neither side notices the other's failure."""
 
     @virtual_time
@@ -423,7 +461,11 @@ async def test_a_late_joining_engine_gets_the_last_synced_weights_and_never_duri
 
 @virtual_time
 async def test_while_workers_restart_a_late_joining_engine_waits_for_their_first_sync():
-    failed, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
+    failed, trainer, engines = (
+        Keeper(backend="shared_memory"),
+        Keeper(backend="shared_memory"),
+        Engines([(-1.0, -2.0)]),
+    )
     both = keeping(failed, engines, interval=100)
     for version in (1, 2, 3):
         await both.sync(version)
@@ -443,11 +485,17 @@ async def test_while_workers_restart_a_late_joining_engine_waits_for_their_first
 
 @pytest.mark.parametrize("part", ["publish", "release"])
 @virtual_time
-async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_with_the_former_ones(part):
+async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_with_the_former_ones(
+    part,
+):
     async def fails(*_):
         raise ConnectionError("the rank has failed")
 
-    dying, trainer, engines = Keeper(backend="shared_memory"), Keeper(backend="shared_memory"), Engines([(-1.0, -2.0)])
+    dying, trainer, engines = (
+        Keeper(backend="shared_memory"),
+        Keeper(backend="shared_memory"),
+        Engines([(-1.0, -2.0)]),
+    )
     both = keeping(dying, engines)
     await both.sync(1)
     setattr(dying, part, fails)
@@ -460,7 +508,9 @@ async def test_a_late_joining_engine_waits_for_new_workers_after_a_sync_failed_w
 
     late = asyncio.create_task(arrive())
     await asyncio.sleep(10)
-    assert not late.done(), "between the failed sync and the workers' restart there are no weights to send"
+    assert not late.done(), (
+        "between the failed sync and the workers' restart there are no weights to send"
+    )
     both.restart(trainer)
     await both.sync(2)
     assert await late == "kept 2"

@@ -49,5 +49,8 @@ def test_what_is_not_as_it_was_said_is_an_error(tmp_path):
     refused = pytest.raises(ValueError, match=r"a has the shape \[2\]; expected \[3\]")
     with refused, writing(tmp_path / "file", specs) as file:
         file.put("a", torch.zeros(2))
-    with pytest.raises(ValueError, match=r"tensors are missing: \['a'\]"), writing(tmp_path / "file", specs):
+    with (
+        pytest.raises(ValueError, match=r"tensors are missing: \['a'\]"),
+        writing(tmp_path / "file", specs),
+    ):
         pass

@@ -66,7 +66,9 @@ async def test_its_sender_is_made_on_the_ranks_and_the_engine_chooses_it() -> No
 
     cfg: Any = load_config(["generator.backend=by_hand_engine"])
     assert weight_sync_backend(cfg, gpus=False) == "by_hand"
-    assert chosen_backend(cfg, gpus=False).startswith("generator.weight_sync_backend=auto is by_hand: ")
+    assert chosen_backend(cfg, gpus=False).startswith(
+        "generator.weight_sync_backend=auto is by_hand: "
+    )
     transfer = TRANSFERS.find("by_hand").of_run(Rank(), cfg, list, gpus=False)
     update = await transfer.publish(3)
     assert torch.equal(update.info["w"], weights["w"])

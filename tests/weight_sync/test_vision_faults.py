@@ -33,7 +33,10 @@ DIFFER = r"engine 0 and the trainer differ by .*verification prompts"
 
 def probe_of(folder: str) -> list[list[int]]:
     images: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), ()]
-    return [*(ImageTokens(prompt(folder, own), own) for own in images), blank_prompt(folder, [5, 6, 7, 8])]
+    return [
+        *(ImageTokens(prompt(folder, own), own) for own in images),
+        blank_prompt(folder, [5, 6, 7, 8]),
+    ]
 
 
 def in_tower(name: str) -> bool:
@@ -66,15 +69,22 @@ async def test_ten_syncs_in_bfloat16_never_fail(folder: str) -> None:
 
 async def test_a_vision_tower_that_was_not_sent_is_named_in_the_same_sync(pair: Pair) -> None:
     pair.step()
-    with arriving(pair.engine._model, stale_tower), pytest.raises(WeightSyncError, match=r"engine holds.*vis"):
+    with (
+        arriving(pair.engine._model, stale_tower),
+        pytest.raises(WeightSyncError, match=r"engine holds.*vis"),
+    ):
         await pair.hand_over()
     await pair.hand_over()
     await pair.verify()
 
 
-async def test_another_tower_than_the_trainers_is_found_by_the_prompts_with_images_alone(pair: Pair) -> None:
+async def test_another_tower_than_the_trainers_is_found_by_the_prompts_with_images_alone(
+    pair: Pair,
+) -> None:
     """The digests are right: they are those of the tensors that were sent."""
-    before = {name: tensor.clone() for name, tensor in pair.engine._model._model.state_dict().items()}
+    before = {
+        name: tensor.clone() for name, tensor in pair.engine._model._model.state_dict().items()
+    }
     pair.step(1e-2)
     await pair.hand_over()
     state = pair.engine._model._model.state_dict()
@@ -87,7 +97,9 @@ async def test_another_tower_than_the_trainers_is_found_by_the_prompts_with_imag
     await pair.verify()
 
 
-async def test_a_wrong_image_is_found_by_the_prompts(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_wrong_image_is_found_by_the_prompts(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await pair.hand_over()
     await pair.verify()
     vision, right = pair.engine._model._vision, ImageProcessor.features
@@ -110,7 +122,11 @@ async def test_ids_that_are_expanded_twice_are_rejected(folder: str, pair: Pair)
     with pytest.raises(UserError, match="has 4 placeholders for 1 images"):
         processor.expand(expanded, images)
     first = expanded.index(processor.placeholder)
-    twice = [*expanded[:first], *processor.expand([processor.placeholder] * 4, images * 4), *expanded[first + 4 :]]
+    twice = [
+        *expanded[:first],
+        *processor.expand([processor.placeholder] * 4, images * 4),
+        *expanded[first + 4 :],
+    ]
     request = GenerationRequest("twice", twice, SamplingParams(max_tokens=2), images=images)
     (answer,) = await answers_of(pair.engine, [request])
     assert "do not hold those of its 1 images, in order" in answer.error
@@ -128,28 +144,43 @@ async def test_vllm_proves_the_tower_and_wrong_images_and_a_stale_cache_of_featu
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny("qwen3_vl", tmp_path)
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
-    async with running("vllm", folder, "float32", probe_of(folder), max_model_len=200, kv_cache_gb=0.1) as pair:
+    monkeypatch.setenv(
+        "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+    )  # functions of this file run in the worker
+    async with running(
+        "vllm", folder, "float32", probe_of(folder), max_model_len=200, kv_cache_gb=0.1
+    ) as pair:
         engine: Any = pair.engine
         assert max(await never_fails(pair, 50)) < 0.75
         assert not pair.sync._unproven
         pair.step()
         update = await pair.dispatch.transfer.publish(0)
         fault = WITHOUT + "visual.blocks.1."
-        (answer,) = await engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
+        (answer,) = await engine.llm.collective_rpc(
+            update_with, args=(fault, as_message(update.info))
+        )
         await pair.dispatch.transfer.release(update)
         assert re.search(r"engine holds.*visual\.blocks\.1\.", answer), answer
         await pair.hand_over()
 
         images = (noise(1),)
-        request = GenerationRequest("twice", prompt(folder, images), SamplingParams(max_tokens=2), images=images)
+        request = GenerationRequest(
+            "twice", prompt(folder, images), SamplingParams(max_tokens=2), images=images
+        )
         with monkeypatch.context() as patch:  # what vLLM would do without an error
             patch.setattr(engine._images, "collapse", lambda tokens, images: list(tokens))
             (doubled,) = await answers_of(engine, [request])
-        assert "vLLM's processor made 21 other tokens of its images than the model's own" in doubled.error
+        assert (
+            "vLLM's processor made 21 other tokens of its images than the model's own"
+            in doubled.error
+        )
 
         with monkeypatch.context() as patch:
-            patch.setattr(vllm_engine, "decoded", lambda image: decoded(noise(9) if image is noise(1) else image))
+            patch.setattr(
+                vllm_engine,
+                "decoded",
+                lambda image: decoded(noise(9) if image is noise(1) else image),
+            )
             await pair.hand_over()
             with pytest.raises(WeightSyncError, match=DIFFER):
                 await pair.verify()
@@ -157,7 +188,9 @@ async def test_vllm_proves_the_tower_and_wrong_images_and_a_stale_cache_of_featu
         await pair.verify()
 
         pair.step(1e-2)
-        monkeypatch.setattr(engine.llm, "reset_encoder_cache", engine.llm.check_health)  # another call without effect
+        monkeypatch.setattr(
+            engine.llm, "reset_encoder_cache", engine.llm.check_health
+        )  # another call without effect
         await pair.hand_over()
         with pytest.raises(WeightSyncError, match=DIFFER):
             await pair.verify()
@@ -176,15 +209,26 @@ async def test_the_same_faults_are_found_at_a_server(
             await pair.hand_over()
             await pair.verify()
             images, engine = (noise(1),), pair.engine
-            request = GenerationRequest("twice", prompt(folder, images), SamplingParams(max_tokens=2), images=images)
+            request = GenerationRequest(
+                "twice", prompt(folder, images), SamplingParams(max_tokens=2), images=images
+            )
             with monkeypatch.context() as patch:
                 patch.setattr(engine._images, "collapse", lambda tokens, images: list(tokens))
                 (doubled,) = await answers_of(engine, [request])
-            assert "vLLM's processor made 21 other tokens of its images than the model's own" in doubled.error
+            assert (
+                "vLLM's processor made 21 other tokens of its images than the model's own"
+                in doubled.error
+            )
 
             with monkeypatch.context() as patch:
-                patch.setattr(engine, "_sent", vllm_server.SentImages())  # all images are sent again
-                patch.setattr(vllm_server, "rgb_url", lambda image: rgb_url(noise(9) if image is noise(1) else image))
+                patch.setattr(
+                    engine, "_sent", vllm_server.SentImages()
+                )  # all images are sent again
+                patch.setattr(
+                    vllm_server,
+                    "rgb_url",
+                    lambda image: rgb_url(noise(9) if image is noise(1) else image),
+                )
                 await pair.hand_over()
                 with pytest.raises(WeightSyncError, match=DIFFER):
                     await pair.verify()
@@ -195,7 +239,9 @@ async def test_the_same_faults_are_found_at_a_server(
             post = engine._server.post
 
             async def forgetful(route: str, *body: Any, **query: str) -> object:
-                return None if route == "/reset_encoder_cache" else await post(route, *body, **query)
+                return (
+                    None if route == "/reset_encoder_cache" else await post(route, *body, **query)
+                )
 
             monkeypatch.setattr(engine._server, "post", forgetful)
             await pair.hand_over()

@@ -16,7 +16,14 @@ from skyasync.models.images import Images
 from skyasync.models.vision import blank_prompt
 from skyasync.weight_sync.verify.log_probabilities import BFLOAT16, FLOAT32
 from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
-from tests.models.tiny_vision import answers_of, as_batch, noise, prompt, save_tiny, stand_in_for_num2words
+from tests.models.tiny_vision import (
+    answers_of,
+    as_batch,
+    noise,
+    prompt,
+    save_tiny,
+    stand_in_for_num2words,
+)
 from tests.weight_sync.policy_and_engine import Pair, running
 
 pytestmark = [pytest.mark.slow, pytest.mark.matrix, pytest.mark.vllm]
@@ -71,21 +78,31 @@ async def pair(folder: str, backend: str, dtype: str, fork_socket: Path) -> Asyn
     async with AsyncExitStack() as stack:
         if backend == "vllm_server":
             port = free_port()
-            process = stack.enter_context(serving(fork_socket, Path(folder), port, "--dtype", dtype))
+            process = stack.enter_context(
+                serving(fork_socket, Path(folder), port, "--dtype", dtype)
+            )
             await until_it_answers(f"http://127.0.0.1:{port}", process)
             engine["extra"] = {"url": f"http://127.0.0.1:{port}", "start_s": 60}
         yield await stack.enter_async_context(running(backend, folder, dtype, probe, **engine))
 
 
-async def test_fifty_syncs_with_images_seen_before_and_new_ones(pair: Pair, folder: str, dtype: str) -> None:
+async def test_fifty_syncs_with_images_seen_before_and_new_ones(
+    pair: Pair, folder: str, dtype: str
+) -> None:
     found = [await differences(pair, folder)]
     for _ in range(SYNCS):
         pair.step(STEP)
         await pair.hand_over()
         await pair.verify()
         found.append(await differences(pair, folder))
-    floor, means, largest = found[0].mean(), torch.stack(found[1:]).mean(1), torch.stack(found).max()
-    print(f"start: mean {floor:.1e}; {SYNCS} syncs: worst mean {means.max():.1e}, largest token {largest:.1e}")
+    floor, means, largest = (
+        found[0].mean(),
+        torch.stack(found[1:]).mean(1),
+        torch.stack(found).max(),
+    )
+    print(
+        f"start: mean {floor:.1e}; {SYNCS} syncs: worst mean {means.max():.1e}, largest token {largest:.1e}"
+    )
     if dtype == "float32":
         assert largest < LARGEST
     assert means.max() < (FLOAT32 if dtype == "float32" else BFLOAT16).limit(float(floor))

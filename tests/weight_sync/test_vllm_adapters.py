@@ -20,12 +20,18 @@ LORA = {"rank": 4, "alpha": 8.0, "sync": "adapter"}
 
 async def test_the_newest_adapter_is_computed_with_and_another_one_is_found(tmp_path, monkeypatch):
     model = save_tiny_llama(tmp_path, tied=True, head_dim=32)
-    async with running("vllm", model, "float32", PROBE, lora=LORA, extra={"adapter_rank": 4}) as pair:
+    async with running(
+        "vllm", model, "float32", PROBE, lora=LORA, extra={"adapter_rank": 4}
+    ) as pair:
         await pair.hand_over()
         (before,) = await pair.client.score(PROBE)
-        request = GenerationRequest("in flight", PROBE[0], SamplingParams(max_tokens=180, ignore_eos=True))
+        request = GenerationRequest(
+            "in flight", PROBE[0], SamplingParams(max_tokens=180, ignore_eos=True)
+        )
         in_flight = asyncio.create_task(pair.client.generate(request))
-        await pair.client.generate(GenerationRequest("another", PROBE[1], SamplingParams(max_tokens=2)))
+        await pair.client.generate(
+            GenerationRequest("another", PROBE[1], SamplingParams(max_tokens=2))
+        )
         pair.step(2e-2)
         await pair.hand_over()
         metrics = await pair.verify()

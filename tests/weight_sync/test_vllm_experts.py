@@ -12,7 +12,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.recipe, pytest.mark.timeout(600)]
 
 
 async def test_updates_leave_the_gap_where_rounding_puts_it():
-    rows = measure(Shape("moe", "untied", "float32"), ["full", "delta"], ["recompute"], "vllm", updates=2, looks=2)
+    rows = measure(
+        Shape("moe", "untied", "float32"),
+        ["full", "delta"],
+        ["recompute"],
+        "vllm",
+        updates=2,
+        looks=2,
+    )
     async for _, _, row in rows:
         assert max(row["probe"], row["sampled"], row["in flight"]) <= row["limit"]
 
@@ -20,7 +27,9 @@ async def test_updates_leave_the_gap_where_rounding_puts_it():
 async def test_experts_which_no_layer_can_be_asked_for_are_looked_at_by_the_probe_after_every_sync(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
+    monkeypatch.setenv(
+        "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+    )  # functions of this file run in the worker
     path = save(Shape("moe", "untied", "float32"), str(tmp_path), 32)
     async with running("vllm", path, "float32", PROBE) as pair:
         pair.sync.interval = 100
@@ -32,7 +41,9 @@ async def test_experts_which_no_layer_can_be_asked_for_are_looked_at_by_the_prob
         pair.step()
         update = await pair.dispatch.transfer.publish(0)
         llm = pair.engine.llm
-        assert await llm.collective_rpc(update_with, args=("swapped experts", as_message(update.info))) == [""]
+        assert await llm.collective_rpc(
+            update_with, args=("swapped experts", as_message(update.info))
+        ) == [""]
         await pair.dispatch.transfer.release(update)
         assert EXPERTS[0] in pair.sync._unproven
         with pytest.raises(WeightSyncError, match="engine 0 and the trainer differ by"):

@@ -18,19 +18,25 @@ PROBE = [[*range(1, 60)], [7, 200, 31, 5] * 10]
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)]
+    scope="module",
+    loop_scope="module",
+    params=["float32", pytest.param("bfloat16", marks=pytest.mark.matrix)],
 )
 async def pair(engines_session, request, tmp_path_factory):
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True, head_dim=32)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions of this file run in the worker
+        patch.setenv(
+            "VLLM_ALLOW_INSECURE_SERIALIZATION", "1"
+        )  # functions of this file run in the worker
         async with running("vllm", model, request.param, PROBE) as pair:
             yield pair
 
 
 async def refusal(pair, fault):
     update = await pair.dispatch.transfer.publish(0)
-    (answer,) = await pair.engine.llm.collective_rpc(update_with, args=(fault, as_message(update.info)))
+    (answer,) = await pair.engine.llm.collective_rpc(
+        update_with, args=(fault, as_message(update.info))
+    )
     await pair.dispatch.transfer.release(update)
     return answer
 
@@ -45,7 +51,10 @@ async def test_fifty_syncs_never_fail(pair):
     [
         ("stale layer", f"engine holds.*{LAYER}"),
         ("swapped pair", f"engine holds.*{SWAPPED[0]}"),
-        ("head left behind", "engine holds.*the output layer tied to|did not load all weights of lm_head"),
+        (
+            "head left behind",
+            "engine holds.*the output layer tied to|did not load all weights of lm_head",
+        ),
         ("flipped bit", f"engine received.*{SWAPPED[0]}"),
     ],
 )
@@ -68,15 +77,21 @@ async def test_a_fault_is_found_in_the_very_sync(pair, fault, named):
         ("embed_tokens", "model.embed_tokens"),
     ],
 )
-async def test_without_comparing_tensors_a_weight_that_the_loader_skips_is_found(pair, skipped, layer):
+async def test_without_comparing_tensors_a_weight_that_the_loader_skips_is_found(
+    pair, skipped, layer
+):
     """As broadcasts between GPUs and CUDA IPC load: what layers compute with is not compared there."""
     pair.step()
     update = await pair.dispatch.transfer.publish(0)
     arguments = (as_message(update.info), skipped)
     (message,) = await pair.engine.llm.collective_rpc(load_without_comparison, args=arguments)
-    (nothing,) = await pair.engine.llm.collective_rpc(load_without_comparison, args=(as_message(update.info), "none"))
+    (nothing,) = await pair.engine.llm.collective_rpc(
+        load_without_comparison, args=(as_message(update.info), "none")
+    )
     await pair.dispatch.transfer.release(update)
-    assert f"did not load all weights of {layer}: the loader of LlamaForCausalLM" in message, message
+    assert f"did not load all weights of {layer}: the loader of LlamaForCausalLM" in message, (
+        message
+    )
     assert not nothing
     await pair.hand_over()
     await pair.verify()
@@ -84,7 +99,9 @@ async def test_without_comparing_tensors_a_weight_that_the_loader_skips_is_found
 
 async def test_every_tensor_of_the_model_is_among_those_that_are_checked(pair):
     names = await pair.engine.llm.collective_rpc(checked)
-    assert len(names[0]) == len(list(pair.dispatch._policy.backend.model.model.named_parameters())) + 1  # the head
+    assert (
+        len(names[0]) == len(list(pair.dispatch._policy.backend.model.model.named_parameters())) + 1
+    )  # the head
     assert not pair.sync._unproven
 
 
@@ -96,13 +113,18 @@ async def test_a_bit_lost_where_the_weights_lie_is_found_by_the_trainer_for_all_
     await pair.verify()
 
 
-async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(pair):
+async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer_is_asked_twice(
+    pair,
+):
     """A late-joining engine digests the bytes itself: no check runs while it reads."""
     engine = pair.engine.llm
     update = await pair.dispatch.transfer.publish(0)
     await pair.dispatch.transfer.release(update)
     late = await pair.dispatch.transfer.for_late_engine(0)
-    found = [(await engine.collective_rpc(looks, args=(as_message(each.info),)))[0] for each in (update, late)]
+    found = [
+        (await engine.collective_rpc(looks, args=(as_message(each.info),)))[0]
+        for each in (update, late)
+    ]
     layers, tensors = found[0][2], len(update.info["specs"])
     assert found == [[0, layers, layers], [tensors, layers, layers]]
     await pair.hand_over()
@@ -130,5 +152,7 @@ async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):
     pair.dispatch.transfer = memory_transfer(pair.dispatch._cfg, pair.dispatch._groups)
     await pair.hand_over()
     assert await pair.client.score(PROBE) == by_changes
-    whole = pair.dispatch._policy.backend.dtype.itemsize == 4  # a step changes nearly all of float32
+    whole = (
+        pair.dispatch._policy.backend.dtype.itemsize == 4
+    )  # a step changes nearly all of float32
     assert fallbacks == ([0, 1, 2, 3] if whole else [0, 0, 1, 1])

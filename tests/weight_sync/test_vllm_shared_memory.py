@@ -29,7 +29,9 @@ async def pair(
 ) -> AsyncIterator[tuple[LlamaForCausalLM, VLLMEngine]]:
     folder = tmp_path_factory.mktemp("tied")
     model = save_model(folder, tied=True)
-    engine = VLLMEngine(EngineConfig(str(folder), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25))
+    engine = VLLMEngine(
+        EngineConfig(str(folder), max_model_len=256, max_num_seqs=64, threads=1, kv_cache_gb=0.25)
+    )
     await engine.start()
     yield model, engine
     await engine.shutdown()
@@ -74,14 +76,20 @@ async def test_sampling_follows_the_sync_too(pair: tuple[LlamaForCausalLM, VLLME
     assert (torch.tensor(output.logprobs) - expected).abs().max() <= TOLERANCE
 
 
-async def test_after_a_failed_update_nothing_is_computed_any_more(pair: tuple[LlamaForCausalLM, VLLMEngine]) -> None:
+async def test_after_a_failed_update_nothing_is_computed_any_more(
+    pair: tuple[LlamaForCausalLM, VLLMEngine],
+) -> None:
     """The last test of the file: half-loaded weights cannot be restored, so the engine shuts down."""
     _, engine = pair
-    request = GenerationRequest("in flight", PROBES[0], SamplingParams(max_tokens=240, ignore_eos=True))
+    request = GenerationRequest(
+        "in flight", PROBES[0], SamplingParams(max_tokens=240, ignore_eos=True)
+    )
     in_flight = asyncio.create_task(anext(engine.generate([request])))
     await asyncio.sleep(0)
     with pytest.raises(Exception, match="no-such-file"):
-        await engine.update_weights(WeightUpdate(21, "shared_memory", {"path": "no-such-file.safetensors"}))
+        await engine.update_weights(
+            WeightUpdate(21, "shared_memory", {"path": "no-such-file.safetensors"})
+        )
     for waiting in (in_flight, engine.score(PROBES), engine.resume()):
         with pytest.raises(EngineFailedError, match="the update to version 21 failed"):
             await asyncio.wait_for(waiting, timeout=10)

@@ -34,7 +34,9 @@ def update_with(worker: Any, fault: str, info: dict[str, Any], rank: int | None 
         try:
             engine.receive_weights(UpdateInfo(info))
         except WeightSyncError as error:
-            finalize_layerwise_reload(engine.model, engine.model_config)  # the error came in the middle of a layer
+            finalize_layerwise_reload(
+                engine.model, engine.model_config
+            )  # the error came in the middle of a layer
             return str(error)
     return ""
 
@@ -53,7 +55,10 @@ def load_without_comparison(worker: Any, info: dict[str, Any], skipped: str) -> 
 
     received = engine._reader.read(info)
     weights = engine._decoder.decode(received.weights, received.digests, received.about)
-    with set_current_vllm_config(worker.vllm_config), patch.object(engine.model, "load_weights", load_others):
+    with (
+        set_current_vllm_config(worker.vllm_config),
+        patch.object(engine.model, "load_weights", load_others),
+    ):
         try:
             engine._load(weights.items())
         except WeightSyncError as error:
@@ -76,12 +81,17 @@ def looks(worker: Any, info: dict[str, Any]) -> list[int]:
     from skyasync.weight_sync.transfers import vllm_worker as ours
 
     engine = worker.weight_transfer_engine
-    linear = [layer for layer in engine.model.modules() if isinstance(layer, LinearBase | ParallelLMHead)]
+    linear = [
+        layer for layer in engine.model.modules() if isinstance(layer, LinearBase | ParallelLMHead)
+    ]
     methods = {id(layer.quant_method): layer.quant_method for layer in linear}.values()
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(worker.vllm_config))
         digested = stack.enter_context(patch.object(ours, "digest", wraps=ours.digest))
-        asked = [stack.enter_context(patch.object(method, "apply", wraps=method.apply)) for method in methods]
+        asked = [
+            stack.enter_context(patch.object(method, "apply", wraps=method.apply))
+            for method in methods
+        ]
         engine.receive_weights(ours.UpdateInfo(info))
         return [digested.call_count, sum(each.call_count for each in asked), len(linear)]
 
@@ -99,7 +109,9 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
     if fault == "stale layer":
         stack.enter_context(patch.object(engine.model, "load_weights", without(LAYER)))
     elif fault.startswith(WITHOUT):
-        stack.enter_context(patch.object(engine.model, "load_weights", without(fault.removeprefix(WITHOUT))))
+        stack.enter_context(
+            patch.object(engine.model, "load_weights", without(fault.removeprefix(WITHOUT)))
+        )
     elif fault == "swapped pair":
         stack.enter_context(patch.object(engine.model, "load_weights", swapped))
     elif fault == "swapped experts":
@@ -120,7 +132,9 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
         stack.enter_context(patch.object(file, "read_weights", _one_bit_off(file.read_weights)))
     elif fault.startswith(BIT_OF):
         loses = _loses_a_bit(engine, fault.removeprefix(BIT_OF))
-        stack.enter_context(patch.object(engine.model, "load_weights", lambda weights: load(map(loses, weights))))
+        stack.enter_context(
+            patch.object(engine.model, "load_weights", lambda weights: load(map(loses, weights)))
+        )
     else:
         assert not fault
 

@@ -28,7 +28,17 @@ from skyasync.workers.ranks import split_for_ranks
 from tests.workers.conftest import make_batch
 from tests.workers.processes import Rank
 
-CALLS = ("score", "logprobs", "update", "publish", "broadcast", "save", "save_asynchronously", "load", "export")
+CALLS = (
+    "score",
+    "logprobs",
+    "update",
+    "publish",
+    "broadcast",
+    "save",
+    "save_asynchronously",
+    "load",
+    "export",
+)
 SEQUENCES = [[5, 6, 7, 8], [9, 1], [1, 2, 3]]
 
 
@@ -55,7 +65,9 @@ class _Player:
         self.digest = digest(self.worker)
         if call not in ("update", "save_asynchronously", "load"):
             assert self.digest == before, f"{call} has changed the state"
-        assert self.answers.setdefault((before, call), answer) == answer, f"{call} has two answers in one state"
+        assert self.answers.setdefault((before, call), answer) == answer, (
+            f"{call} has two answers in one state"
+        )
         return self.digest
 
     def score(self) -> list[list[float]]:
@@ -85,9 +97,16 @@ class _Player:
 
     def broadcast(self) -> None:
         """Broadcast to one engine, which is a thread of rank 0."""
-        send, received, rendezvous = self.worker.transfer_weights, dict[str, Tensor](), {"senders": [0]}
+        send, received, rendezvous = (
+            self.worker.transfer_weights,
+            dict[str, Tensor](),
+            {"senders": [0]},
+        )
         if self.rank.rank == 0:
-            rendezvous, specs = send("broadcast", "open", "127.0.0.1", 1, 30.0), send("broadcast", "specs")
+            rendezvous, specs = (
+                send("broadcast", "open", "127.0.0.1", 1, 30.0),
+                send("broadcast", "specs"),
+            )
             info = {"rendezvous": rendezvous, "specs": specs}
             reader = BroadcastReader(torch.device("cpu"))
             engine = Thread(target=lambda: received.update(reader.read(info)))
@@ -97,7 +116,9 @@ class _Player:
         if self.rank.rank == 0:
             engine.join()
             equal(received, expected)
-            assert set(received) == {n for n, _ in self.worker.backend.model.model.named_parameters()}
+            assert set(received) == {
+                n for n, _ in self.worker.backend.model.model.named_parameters()
+            }
             assert list(specs) == list(received)
 
     def save(self) -> None:
@@ -188,7 +209,9 @@ def load_whole(rank: Rank, folder: str) -> str:
 
 
 def digest_of_whole(worker: PolicyWorker) -> str:
-    return _hashed(worker, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+    return _hashed(
+        worker, lambda tensor: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    )
 
 
 def whole_weights(worker: PolicyWorker) -> dict[str, Tensor]:
@@ -207,7 +230,9 @@ def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 def digest(worker: PolicyWorker) -> str:
     """A digest of the state that determines the worker's next calls, over all ranks."""
-    own = _hashed(worker, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+    own = _hashed(
+        worker, lambda tensor: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    )
     if not dist.is_initialized():
         return own
     everybody: list[Any] = [None] * worker.world_size

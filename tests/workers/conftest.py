@@ -60,7 +60,9 @@ def config_for(path: str) -> Config:
     return cfg
 
 
-def make_batch(groups: int = 3, samples: int = 4, seed: int = 0, longest_response: int = 9) -> UpdateBatch:
+def make_batch(
+    groups: int = 3, samples: int = 4, seed: int = 0, longest_response: int = 9
+) -> UpdateBatch:
     """Grouped samples with a shared prompt per group; some have two actions with an observation between."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -112,7 +114,9 @@ def episodes(count: int = 2, turns: int = 4, branches: int = 3, seed: int = 0) -
     drawn = torch.Generator().manual_seed(seed)
 
     def words(low: int, high: int) -> torch.Tensor:
-        return torch.randint(1, VOCABULARY, (int(torch.randint(low, high, (), generator=drawn)),), generator=drawn)
+        return torch.randint(
+            1, VOCABULARY, (int(torch.randint(low, high, (), generator=drawn)),), generator=drawn
+        )
 
     prompt = words(6, 9)
     rows, masks, trajectories = [], [], []

@@ -64,7 +64,9 @@ class Ranks:
             waiting = [p for i, p in enumerate(self._pipes) if i not in answers and i not in errors]
             ready = wait(waiting, REMAINING_S if errors else ANSWER_S)
             if not ready:
-                errors.setdefault(-1, f"ranks {[self._pipes.index(p) for p in waiting]} gave no answer")
+                errors.setdefault(
+                    -1, f"ranks {[self._pipes.index(p) for p in waiting]} gave no answer"
+                )
                 break
             for pipe in ready:
                 rank = self._pipes.index(pipe)

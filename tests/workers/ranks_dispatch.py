@@ -45,7 +45,9 @@ class RanksDispatch(WeightTransfer):
         rows: of every ``forward_backward``, the number of rows per rank.
     """
 
-    def __init__(self, cfg: Config, ranks: Ranks, worker: type[PolicyWorker] = PolicyWorker) -> None:
+    def __init__(
+        self, cfg: Config, ranks: Ranks, worker: type[PolicyWorker] = PolicyWorker
+    ) -> None:
         self._ranks = ranks
         self.rows: list[list[int]] = []
         ranks.set_up(worker, cfg)
@@ -66,7 +68,11 @@ class RanksDispatch(WeightTransfer):
             batch.proximal_logprobs = joined(batch, shards, pieces)
 
     async def optimizer_step(
-        self, schedule_step: int | None = None, scale: float = 1.0, role: str = "policy", **changes: Any
+        self,
+        schedule_step: int | None = None,
+        scale: float = 1.0,
+        role: str = "policy",
+        **changes: Any,
     ) -> dict[str, float]:
         return (await self._call(_method, "optimizer_step", schedule_step, scale))[0]
 
@@ -110,7 +116,11 @@ def _note_gradients(rank: Rank) -> None:
     found, clip = rank.notes.setdefault("gradients", []), rank.worker.backend._clip
 
     def noted() -> float:
-        found.append(torch.cat([_whole(p.grad).flatten() for p in rank.worker.backend.model.parameters()]).numpy())
+        found.append(
+            torch.cat(
+                [_whole(p.grad).flatten() for p in rank.worker.backend.model.parameters()]
+            ).numpy()
+        )
         return clip()
 
     rank.worker.backend._clip = noted

@@ -18,8 +18,18 @@ from tests.workers.processes import Ranks
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = [(1, "float32"), (1, "bfloat16"), (2, "float32"), pytest.param(2, "bfloat16", marks=pytest.mark.matrix)]
-EVERY_PAIR = [call for i, a in enumerate(calls.CALLS) for b in calls.CALLS[i:] for call in dict.fromkeys((a, b))]
+SETTINGS = [
+    (1, "float32"),
+    (1, "bfloat16"),
+    (2, "float32"),
+    pytest.param(2, "bfloat16", marks=pytest.mark.matrix),
+]
+EVERY_PAIR = [
+    call
+    for i, a in enumerate(calls.CALLS)
+    for b in calls.CALLS[i:]
+    for call in dict.fromkeys((a, b))
+]
 """Each call after each other one and after itself: a de Bruijn sequence."""
 
 
@@ -44,7 +54,9 @@ def test_calls_in_any_order_leave_a_policy_sharded_and_change_only_what_they_sho
 
 
 @pytest.mark.matrix
-def test_every_call_may_follow_every_other(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_every_call_may_follow_every_other(
+    untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     group = ranks(2)
     group.set_up(PolicyWorker, config(untied_model, "float32"))
     assert_alike(group.call(calls.play, EVERY_PAIR, str(tmp_path)))

@@ -91,7 +91,9 @@ class Ray:
         self.calls, self.made = calls, 0
 
     def remote(self, **_: Any) -> Callable[[type], Any]:
-        return lambda cls: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: self.actor()))
+        return lambda cls: SimpleNamespace(
+            options=lambda **_: SimpleNamespace(remote=lambda *_: self.actor())
+        )
 
     def actor(self) -> Any:
         rank = self.made
@@ -100,7 +102,10 @@ class Ray:
         def call(method: str, *args: Any) -> asyncio.Future[Any]:
             name = "/".join([method, *(arg for arg in args[:2] if isinstance(arg, str))])
             self.calls[name] += 1
-            answers: dict[str, Any] = {"score": [[-1.0, -2.0]], "transfer_weights": None if rank else {"path": "p"}}
+            answers: dict[str, Any] = {
+                "score": [[-1.0, -2.0]],
+                "transfer_weights": None if rank else {"path": "p"},
+            }
             done = asyncio.get_running_loop().create_future()
             done.set_result(answers.get(method))
             return done
@@ -112,7 +117,9 @@ class Ray:
         return shard
 
 
-def step(engines: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], int, float]:
+def step(
+    engines: int, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Counter[str], int, float]:
     """Calls of engines and ranks, of Python functions, and processor seconds of one step."""
     calls: Counter[str] = Counter()
     for module in (ranks_module, rank_actors):
@@ -154,7 +161,9 @@ def step(engines: int, ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Cou
     return calls, entered, seconds
 
 
-def test_no_work_of_the_controller_grows_with_engines_times_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_work_of_the_controller_grows_with_engines_times_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     counted = {(e, r): step(e, r, monkeypatch)[1] for e in (64, 128) for r in (128, 256)}
     both = counted[128, 256] - counted[128, 128] - counted[64, 256] + counted[64, 128]
     assert abs(both) < 0.005 * counted[64, 128], counted
@@ -165,7 +174,9 @@ def test_1024_engines_and_4096_ranks_are_each_called_once(monkeypatch: pytest.Mo
     engines, ranks = 1024, 4096
     calls, entered, seconds = step(engines, ranks, monkeypatch)
     print(f"{entered:,} calls of functions, {seconds:.2f} CPU s with counting")
-    of_engines = {name: calls[name] for name in ("pause", "update_weights", "resume", "engine score")}
+    of_engines = {
+        name: calls[name] for name in ("pause", "update_weights", "resume", "engine score")
+    }
     assert set(of_engines.values()) == {engines}, of_engines
     of_ranks = {name: calls[name] for name in ("forward_backward", "optimizer_step", "put")}
     assert set(of_ranks.values()) == {ranks}, of_ranks

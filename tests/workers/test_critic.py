@@ -48,8 +48,12 @@ SHAPES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SMALL),
     "qwen2": Qwen2Config(**SMALL),
     "qwen3_tied": Qwen3Config(**SMALL, head_dim=8, tie_word_embeddings=True),
-    "gemma3": Gemma3TextConfig(**SMALL, head_dim=8, layer_types=["full_attention"] * 2, final_logit_softcapping=30.0),
-    "gpt2": GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0),
+    "gemma3": Gemma3TextConfig(
+        **SMALL, head_dim=8, layer_types=["full_attention"] * 2, final_logit_softcapping=30.0
+    ),
+    "gpt2": GPT2Config(
+        vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, pad_token_id=0
+    ),
     "qwen3_moe": Qwen3MoeConfig(**SMALL, **EXPERTS, head_dim=8, moe_intermediate_size=16),
     "olmoe_of_which_the_library_has_no_classifier": OlmoeConfig(**SMALL, **EXPERTS),
 }
@@ -86,7 +90,9 @@ def learning(worker: CriticWorker | None = None, seed: int = 0, **size: Any) -> 
     batch = make_batch(seed=seed, **size)
     drawn = torch.Generator().manual_seed(seed)
     batch.returns = torch.randn(batch.tokens.shape, generator=drawn) * batch.loss_mask
-    batch.values = worker.values(batch) if worker else 0.1 * torch.randn(batch.tokens.shape, generator=drawn)
+    batch.values = (
+        worker.values(batch) if worker else 0.1 * torch.randn(batch.tokens.shape, generator=drawn)
+    )
     return batch
 
 
@@ -106,7 +112,9 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
-def test_a_value_is_the_head_on_the_state_before_its_token(shapes: dict[str, str], name: str) -> None:
+def test_a_value_is_the_head_on_the_state_before_its_token(
+    shapes: dict[str, str], name: str
+) -> None:
     batch = make_batch()
     model = HEADS[VALUE].load(shapes[name], torch.float32)
     wrapped = TokenModel(model).eval()
@@ -114,13 +122,17 @@ def test_a_value_is_the_head_on_the_state_before_its_token(shapes: dict[str, str
         layout = plain_layout(batch.tokens, batch.attention_mask, batch.loss_mask)
         found = wrapped(layout, OutputRequest.of(VALUES))[VALUES]
         backbone = AutoModel.from_pretrained(shapes[name], dtype=torch.float32).eval()
-        states = backbone(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
+        states = backbone(
+            batch.tokens, attention_mask=batch.attention_mask.long()
+        ).last_hidden_state
         expected = (states @ model.score.weight[0]).roll(1, 1) * batch.loss_mask
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     assert float(found.abs().max()) > 1e-3
 
 
-def test_values_do_not_depend_on_packing_or_micro_batches(untied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_do_not_depend_on_packing_or_micro_batches(
+    untied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     batch, worker = make_batch(groups=5), critic(untied_model)
     packed = worker.values(batch)
     worker.cfg.trainer.micro_forward_batch_size_per_gpu = 1
@@ -143,10 +155,14 @@ def test_the_gradient_equals_one_written_by_hand(untied_model: str) -> None:
     loss = torch.maximum((values - batch.returns) ** 2, (clipped - batch.returns) ** 2) / 2
     (batch.loss_weights * loss).sum().backward()
     worker.forward_backward(batch)
-    assert distance(gradient(worker), torch.cat([p.grad.flatten() for p in model.parameters()])) < 1e-5
+    assert (
+        distance(gradient(worker), torch.cat([p.grad.flatten() for p in model.parameters()])) < 1e-5
+    )
     metrics = step_metrics(worker)
     mask = batch.loss_mask
-    bounded = ((values - batch.values).abs() > 0.2) & ((clipped - batch.returns) ** 2 > (values - batch.returns) ** 2)
+    bounded = ((values - batch.values).abs() > 0.2) & (
+        (clipped - batch.returns) ** 2 > (values - batch.returns) ** 2
+    )
     assert metrics["loss"] == pytest.approx((batch.loss_weights * loss).sum().item(), rel=1e-5)
     assert metrics["clip_frac"] == pytest.approx(float(bounded[mask].double().mean()))
     assert 0 < metrics["clip_frac"] < 1
@@ -218,7 +234,9 @@ def test_bfloat16_has_float32_master_weights_and_float32_values(untied_model: st
     batch = learning(worker)
     difference = (batch.values - exact.values(batch)).abs().max()
     assert 0 < float(difference) < 0.02
-    assert not torch.equal(batch.values, batch.values.bfloat16().float()), "the sum of the head is not rounded"
+    assert not torch.equal(batch.values, batch.values.bfloat16().float()), (
+        "the sum of the head is not rounded"
+    )
     before = _whole(worker.backend.model.model.score.weight)
     worker.forward_backward(batch)
     worker.optimizer_step()

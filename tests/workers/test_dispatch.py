@@ -20,7 +20,12 @@ from skyasync.models.batch import TokenBatch, UpdateBatch
 from skyasync.weight_sync.transfers.shared_memory import BufferReader
 from skyasync.workers.dispatch import RayWorkerDispatch
 from skyasync.workers.policy import NonFiniteError, PolicyWorker
-from skyasync.workers.ranks import HeartbeatTimeoutError, WorkerPlacement, row_costs, split_for_ranks
+from skyasync.workers.ranks import (
+    HeartbeatTimeoutError,
+    WorkerPlacement,
+    row_costs,
+    split_for_ranks,
+)
 from tests.end_to_end.leftovers import is_running, none_soon
 from tests.workers.conftest import comparable, config_for, make_batch
 
@@ -45,8 +50,12 @@ def split(batch: TokenBatch, ranks: int) -> list[list[int]]:
     return [rows.tolist() for rows in split_for_ranks(batch, ranks)]
 
 
-async def started(cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None) -> RayWorkerDispatch:
-    dispatch = RayWorkerDispatch(cfg, {"policy": policy} | ({"reference": reference} if reference else {}))
+async def started(
+    cfg: Config, policy: WorkerPlacement, reference: WorkerPlacement | None = None
+) -> RayWorkerDispatch:
+    dispatch = RayWorkerDispatch(
+        cfg, {"policy": policy} | ({"reference": reference} if reference else {})
+    )
     await dispatch.start()
     return dispatch
 
@@ -71,9 +80,13 @@ def test_ranks_get_equal_work_where_long_rows_cost_more_than_their_tokens() -> N
     costs = row_costs(shorter, 32)
     assert costs.tolist() == pytest.approx([1024 + 1024**2 / 384] * 4 + [128 + 128**2 / 384] * 64)
     mask = torch.arange(1024) < shorter[:, None]
-    rows = split_for_ranks(TokenBatch(mask.long(), mask, mask, group_ids=torch.arange(68)), 2, hidden_size=32)
+    rows = split_for_ranks(
+        TokenBatch(mask.long(), mask, mask, group_ids=torch.arange(68)), 2, hidden_size=32
+    )
     work = [float(costs[one].sum()) for one in rows]
-    assert abs(work[0] - work[1]) <= float(costs.max()) and sorted(torch.cat(rows).tolist()) == list(range(68))
+    assert abs(work[0] - work[1]) <= float(costs.max()) and sorted(
+        torch.cat(rows).tolist()
+    ) == list(range(68))
 
 
 @given(st.lists(st.integers(1, 50), max_size=7), st.integers(1, 4))
@@ -83,7 +96,9 @@ def test_no_other_cut_gives_the_busiest_rank_less(lengths: list[int], ranks: int
     costs = row_costs(torch.tensor(lengths), 4)
     found = max(float(costs[rows].sum()) for rows in split_for_ranks(batch, ranks, hidden_size=4))
     cuts = combinations_with_replacement(range(len(lengths) + 1), ranks - 1)
-    best = min(max(float(costs[a:b].sum()) for a, b in pairwise((0, *cut, len(lengths)))) for cut in cuts)
+    best = min(
+        max(float(costs[a:b].sum()) for a, b in pairwise((0, *cut, len(lengths)))) for cut in cuts
+    )
     assert found <= best * (1 + 1e-9)
 
 
@@ -93,7 +108,13 @@ def test_ranks_get_all_rows_once_with_groups_together_and_tokens_balanced() -> N
     assert sorted(parts[0] + parts[1]) == list(range(len(batch)))
     tokens = [int(batch.attention_mask[rows].sum()) for rows in parts]
     assert abs(tokens[0] - tokens[1]) <= 2 * batch.tokens.shape[1]
-    assert len({int(g) for g in batch.group_ids[parts[0]]} & {int(g) for g in batch.group_ids[parts[1]]}) <= 1
+    assert (
+        len(
+            {int(g) for g in batch.group_ids[parts[0]]}
+            & {int(g) for g in batch.group_ids[parts[1]]}
+        )
+        <= 1
+    )
 
 
 def test_a_rank_may_get_no_rows() -> None:
@@ -119,13 +140,24 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
     )
     try:
         start = expected.logprobs(batch)
-        torch.testing.assert_close(await dispatch.ask("policy", "logprobs", batch), start, atol=1e-6, rtol=0)
-        assert await update(dispatch, batch) == pytest.approx(expected.update_policy(batch), rel=1e-5, abs=1e-7)
         torch.testing.assert_close(
-            await dispatch.ask("policy", "logprobs", batch), expected.logprobs(batch), atol=1e-5, rtol=0
+            await dispatch.ask("policy", "logprobs", batch), start, atol=1e-6, rtol=0
         )
-        torch.testing.assert_close(await dispatch.ask("reference", "logprobs", batch), start, atol=1e-6, rtol=0)
-        assert (await dispatch.score([[1, 2, 3]]))[0] == pytest.approx(expected.score([[1, 2, 3]])[0], abs=1e-5)
+        assert await update(dispatch, batch) == pytest.approx(
+            expected.update_policy(batch), rel=1e-5, abs=1e-7
+        )
+        torch.testing.assert_close(
+            await dispatch.ask("policy", "logprobs", batch),
+            expected.logprobs(batch),
+            atol=1e-5,
+            rtol=0,
+        )
+        torch.testing.assert_close(
+            await dispatch.ask("reference", "logprobs", batch), start, atol=1e-6, rtol=0
+        )
+        assert (await dispatch.score([[1, 2, 3]]))[0] == pytest.approx(
+            expected.score([[1, 2, 3]])[0], abs=1e-5
+        )
         weights = await published(dispatch)
         for name, parameter in expected.backend.model.model.named_parameters():
             torch.testing.assert_close(weights[name], parameter.detach(), atol=1e-6, rtol=1e-5)
@@ -136,8 +168,12 @@ async def test_one_rank_updates_scores_and_publishes_like_a_worker_in_process(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("groups", "tensor"), [(5, 2), pytest.param(1, 1, marks=pytest.mark.matrix)])
-@pytest.mark.parametrize("model_path", ["tied", pytest.param("untied", marks=pytest.mark.matrix)], indirect=True)
+@pytest.mark.parametrize(
+    ("groups", "tensor"), [(5, 2), pytest.param(1, 1, marks=pytest.mark.matrix)]
+)
+@pytest.mark.parametrize(
+    "model_path", ["tied", pytest.param("untied", marks=pytest.mark.matrix)], indirect=True
+)
 async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     model_path: str, bundles: PlacementGroup, tmp_path: Path, groups: int, tensor: int
 ) -> None:
@@ -154,13 +190,21 @@ async def test_two_ranks_train_like_one_and_exchange_checkpoints(
     dispatch = await started(several, WorkerPlacement(bundles, bundles=(0, 1)))
     try:
         await dispatch.load(tmp_path / "one")
-        for seed, samples in ((0, 4), (1, 1)):  # with one group of one sample a rank has no rows at all
+        for seed, samples in (
+            (0, 4),
+            (1, 1),
+        ):  # with one group of one sample a rank has no rows at all
             batch = make_batch(groups=groups, samples=samples, seed=seed)
             torch.testing.assert_close(
-                await dispatch.ask("policy", "logprobs", batch), single.logprobs(batch), atol=1e-4, rtol=0
+                await dispatch.ask("policy", "logprobs", batch),
+                single.logprobs(batch),
+                atol=1e-4,
+                rtol=0,
             )
             metrics = await update(dispatch, batch)
-            assert comparable(metrics) == pytest.approx(comparable(single.update_policy(batch)), rel=1e-4, abs=3e-6)
+            assert comparable(metrics) == pytest.approx(
+                comparable(single.update_policy(batch)), rel=1e-4, abs=3e-6
+            )
         trained = await published(dispatch)
         weights = {name: p.detach() for name, p in single.backend.model.model.named_parameters()}
         assert set(trained) == set(weights)
@@ -228,10 +272,14 @@ async def test_the_error_names_the_failed_or_hanging_rank_not_the_broken_collect
     try:
         pids = await dispatch._policy.call("ready")
         os.kill(pids[1], how)
-        with pytest.raises(ray.exceptions.RayActorError if how == signal.SIGKILL else HeartbeatTimeoutError) as failure:
+        with pytest.raises(
+            ray.exceptions.RayActorError if how == signal.SIGKILL else HeartbeatTimeoutError
+        ) as failure:
             await update(dispatch, make_batch(groups=4))
         assert dispatch.lost == ("policy", failure.value)
-        assert none_soon(lambda: [str(pid) for pid in pids if is_running(pid)]) == [], "a hanging rank is killed too"
+        assert none_soon(lambda: [str(pid) for pid in pids if is_running(pid)]) == [], (
+            "a hanging rank is killed too"
+        )
         with pytest.raises(RuntimeError, match="stopped"):
             await dispatch.transfer.publish(version=1)
     finally:
@@ -240,7 +288,9 @@ async def test_the_error_names_the_failed_or_hanging_rank_not_the_broken_collect
 
 @pytest.mark.matrix
 @pytest.mark.slow
-async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles: PlacementGroup) -> None:
+async def test_a_non_finite_loss_on_one_rank_is_named(
+    untied_model: str, bundles: PlacementGroup
+) -> None:
     batch = make_batch(groups=4)
     batch.advantages[-1] = float("nan")
     dispatch = await started(config_for(untied_model), WorkerPlacement(bundles, bundles=(0, 1)))
@@ -252,7 +302,9 @@ async def test_a_non_finite_loss_on_one_rank_is_named(untied_model: str, bundles
 
 
 @pytest.mark.slow
-async def test_a_model_that_cannot_be_loaded_ends_the_start(bundles: PlacementGroup, tmp_path: Path) -> None:
+async def test_a_model_that_cannot_be_loaded_ends_the_start(
+    bundles: PlacementGroup, tmp_path: Path
+) -> None:
     with pytest.raises(Exception, match=str(tmp_path)):
         await started(config_for(str(tmp_path)), WorkerPlacement(bundles))
     await _until_free(bundles)
@@ -270,12 +322,16 @@ async def test_models_that_do_not_load_in_time_are_named_with_the_key() -> None:
     dispatch._cfg.trainer.step_timeout_s = 0.01
     dispatch._groups = {"policy": Slow(), "reference": Slow()}  # type: ignore[dict-item]
     dispatch.shutdown = Slow().shutdown  # type: ignore[method-assign]
-    with pytest.raises(TimeoutError, match=r"^loading the models \(policy, reference\) .* 0\.01 s \(trainer\.step_"):
+    with pytest.raises(
+        TimeoutError, match=r"^loading the models \(policy, reference\) .* 0\.01 s \(trainer\.step_"
+    ):
         await dispatch.start()
 
 
 @pytest.mark.slow
-async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bundles: PlacementGroup) -> None:
+async def test_the_event_loop_runs_on_while_a_model_loads(
+    untied_model: str, bundles: PlacementGroup
+) -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -290,7 +346,9 @@ async def test_the_event_loop_runs_on_while_a_model_loads(untied_model: str, bun
     seconds = time.monotonic() - began
     ticking.cancel()
     await dispatch.shutdown()
-    assert ticks > 5 * seconds, "one tick is 0.01 s; two cores are shared with the actor and other tests"
+    assert ticks > 5 * seconds, (
+        "one tick is 0.01 s; two cores are shared with the actor and other tests"
+    )
 
 
 async def _until_free(group: PlacementGroup) -> None:

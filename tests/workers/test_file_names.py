@@ -30,7 +30,11 @@ def model(tmp_path_factory):
 
 def published(path, backend, rank=0):
     cfg = Config()
-    cfg.trainer.policy.model.path, cfg.generator.backend, cfg.trainer.policy.lora.rank = str(path), backend, rank
+    cfg.trainer.policy.model.path, cfg.generator.backend, cfg.trainer.policy.lora.rank = (
+        str(path),
+        backend,
+        rank,
+    )
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
     for encoding in ("full", "delta"):
@@ -57,9 +61,14 @@ def test_an_engine_that_has_the_trainers_model_gets_them_as_they_are_there(model
 def test_float32_shards_travel_in_the_dtype_of_the_engines(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     drawn = {"a": torch.randn(6, 5), "b": torch.arange(4)}
-    shards = {name: distribute_tensor(each, init_device_mesh("cpu", (1,)), [Shard(0)]) for name, each in drawn.items()}
+    shards = {
+        name: distribute_tensor(each, init_device_mesh("cpu", (1,)), [Shard(0)])
+        for name, each in drawn.items()
+    }
     travelled, gather = [], DTensor.full_tensor
-    monkeypatch.setattr(DTensor, "full_tensor", lambda self: travelled.append(self.dtype) or gather(self))
+    monkeypatch.setattr(
+        DTensor, "full_tensor", lambda self: travelled.append(self.dtype) or gather(self)
+    )
     full = dict(FullTensors(shards, torch.bfloat16))
     assert travelled == [torch.bfloat16, torch.int64]
     assert torch.equal(full["a"], drawn["a"].bfloat16()) and torch.equal(full["b"], drawn["b"])
@@ -87,15 +96,18 @@ SMALL = {
 @pytest.mark.parametrize("family", MIXTURES)
 def test_a_broadcast_has_the_names_and_shapes_of_the_files_of_every_moe_family(tmp_path, family):
     """vLLM's loaders know no other names for most families; NCCL's ``specs`` are these."""
-    AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SMALL, **MIXTURES[family])).save_pretrained(
-        tmp_path
-    )
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(family, **SMALL, **MIXTURES[family])
+    ).save_pretrained(tmp_path)
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.generator.backend = str(tmp_path), "vllm"
     worker = PolicyWorker(cfg, threads=1)
     worker.setup()
     sent = worker.transfer_weights("broadcast", "specs")
-    files = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    files = {
+        name: list(tensor.shape)
+        for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     assert {name: list(shape) for name, (_, shape) in from_message(sent).items()} == files
 
 
@@ -108,8 +120,14 @@ def test_tensors_that_can_only_be_split_together_are(monkeypatch):
 
     monkeypatch.setattr("transformers.core_model_loading.revert_weight_conversion", undo)
     weights = {"a": torch.ones(2), "b": torch.zeros(3)}
-    tensors = FullTensors(weights, torch.bfloat16, FileLayout(None, specs_in(weights, torch.bfloat16)))
-    assert tensors.specs == {"ab": (torch.bfloat16, (5,))} == {n: (t.dtype, tuple(t.shape)) for n, t in tensors}
+    tensors = FullTensors(
+        weights, torch.bfloat16, FileLayout(None, specs_in(weights, torch.bfloat16))
+    )
+    assert (
+        tensors.specs
+        == {"ab": (torch.bfloat16, (5,))}
+        == {n: (t.dtype, tuple(t.shape)) for n, t in tensors}
+    )
 
 
 def test_an_export_in_several_files_has_an_index_of_them(model, tmp_path, monkeypatch):
@@ -124,6 +142,11 @@ def test_an_export_in_several_files_has_an_index_of_them(model, tmp_path, monkey
     assert len(files) > 1 and set(index.values()) == files
     expected = load_file(model / "model.safetensors")
     assert index.keys() == expected.keys()
-    assert all(torch.equal(load_file(tmp_path / index[name])[name], expected[name]) for name in expected)
+    assert all(
+        torch.equal(load_file(tmp_path / index[name])[name], expected[name]) for name in expected
+    )
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.state_dict().keys() == AutoModelForCausalLM.from_pretrained(model).state_dict().keys()
+    assert (
+        loaded.state_dict().keys()
+        == AutoModelForCausalLM.from_pretrained(model).state_dict().keys()
+    )

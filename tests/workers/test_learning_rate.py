@@ -37,7 +37,8 @@ def test_linear_and_cosine_end_at_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [config(scheduler="linear"), config(scheduler="polynomial"), config(warmup_ratio=0.1)]
+    "settings",
+    [config(scheduler="linear"), config(scheduler="polynomial"), config(warmup_ratio=0.1)],
 )
 def test_what_needs_an_end_is_refused_without_one(settings: OptimizerConfig) -> None:
     with pytest.raises(UserError, match="max_training_steps"):
@@ -60,13 +61,17 @@ def test_what_needs_an_end_is_refused_without_one(settings: OptimizerConfig) -> 
         ("warmup_stable_decay", {"num_decay_steps": 4, "min_lr_ratio": 0.1}),
     ],
 )
-def test_after_the_warm_up_each_schedule_is_that_of_transformers(name: str, options: dict[str, Any]) -> None:
+def test_after_the_warm_up_each_schedule_is_that_of_transformers(
+    name: str, options: dict[str, Any]
+) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     theirs = get_scheduler(name, optimizer, 3, 20, scheduler_specific_kwargs=dict(options))
     ours = config(num_warmup_steps=3, scheduler=name, scheduler_kwargs=options)
     for step in range(20):
         if step >= 3:
-            assert learning_rate(step, ours, 20) == pytest.approx(theirs.get_last_lr()[0], abs=1e-12), step
+            assert learning_rate(step, ours, 20) == pytest.approx(
+                theirs.get_last_lr()[0], abs=1e-12
+            ), step
         optimizer.step()
         theirs.step()
 
@@ -99,7 +104,10 @@ def test_what_a_schedule_may_be_told_is_what_transformers_takes(name: str) -> No
     ("settings", "said"),
     [
         ({"num_warmup_steps": 5, "warmup_ratio": 0.1}, "both say how long the warm-up is"),
-        ({"scheduler": "polynomial", "scheduler_kwargs": {"lr_ende": 0.1}}, "did you mean 'lr_end'"),
+        (
+            {"scheduler": "polynomial", "scheduler_kwargs": {"lr_ende": 0.1}},
+            "did you mean 'lr_end'",
+        ),
         ({"scheduler_kwargs": {"power": 2}}, "constant takes none"),
         ({"scheduler": "cosine_with_min_lr"}, "needs its final rate in one form"),
         ({"scheduler": "cosine_warmup_with_min_lr"}, "needs its final rate in one form"),

@@ -21,7 +21,9 @@ def broken(where: str) -> Any:
     if where == "advantages":
         batch.advantages[-1] = float("inf")
     else:
-        batch.loss_weights[-1] = 1e38  # a loss that is finite in float64, and a gradient whose norm overflows float32
+        batch.loss_weights[-1] = (
+            1e38  # a loss that is finite in float64, and a gradient whose norm overflows float32
+        )
     return batch
 
 

@@ -52,11 +52,15 @@ def test_score_gives_every_token_after_the_first_at_temperature_one(cfg: Config)
     model = AutoModelForCausalLM.from_pretrained(cfg.trainer.policy.model.path)
     for sequence, score in zip(sequences, scores, strict=True):
         expected = model(torch.tensor([sequence])).logits[0].log_softmax(-1)[:-1].detach()
-        assert score == pytest.approx([float(expected[t, token]) for t, token in enumerate(sequence[1:])], abs=2e-5)
+        assert score == pytest.approx(
+            [float(expected[t, token]) for t, token in enumerate(sequence[1:])], abs=2e-5
+        )
 
 
 @pytest.mark.parametrize("cut", [{"micro_batch_tokens": 40}, {"micro_train_batch_size_per_gpu": 2}])
-def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dict[str, int]) -> None:
+def test_the_gradient_does_not_depend_on_the_micro_batches(
+    cfg: Config, cut: dict[str, int]
+) -> None:
     cfg.trainer.micro_batch_tokens = 100_000
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.0
     batch = make_batch(groups=5)
@@ -66,12 +70,16 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(cfg: Config, cut: dic
     pieces = start(cfg)
     metrics = pieces.update_policy(batch)
     torch.testing.assert_close(gradients(pieces), gradients(whole), atol=1e-6, rtol=1e-4)
-    assert metrics.pop("computed_tokens") >= expected.pop("computed_tokens")  # smaller trees repeat more tokens
+    assert metrics.pop("computed_tokens") >= expected.pop(
+        "computed_tokens"
+    )  # smaller trees repeat more tokens
     assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
     assert metrics["tokens"] == int(batch.loss_mask.sum())
 
 
-def test_activations_are_recomputed_on_a_gpu_and_not_on_a_cpu_unless_told_otherwise(cfg: Config) -> None:
+def test_activations_are_recomputed_on_a_gpu_and_not_on_a_cpu_unless_told_otherwise(
+    cfg: Config,
+) -> None:
     def recomputes(device: str) -> bool:
         worker, backend = PolicyWorker(cfg), FSDPBackend()
         backend.spec, backend.device = worker.spec(), torch.device(device)
@@ -146,7 +154,9 @@ def test_a_policy_gradient_step_equals_one_written_by_hand(cfg: Config) -> None:
     metrics = worker.update_policy(batch)
 
     model = AutoModelForCausalLM.from_pretrained(cfg.trainer.policy.model.path)
-    logits = model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1]
+    logits = model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits[
+        :, :-1
+    ]
     chosen = logits.log_softmax(-1).gather(2, batch.tokens[:, 1:, None])[..., 0]
     (-(batch.loss_weights * batch.advantages)[:, 1:] * chosen).sum().backward()
     expected = [p.grad for p in model.parameters()]
@@ -159,7 +169,9 @@ def test_the_gradient_is_clipped_to_the_configured_norm(cfg: Config) -> None:
     cfg.trainer.policy.optimizer_config.max_grad_norm = 1e-3
     worker = start(cfg)
     assert worker.update_policy(make_batch())["grad_norm"] > 1e-2
-    assert float(torch.stack([g.norm() for g in gradients(worker)]).norm()) == pytest.approx(1e-3, rel=1e-3)
+    assert float(torch.stack([g.norm() for g in gradients(worker)]).norm()) == pytest.approx(
+        1e-3, rel=1e-3
+    )
 
 
 def test_learning_rate_zero_trains_nothing(cfg: Config) -> None:
@@ -172,7 +184,9 @@ def test_learning_rate_zero_trains_nothing(cfg: Config) -> None:
 
 
 @pytest.mark.parametrize("what", ["advantages", "weights"])
-def test_a_non_finite_loss_or_gradient_is_named_and_changes_no_weight(cfg: Config, what: str) -> None:
+def test_a_non_finite_loss_or_gradient_is_named_and_changes_no_weight(
+    cfg: Config, what: str
+) -> None:
     worker = start(cfg)
     batch = make_batch()
     if what == "advantages":
@@ -183,7 +197,9 @@ def test_a_non_finite_loss_or_gradient_is_named_and_changes_no_weight(cfg: Confi
             lambda module, inputs, outputs: (torch.full_like(inputs[0], float("nan")),)
         )
     before = weights(worker)
-    with pytest.raises(NonFiniteError, match="loss" if what == "advantages" else "gradient.*layers.0"):
+    with pytest.raises(
+        NonFiniteError, match="loss" if what == "advantages" else "gradient.*layers.0"
+    ):
         worker.update_policy(batch)
     assert all(torch.equal(before[name], now) for name, now in weights(worker).items())
 

@@ -51,7 +51,9 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
         out(tiny, way)
     found = {}
     for way in ways:
-        ctypes.CDLL(None).malloc_trim(0)  # the memory that the former transfer freed would hide as much of this one's
+        ctypes.CDLL(None).malloc_trim(
+            0
+        )  # the memory that the former transfer freed would hide as much of this one's
         found[way] = peak_growth(lambda way=way: out(large, way))
     return found
 
@@ -67,7 +69,9 @@ def leave(process: Rank, folder: str, ways: list[str]) -> dict[str, int]:
     ],
     ids=["llama", "eight experts", "adapters"],
 )
-def test_no_way_out_has_a_second_copy_of_the_weights(fork_socket: Path, shape, ways: list[str]) -> None:
+def test_no_way_out_has_a_second_copy_of_the_weights(
+    fork_socket: Path, shape, ways: list[str]
+) -> None:
     with TemporaryDirectory() as folder:
         for name, made in (("tiny", shape(**TINY)), ("large", shape())):
             with torch.device("meta"):

@@ -41,9 +41,17 @@ async def test_an_error_of_the_work_is_no_lost_process_though_another_call_was_r
     monkeypatch.setattr(RankGroup, "__init__", lambda self, *_: None)
     group = RankGroup(ROLES[POLICY], WorkerPlacement(None))  # type: ignore[arg-type]
     vars(group).update(
-        _actors=actors, _failure=None, _running=0, _finished_s=0.0, _silence_s=0.0, _processes=[], _role=ROLES[POLICY]
+        _actors=actors,
+        _failure=None,
+        _running=0,
+        _finished_s=0.0,
+        _silence_s=0.0,
+        _processes=[],
+        _role=ROLES[POLICY],
     )
-    update, saved = (asyncio.create_task(group.call(method)) for method in ("forward_backward", "saved"))
+    update, saved = (
+        asyncio.create_task(group.call(method)) for method in ("forward_backward", "saved")
+    )
     await asyncio.sleep(0)
     actors[0].calls[0].set_exception(ValueError("of a loss"))
     with pytest.raises(ValueError, match="of a loss"):

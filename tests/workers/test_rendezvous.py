@@ -14,7 +14,11 @@ LISTENING = "0A"
 
 def addresses_listening_on(port: int) -> list[str]:
     """In the kernel's notation, of IPv4 and IPv6."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
     addresses = [row[1].split(":") for row in rows if row[3] == LISTENING]
     return [address for address, number in addresses if int(number, 16) == port]
 

@@ -17,7 +17,10 @@ from tests.workers.conftest import config_for, make_batch
 from tests.workers.processes import Rank, Ranks
 from tests.workers.test_critic import SMALL
 
-SHAPES = {"llama": LlamaConfig(**SMALL, num_labels=1), "qwen3": Qwen3Config(**SMALL, head_dim=8, num_labels=1)}
+SHAPES = {
+    "llama": LlamaConfig(**SMALL, num_labels=1),
+    "qwen3": Qwen3Config(**SMALL, head_dim=8, num_labels=1),
+}
 
 
 @pytest.fixture(scope="module", params=SHAPES)
@@ -39,7 +42,9 @@ def reward_config(path: str) -> Config:
 def expected(path: str, batch: TokenBatch) -> torch.Tensor:
     """Row by row, without padding."""
     library = AutoModelForSequenceClassification.from_pretrained(path)
-    rows = [tokens[mask][None] for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True)]
+    rows = [
+        tokens[mask][None] for tokens, mask in zip(batch.tokens, batch.attention_mask, strict=True)
+    ]
     with torch.no_grad():
         return torch.cat([library(row).logits[0] for row in rows])
 
@@ -57,7 +62,9 @@ def test_scores_are_those_of_the_librarys_classifier(model: str) -> None:
 
 def scores_of_rank(rank: Rank) -> list[float]:
     batch = make_batch(groups=4)
-    found: list[float] = rank.worker.scores(batch.select(split_for_ranks(batch, 2)[rank.rank]).trim()).tolist()
+    found: list[float] = rank.worker.scores(
+        batch.select(split_for_ranks(batch, 2)[rank.rank]).trim()
+    ).tolist()
     return found
 
 

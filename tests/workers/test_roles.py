@@ -38,7 +38,11 @@ class LengthWorker(Worker):
         return batch.loss_mask.sum(1) * self.unit
 
     def optimizer_step(
-        self, schedule_step: int | None = None, scale: float = 1.0, lr_scale: float = 1.0, beta1: float | None = None
+        self,
+        schedule_step: int | None = None,
+        scale: float = 1.0,
+        lr_scale: float = 1.0,
+        beta1: float | None = None,
     ) -> dict[str, float]:
         self.unit *= 2
         return {"unit": self.unit}
@@ -81,9 +85,18 @@ def config(path: str, *, shared: bool = True) -> Config:
     return cfg
 
 
-def test_the_policy_is_first_and_the_others_come_where_something_asks_for_them(lengths: Role) -> None:
-    assert [role.name for role in roles_with_ranks(config("", shared=False))] == ["policy", "lengths"]
-    assert [role.name for role in roles_with_ranks(config(""))] == ["policy", "reference", "lengths"]
+def test_the_policy_is_first_and_the_others_come_where_something_asks_for_them(
+    lengths: Role,
+) -> None:
+    assert [role.name for role in roles_with_ranks(config("", shared=False))] == [
+        "policy",
+        "lengths",
+    ]
+    assert [role.name for role in roles_with_ranks(config(""))] == [
+        "policy",
+        "reference",
+        "lengths",
+    ]
 
 
 def test_a_users_role_travels_and_the_librarys_do_not(lengths: Role) -> None:
@@ -99,7 +112,12 @@ def test_a_third_role_is_colocated_with_the_policy_or_on_devices_of_its_own(leng
     cfg = config("")
     cfg.trainer.placement.policy_num_gpus_per_node = 2
     colocated = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    assert colocated.of == {"policy": (0, 1), "reference": (0, 1), "lengths": (0, 1), "engines": (2,)}
+    assert colocated.of == {
+        "policy": (0, 1),
+        "reference": (0, 1),
+        "lengths": (0, 1),
+        "engines": (2,),
+    }
     assert {colocated.share[role] for role in ("policy", "reference", "lengths")} == {0.3333}
     register_role(Role("lengths", LengthWorker, gpu=False))
     separate = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
@@ -145,7 +163,9 @@ async def test_a_third_role_is_driven_like_the_others(
     try:
         batch = make_batch()
         expected = batch.loss_mask.sum(1).float()
-        assert torch.equal(await dispatch.ask("lengths", "lengths", batch), expected), "in the batch's order"
+        assert torch.equal(await dispatch.ask("lengths", "lengths", batch), expected), (
+            "in the batch's order"
+        )
         await dispatch.save(tmp_path)
         assert sorted(os.listdir(tmp_path)) == ["lengths", "policy"]
         assert await dispatch.optimizer_step(role="lengths") == {"unit": 2.0}

@@ -48,13 +48,17 @@ def learning(seed: int = 0, worker: PolicyWorker | None = None, **size: Any) -> 
     batch = make_batch(seed=seed, **size)
     drawn = torch.Generator().manual_seed(seed)
     batch.returns = torch.randn(batch.tokens.shape, generator=drawn) * batch.loss_mask
-    batch.values = worker.values(batch) if worker else 0.1 * torch.randn(batch.tokens.shape, generator=drawn)
+    batch.values = (
+        worker.values(batch) if worker else 0.1 * torch.randn(batch.tokens.shape, generator=drawn)
+    )
     return batch
 
 
 def whole(tensor: Tensor | None) -> Tensor:
     assert tensor is not None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().flatten().clone()
+    return (
+        (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().flatten().clone()
+    )
 
 
 def gradients(worker: PolicyWorker) -> tuple[Tensor, Tensor]:
@@ -79,7 +83,10 @@ def test_the_gradient_is_the_policys_and_a_share_of_a_value_loss_written_by_hand
     policy.forward_backward(make_batch())
     expected = torch.cat([whole(p.grad) for p in policy.backend.model.parameters()])
 
-    model, head = HEADS[VOCABULARY].load(untied_model, torch.float32), worker.backend.model.value_head
+    model, head = (
+        HEADS[VOCABULARY].load(untied_model, torch.float32),
+        worker.backend.model.value_head,
+    )
     assert head is not None
     weight = head.weight.detach().clone().requires_grad_()
     states = model.model(batch.tokens, attention_mask=batch.attention_mask.long()).last_hidden_state
@@ -88,17 +95,26 @@ def test_the_gradient_is_the_policys_and_a_share_of_a_value_loss_written_by_hand
     loss = torch.maximum((values - batch.returns) ** 2, (clipped - batch.returns) ** 2) / 2
     (batch.loss_weights * loss).sum().backward()
     by_hand = torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else whole(p.grad) for p in model.parameters()]
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else whole(p.grad)
+            for p in model.parameters()
+        ]
     )
 
-    torch.testing.assert_close(worker.values(batch), values.detach() * batch.loss_mask, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        worker.values(batch), values.detach() * batch.loss_mask, atol=1e-5, rtol=0
+    )
     worker.forward_backward(batch)
     found, of_head = gradients(worker)
     assert distance(found, expected + coef * by_hand) < 1e-5
-    assert coef or torch.equal(found, expected), "detached, it changes no bit of the policy's gradient"
+    assert coef or torch.equal(found, expected), (
+        "detached, it changes no bit of the policy's gradient"
+    )
     assert distance(of_head, whole(weight.grad)) < 1e-5
     metrics = step_metrics(worker)
-    assert metrics["critic/loss"] == pytest.approx((batch.loss_weights * loss).sum().item(), rel=1e-5)
+    assert metrics["critic/loss"] == pytest.approx(
+        (batch.loss_weights * loss).sum().item(), rel=1e-5
+    )
     assert metrics["critic/grad_norm"] == pytest.approx(float(of_head.norm()), rel=1e-5)
     assert (metrics["lr"], metrics["critic/lr"]) == (1e-2, 3e-2)
     assert metrics["grad_norm"] == pytest.approx(float(found.norm()), rel=1e-5)
@@ -124,7 +140,9 @@ def test_the_head_begins_as_a_critics_of_its_own(untied_model: str) -> None:
     cfg.trainer.critic.backbone = "own"
     own = CriticWorker(cfg, threads=1)
     own.setup()
-    torch.testing.assert_close(shared.values(make_batch()), own.values(make_batch()), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        shared.values(make_batch()), own.values(make_batch()), atol=1e-6, rtol=0
+    )
 
 
 def test_in_the_warm_up_the_head_alone_is_trained(untied_model: str) -> None:
@@ -137,7 +155,8 @@ def test_in_the_warm_up_the_head_alone_is_trained(untied_model: str) -> None:
     metrics = step_metrics(worker)
     assert all(name.startswith("critic/") for name in metrics) and worker.backend.step == 0
     assert all(
-        torch.equal(whole(p), was) for p, was in zip(worker.backend.model.model.parameters(), before, strict=True)
+        torch.equal(whole(p), was)
+        for p, was in zip(worker.backend.model.model.parameters(), before, strict=True)
     )
     assert not torch.equal(whole(worker.backend.model.value_head.weight), head)  # type: ignore[union-attr]
 
@@ -161,7 +180,10 @@ def test_returns_that_are_not_finite_change_neither(untied_model: str) -> None:
     worker.forward_backward(batch)
     with pytest.raises(NonFiniteError, match="critic"):
         worker.optimizer_step()
-    assert all(torch.equal(whole(p), was) for p, was in zip(worker.backend.model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(whole(p), was)
+        for p, was in zip(worker.backend.model.parameters(), before, strict=True)
+    )
 
 
 def test_a_batch_without_returns_is_refused(untied_model: str) -> None:
@@ -176,7 +198,12 @@ def of_rank(rank: Rank) -> tuple[Any, Any, dict[str, float], Any]:
     rank.worker.forward_backward(batch.select(rows).trim())
     policy, head = gradients(rank.worker)
     metrics = step_metrics(rank.worker)
-    return policy.numpy(), head.numpy(), metrics, whole(rank.worker.backend.model.value_head.weight).numpy()
+    return (
+        policy.numpy(),
+        head.numpy(),
+        metrics,
+        whole(rank.worker.backend.model.value_head.weight).numpy(),
+    )
 
 
 @pytest.mark.parametrize(
@@ -200,9 +227,13 @@ def test_the_gradient_on_several_ranks_is_that_of_one(
     ranks(count).set_up(PolicyWorker, cfg)
     for other in ranks(count).call(of_rank):
         for found, expected in zip(other[:2], one[:2], strict=True):
-            assert distance(torch.from_numpy(found), torch.from_numpy(expected)) < (2e-6 if "tensor" in sizes else 1e-6)
+            assert distance(torch.from_numpy(found), torch.from_numpy(expected)) < (
+                2e-6 if "tensor" in sizes else 1e-6
+            )
         assert other[2] == pytest.approx(one[2], rel=1e-5)
-        torch.testing.assert_close(torch.from_numpy(other[3]), torch.from_numpy(one[3]), atol=1e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(other[3]), torch.from_numpy(one[3]), atol=1e-6, rtol=0
+        )
 
 
 def steps(worker: PolicyWorker, start: int, end: int) -> list[dict[str, float]]:
@@ -214,7 +245,9 @@ def steps(worker: PolicyWorker, start: int, end: int) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize("rank", [0, 4])
-def test_training_goes_on_from_a_checkpoint_bit_by_bit(untied_model: str, tmp_path: Path, rank: int) -> None:
+def test_training_goes_on_from_a_checkpoint_bit_by_bit(
+    untied_model: str, tmp_path: Path, rank: int
+) -> None:
     cfg = shared_config(untied_model, rank=rank)
     original, resumed = started(cfg), started(cfg)
     steps(original, 0, 2)
@@ -249,7 +282,9 @@ def test_two_ranks_save_asynchronously_what_one_loads(
     )
 
 
-def test_checkpoints_of_the_other_backbone_are_refused_by_the_key(untied_model: str, tmp_path: Path) -> None:
+def test_checkpoints_of_the_other_backbone_are_refused_by_the_key(
+    untied_model: str, tmp_path: Path
+) -> None:
     shared, policy = started(shared_config(untied_model)), started(config_for(untied_model))
     shared.save(str(tmp_path / "shared"))
     policy.save(str(tmp_path / "policy"))
@@ -274,9 +309,13 @@ def test_what_is_exported_is_a_critic_of_its_own_that_says_the_same(
 
     critic = CriticWorker(own, threads=1)
     critic.setup()
-    torch.testing.assert_close(critic.values(make_batch()), worker.values(make_batch()), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        critic.values(make_batch()), worker.values(make_batch()), atol=1e-6, rtol=0
+    )
     policy = started(config_for(str(tmp_path / "policy")))
-    torch.testing.assert_close(policy.logprobs(make_batch()), worker.logprobs(make_batch()), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        policy.logprobs(make_batch()), worker.logprobs(make_batch()), atol=1e-5, rtol=0
+    )
     assert VALUE not in {name.partition(".")[0] for name in worker.backend.sharded_weights()}
 
 
@@ -287,4 +326,7 @@ def test_bfloat16_keeps_a_float32_head(untied_model: str) -> None:
     difference = (worker.values(make_batch()) - exact.values(make_batch())).abs().max()
     assert 0 < float(difference) < 0.02
     metrics = steps(worker, 0, 1)[0]
-    assert metrics["critic/grad_norm"] > 0 and worker.backend.model.value_head.weight.dtype == torch.float32  # type: ignore[union-attr]
+    assert (
+        metrics["critic/grad_norm"] > 0
+        and worker.backend.model.value_head.weight.dtype == torch.float32
+    )  # type: ignore[union-attr]

@@ -61,7 +61,9 @@ async def trained(
 async def test_the_gradient_on_two_ranks_is_that_of_the_synchronous_plan(
     worker: type[PolicyWorker], close: float, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
-    model = save_double(tmp_path) if worker is DoubleWorker else save_tiny_llama(tmp_path, tied=True)
+    model = (
+        save_double(tmp_path) if worker is DoubleWorker else save_tiny_llama(tmp_path, tied=True)
+    )
     sync = await trained(RayPPOTrainer, model, worker, ranks(2), samples=5)
     (expected,) = sync.gradients()
     for plan in (StreamedRayPPOTrainer, GroupByGroup):
@@ -87,7 +89,9 @@ async def test_a_rank_without_rows_takes_part_in_every_part(
     async def gradient(parts: list[Any]) -> tuple[Tensor, list[list[int]]]:
         dispatch, denominator = RanksDispatch(cfg, ranks(2)), 0.0
         for part in parts:
-            part.loss_weights, more = loss_numerators(cfg.trainer.algorithm, part.loss_mask, part.group_ids, None)
+            part.loss_weights, more = loss_numerators(
+                cfg.trainer.algorithm, part.loss_mask, part.group_ids, None
+            )
             denominator += more
             await dispatch.forward_backward(part)
         metrics = await dispatch.optimizer_step(0, 1 / denominator)

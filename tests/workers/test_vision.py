@@ -60,7 +60,9 @@ def gradient(rank: Rank, folder: str) -> tuple[dict[str, Tensor], dict[str, floa
     """The whole gradient after the rank's own rows, and the metrics of the optimizer step, which clips it in place."""
     batch = batch_of_images(folder)
     share = len(batch) // rank.count
-    rank.worker.forward_backward(batch.select(torch.arange(rank.rank * share, (rank.rank + 1) * share)).trim())
+    rank.worker.forward_backward(
+        batch.select(torch.arange(rank.rank * share, (rank.rank + 1) * share)).trim()
+    )
     whole = {}
     for name, parameter in rank.worker.backend.model.named_parameters():
         own = parameter.grad
@@ -102,10 +104,16 @@ def test_ranks_with_and_without_images_have_the_gradient_of_each_row_alone(
     for whole, reported in found:
         assert whole.keys() == expected.keys()
         for name, reference in expected.items():
-            assert distance(whole[name], reference) <= min(1e-6 * norm, 5e-6 * reference.norm() + 1e-9 * norm), name
+            assert distance(whole[name], reference) <= min(
+                1e-6 * norm, 5e-6 * reference.norm() + 1e-9 * norm
+            ), name
         computed = reported.pop("computed_tokens")
-        assert computed < 0.7 * metrics["computed_tokens"] or count > 1  # groups of a rank's rows share prompts
-        assert reported == pytest.approx({n: v for n, v in metrics.items() if n != "computed_tokens"}, rel=1e-5)
+        assert (
+            computed < 0.7 * metrics["computed_tokens"] or count > 1
+        )  # groups of a rank's rows share prompts
+        assert reported == pytest.approx(
+            {n: v for n, v in metrics.items() if n != "computed_tokens"}, rel=1e-5
+        )
 
 
 def test_one_rank_sharded_in_bfloat16_has_the_noise_of_one_that_is_not(folder: str) -> None:
@@ -113,7 +121,9 @@ def test_one_rank_sharded_in_bfloat16_has_the_noise_of_one_that_is_not(folder: s
     sharded, plain = config_for(folder), config_for(folder)
     for cfg in (sharded, plain):
         cfg.trainer.policy.model.dtype = "bfloat16"
-    plain.trainer.policy.optimizer_config.bf16_stochastic_round = True  # weights in bfloat16 need no FSDP
+    plain.trainer.policy.optimizer_config.bf16_stochastic_round = (
+        True  # weights in bfloat16 need no FSDP
+    )
     with_fsdp, without = (of_one_rank(cfg, folder)[0] for cfg in (sharded, plain))
     for name, reference in exact.items():
         rounding = distance(without[name], reference)
@@ -121,8 +131,12 @@ def test_one_rank_sharded_in_bfloat16_has_the_noise_of_one_that_is_not(folder: s
         assert distance(with_fsdp[name], reference) <= 1.3 * rounding, name
 
 
-@pytest.mark.parametrize("setting", [{"gradient_checkpointing": True}, {"cpu_offload": "parameters"}])
-def test_recomputed_and_offloaded_the_gradient_is_the_same(folder: str, setting: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "setting", [{"gradient_checkpointing": True}, {"cpu_offload": "parameters"}]
+)
+def test_recomputed_and_offloaded_the_gradient_is_the_same(
+    folder: str, setting: dict[str, Any]
+) -> None:
     expected, metrics = of_one_rank(config_for(folder), folder)
     cfg = config_for(folder)
     vars(cfg.trainer.policy).update(setting)
@@ -141,7 +155,9 @@ def test_adapters_are_on_the_language_model_alone_and_are_sent_merged(folder: st
     batch = batch_of_images(folder)
     worker.forward_backward(batch)
     for name, parameter in worker.backend.model.named_parameters():
-        if parameter.grad is not None and "lora_B" in name:  # B is 0, so its gradient is the weight's, times A
+        if (
+            parameter.grad is not None and "lora_B" in name
+        ):  # B is 0, so its gradient is the weight's, times A
             adapted = name.replace("lora_B.default.", "").replace("base_layer.", "")
             first = worker.backend.model.get_parameter(name.replace("lora_B", "lora_A"))
             expected = cfg.trainer.policy.lora.alpha / 2 * whole[adapted] @ first.T
@@ -149,9 +165,14 @@ def test_adapters_are_on_the_language_model_alone_and_are_sent_merged(folder: st
     worker.optimizer_step()
     worker.forward_backward(batch)
     worker.optimizer_step()
-    changed = {name for name, weight in worker.backend.weights() if not torch.equal(weight, before[name])}
+    changed = {
+        name for name, weight in worker.backend.weights() if not torch.equal(weight, before[name])
+    }
     assert changed
-    assert all(re.fullmatch(r"model\.(language|text)_model\.layers\.\d\..*_proj\.weight", name) for name in changed)
+    assert all(
+        re.fullmatch(r"model\.(language|text)_model\.layers\.\d\..*_proj\.weight", name)
+        for name in changed
+    )
 
 
 def test_an_exported_folder_is_a_model_that_reads_images(folder: str, tmp_path: Path) -> None:
@@ -162,7 +183,9 @@ def test_an_exported_folder_is_a_model_that_reads_images(folder: str, tmp_path: 
     exported = PolicyWorker(config_for(str(tmp_path)), threads=1)
     exported.setup()
     assert prompt(str(tmp_path), (noise(1),)) == prompt(folder, (noise(1),))
-    for (name, one), (_, other) in zip(worker.backend.weights(), exported.backend.weights(), strict=True):
+    for (name, one), (_, other) in zip(
+        worker.backend.weights(), exported.backend.weights(), strict=True
+    ):
         assert torch.equal(one, other), name
 
 
@@ -176,12 +199,23 @@ def test_a_critic_reads_images_and_its_gradient_is_that_of_each_row_alone(
     for cfg in (config_for(folder), row_by_row(folder)):
         cfg.trainer.algorithm.advantage_estimator = "gae"
         cfg.trainer.critic.backbone = "shared" if backbone == "shared" else "own"
-        worker: Any = PolicyWorker(cfg, threads=1) if backbone == "shared" else CriticWorker(cfg, threads=1)
+        worker: Any = (
+            PolicyWorker(cfg, threads=1) if backbone == "shared" else CriticWorker(cfg, threads=1)
+        )
         worker.setup()
         model: Any = worker.backend.model
         values = worker.values(batch)
         worker.forward_backward(batch)
-        found.append((values, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}))
+        found.append(
+            (
+                values,
+                {
+                    name: p.grad.clone()
+                    for name, p in model.named_parameters()
+                    if p.grad is not None
+                },
+            )
+        )
         worker.drop_gradient()
     (values, packed), (expected, alone) = found
     torch.testing.assert_close(values, expected, rtol=0, atol=1e-6)

@@ -1,10 +1,11 @@
-"""The APIs of the endpoint, one file each, and what they have in common: requests, replies, streams, fields.
+"""The APIs of the endpoint, one file each, and what they have in common: requests, replies,
+streams, fields.
 
-An API reads its requests into the one ``ModelRequest``, and writes the ``ModelReply``s to it in its own schema. Nothing
-here touches an engine, a tokenizer or the network.
+An API reads its requests into the one ``ModelRequest``, and writes the ``ModelReply``s to it in its
+own schema. Nothing here touches an engine, a tokenizer or the network.
 
-Invariant: every field of a request is either carried out or rejected with an error that names it; only fields that
-cannot change an answer are ignored.
+Invariant: every field of a request is either carried out or rejected with an error that names it;
+only fields that cannot change an answer are ignored.
 """
 
 from __future__ import annotations
@@ -30,23 +31,35 @@ T = TypeVar("T")
 #: The numbers by which a request may sample, by the names of ``SamplingParams``.
 NUMBERS = tuple(name for name in LIMITS if not name.endswith("_token_ids"))
 LENGTHS = (("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens"))
-MOST_STOPS, LONGEST_STOP = 64, 256
+MOST_STOPS = 64
+LONGEST_STOP = 256
 MOST_BIASES = 4096
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
 
 _BIAS = Key("", float, low=-LARGEST_BIAS, high=LARGEST_BIAS)
 
 Message = dict[str, Any]
-"""As chat templates read it: content is text, or parts with images; the arguments of tool calls are values."""
+"""As chat templates read it: content is text, or parts with images; the arguments of tool calls are
+values."""
 Body = dict[str, Any]  # JSON
 
 
 class RequestError(Exception):
     """A request that is answered with an error, in the schema of its API."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
-        self.param, self.code, self.status = param, code, status
+        self.param = param
+        self.code = code
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,8 @@ class ModelRequest:
 
     Args:
         tools: None if the model is not to be shown any.
-        stored: the conversation that a later request continues if it names the answer to this one, without that answer;
-            None if no request may.
+        stored: the conversation that a later request continues if it names the answer to this one,
+            without that answer; None if no request may.
     """
 
     model: str
@@ -96,7 +109,8 @@ class ModelReply:
 
     @property
     def message(self) -> Message:
-        """The reply as a message for chat templates, equal to the message that a later request sends back."""
+        """The reply as a message for chat templates, equal to the message that a later request
+        sends back."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -118,10 +132,12 @@ class AnswerHead:
 
 
 class Api:
-    """One request of an API, and its answer in the schema of that API: whole, or as server-sent events.
+    """One request of an API, and its answer in the schema of that API: whole, or as server-sent
+    events.
 
-    A stream is ``begin``, then ``update`` for every reply whenever it has grown and once with its ``finish_reason``,
-    then ``end``; or ``fail``, at any point after ``begin``. Nothing that was sent is taken back.
+    A stream is ``begin``, then ``update`` for every reply whenever it has grown and once with its
+    ``finish_reason``, then ``end``; or ``fail``, at any point after ``begin``. Nothing that was
+    sent is taken back.
 
     Attributes:
         prefix: begins the ids of answers.
@@ -134,7 +150,9 @@ class Api:
     def __init__(self, body: Body, session: Session) -> None:
         self.request = self.read(body, session)
         self.head = AnswerHead("", "", 0, 0)  # until the stream begins
-        self.sent: dict[int, tuple[int, int, int]] = {}  # of each reply: characters of reasoning and text, tokens
+        self.sent: dict[
+            int, tuple[int, int, int]
+        ] = {}  # of each reply: characters of reasoning and text, tokens
 
     def read(self, body: Body, session: Session) -> ModelRequest:
         """Raises ``RequestError``, naming the field that is wrong or not supported."""
@@ -161,7 +179,9 @@ class Api:
         """The body of an error, as OpenAI sends it."""
         types = {401: "authentication_error", 403: "permission_error", 500: "server_error"}
         kind = types.get(error.status, "invalid_request_error")
-        return {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+        return {
+            "error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+        }
 
     def unsent(self, reply: ModelReply) -> ModelReply:
         """The reply without what has been sent of it; the rest counts as sent from now on."""
@@ -183,7 +203,9 @@ class Api:
 def event(data: Body | str, name: str = "") -> str:
     """A server-sent event; text is sent unchanged."""
     text = data if isinstance(data, str) else json.dumps(data)
-    return f"event: {name}\ndata: {text}\n\n" if name else f"data: {text}\n\n"
+    if name:
+        return f"event: {name}\ndata: {text}\n\n"
+    return f"data: {text}\n\n"
 
 
 def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
@@ -201,9 +223,13 @@ def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
 
 
 def check_fields(
-    body: Body, known: Collection[str], ignored: Collection[str], neutral: Mapping[str, tuple[Any, ...]]
+    body: Body,
+    known: Collection[str],
+    ignored: Collection[str],
+    neutral: Mapping[str, tuple[Any, ...]],
 ) -> None:
-    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that requests nothing."""
+    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that
+    requests nothing."""
     for name, value in body.items():
         if name in known or name in ignored:
             continue
@@ -212,10 +238,16 @@ def check_fields(
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"unknown field {name:.100}{hint}", name[:100], "unknown_parameter")
         if value not in neutral[name]:
-            raise RequestError(f"{name}={value!r:.200} is not supported here: remove it", name, "unsupported_parameter")
+            raise RequestError(
+                f"{name}={value!r:.200} is not supported here: remove it",
+                name,
+                "unsupported_parameter",
+            )
 
 
-def given(body: Mapping[str, Any], name: str, kind: type[T], form: str, default: T | None = None) -> T:
+def given(
+    body: Mapping[str, Any], name: str, kind: type[T], form: str, default: T | None = None
+) -> T:
     """The value of a field, which must be of this type; ``default`` if it is null or missing."""
     value = body.get(name)
     if value is None and default is not None:
@@ -242,15 +274,19 @@ def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
 
 
 def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
-    """How to sample; ``defaults`` hold for what the request leaves out. Fields are by the names of all APIs."""
+    """How to sample; ``defaults`` hold for what the request leaves out. Fields are by the names of
+    all APIs."""
     chosen: dict[str, Any] = {}
     for given_name, name in (*zip(NUMBERS, NUMBERS, strict=True), *LENGTHS):
         value = number(body, given_name, LIMITS[name])
         if value is not None:
             chosen[name] = value
-    if bias := given(body, "logit_bias", dict, "an object", {}):
+    bias = given(body, "logit_bias", dict, "an object", {})
+    if bias:
         if len(bias) > MOST_BIASES:
-            raise RequestError(f"logit_bias has {len(bias)} tokens; it may have {MOST_BIASES}", "logit_bias")
+            raise RequestError(
+                f"logit_bias has {len(bias)} tokens; it may have {MOST_BIASES}", "logit_bias"
+            )
         if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
             raise RequestError("logit_bias must have token ids as its names", "logit_bias")
         chosen["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
@@ -260,7 +296,9 @@ def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
             continue
         stop = [value] if isinstance(value, str) else value
         if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+            raise RequestError(
+                f"{name} must be a text or a list of texts, none of them empty", name
+            )
         if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
             most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
             raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
@@ -283,7 +321,10 @@ def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
         parts = read_parts(content, files=False)
     except UserError as error:
         raise RequestError(f"{where}: {error}", where, "unsupported_content") from error
-    return [part if image_part(part) else {"type": "text", "text": text_of([part], where)} for part in parts]
+    return [
+        part if image_part(part) else {"type": "text", "text": text_of([part], where)}
+        for part in parts
+    ]
 
 
 def text_of(content: object, where: str) -> str:
@@ -306,21 +347,34 @@ def text_of(content: object, where: str) -> str:
 
 def check_no_image(part: object, where: str) -> None:
     """Raises ``RequestError`` for a part that is an image."""
-    if kind := image_part(part):
-        raise RequestError(f"{where} has a part of type {kind}: {NO_IMAGES}", where, "unsupported_content")
+    kind = image_part(part)
+    if kind:
+        raise RequestError(
+            f"{where} has a part of type {kind}: {NO_IMAGES}", where, "unsupported_content"
+        )
 
 
 def tool_call(name: object, arguments: object, identity: object, where: str) -> dict[str, Any]:
     """A tool call in a message of a request, in the form that templates read."""
     if not isinstance(name, str):
         raise RequestError(f"{where} must have a name and arguments", where)
-    with contextlib.suppress(ValueError, RecursionError):  # what is no JSON is shown to the model as it is
-        arguments = from_json(arguments) if isinstance(arguments, str) else arguments
-    return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+    with contextlib.suppress(
+        ValueError, RecursionError
+    ):  # what is no JSON is shown to the model as it is
+        if isinstance(arguments, str):
+            arguments = from_json(arguments)
+        else:
+            arguments = arguments
+    return {
+        "id": str(identity or ""),
+        "type": "function",
+        "function": {"name": name, "arguments": arguments},
+    }
 
 
 def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
-    """The tools of a request in the form of chat completions, which templates read; None if the model is shown none.
+    """The tools of a request in the form of chat completions, which templates read; None if the
+    model is shown none.
 
     Args:
         shown: the result of ``shows_tools``.
@@ -331,22 +385,35 @@ def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(requested if shown else ()):
         where = f"tools[{index}]"
-        tool_type = tool.get("type", "custom" if kind == "custom" else None) if isinstance(tool, dict) else tool
+        if isinstance(tool, dict):
+            tool_type = tool.get("type", "custom" if kind == "custom" else None)
+        else:
+            tool_type = tool
         if not isinstance(tool, dict) or tool_type != kind:
-            raise RequestError(f"{where} has the type {tool_type}: only tools of type {kind} are known here", where)
-        name, description, parameters = tool.get("name"), tool.get("description"), tool.get(schema)
+            raise RequestError(
+                f"{where} has the type {tool_type}: only tools of type {kind} are known here", where
+            )
+        name = tool.get("name")
+        description = tool.get("description")
+        parameters = tool.get(schema)
         if not isinstance(name, str) or not name:
             raise RequestError(f"{where} must have a name", where)
         function: dict[str, Any] = {"name": name}
         if isinstance(description, str):
             function["description"] = description
-        function["parameters"] = parameters if isinstance(parameters, dict) else {"type": "object", "properties": {}}
+        if isinstance(parameters, dict):
+            function["parameters"] = parameters
+        else:
+            function["parameters"] = {"type": "object", "properties": {}}
         tools.append({"type": "function", "function": function})
     return tools or None
 
 
 def shows_tools(choice: object, name: str = "tool_choice") -> bool:
-    """Whether the model is shown the tools. Raises ``RequestError`` if it is to be forced to call one."""
+    """Whether the model is shown the tools. Raises ``RequestError`` if it is to be forced to call
+    one."""
     if choice not in (None, "auto", "none"):
-        raise RequestError(f"{name} must be auto or none: a call of a tool cannot be enforced here", "tool_choice")
+        raise RequestError(
+            f"{name} must be auto or none: a call of a tool cannot be enforced here", "tool_choice"
+        )
     return choice != "none"

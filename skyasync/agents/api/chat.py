@@ -38,7 +38,15 @@ _CHOICES = Key("", int, low=1, high=128)
 
 #: Fields for OpenAI's own service, which change no answer.
 IGNORED = frozenset(
-    ["metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"]
+    [
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    ]
 )
 #: Fields whose default value requests nothing, and that value; any other is rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -56,7 +64,16 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "verbosity": (None,),
     "web_search_options": (None,),
 }
-COMMON = {*NUMBERS, "model", "n", "stream", "stream_options", "return_token_ids", "logit_bias", "stop"}
+COMMON = {
+    *NUMBERS,
+    "model",
+    "n",
+    "stream",
+    "stream_options",
+    "return_token_ids",
+    "logit_bias",
+    "stop",
+}
 _TOOL_FIELDS = {"tools", "tool_choice", "parallel_tool_calls"}
 CHAT_FIELDS = COMMON | _TOOL_FIELDS | {"messages", "logprobs", "max_completion_tokens"}
 COMPLETION_FIELDS = COMMON | {"prompt", "logprobs"}
@@ -74,13 +91,20 @@ class ChatApi(Api):
             raise RequestError("messages is empty", "messages")
         tools = given(body, "tools", list, "a list of tools", [])
         for index, tool in enumerate(tools):
-            function = tool.get("function") if isinstance(tool, dict) else None
+            if isinstance(tool, dict):
+                function = tool.get("function")
+            else:
+                function = None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-                raise RequestError(f"tools[{index}] must be of type function, with a name", f"tools[{index}]")
+                raise RequestError(
+                    f"tools[{index}] must be of type function, with a name", f"tools[{index}]"
+                )
         return ModelRequest(
             **self.common(body, session),
             logprobs=flag(body, "logprobs", default=False),
-            messages=[_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+            messages=[
+                _message(message, f"messages[{index}]") for index, message in enumerate(messages)
+            ],
             tools=(tools or None) if shows_tools(body.get("tool_choice")) else None,
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
         )
@@ -99,8 +123,14 @@ class ChatApi(Api):
 
     def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         about = {"id": head.id, "object": self.kind, "created": head.created, "model": head.model}
-        body = {**about, "choices": [self.choice(reply) for reply in replies], "usage": _usage(head)}
-        return body if head.prompt_token_ids is None else {**body, "prompt_token_ids": head.prompt_token_ids}
+        body = {
+            **about,
+            "choices": [self.choice(reply) for reply in replies],
+            "usage": _usage(head),
+        }
+        if head.prompt_token_ids is None:
+            return body
+        return {**body, "prompt_token_ids": head.prompt_token_ids}
 
     def update(self, reply: ModelReply) -> str:
         first = reply.index not in self.sent
@@ -116,18 +146,28 @@ class ChatApi(Api):
                 more["logprobs"] = _logprobs(new.logprobs)
             deltas.append(({"content": new.text} if new.text else {}, more))
         if reply.tool_calls:
-            deltas.append(({"tool_calls": [{"index": i, **c} for i, c in enumerate(_tool_calls(reply))]}, {}))
+            deltas.append(
+                ({"tool_calls": [{"index": i, **c} for i, c in enumerate(_tool_calls(reply))]}, {})
+            )
         if reply.finish_reason:
             deltas.append(({}, {"finish_reason": reply.finish_reason}))
         empty = {"index": reply.index, "finish_reason": None, "logprobs": None}
         return "".join(self.chunk([{**empty, "delta": delta, **more}]) for delta, more in deltas)
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
-        usage = self.chunk([], usage=_usage(head)) if self.request.include_usage else ""
+        if self.request.include_usage:
+            usage = self.chunk([], usage=_usage(head))
+        else:
+            usage = ""
         return usage + event("[DONE]")
 
     def chunk(self, choices: list[Body], **more: object) -> str:
-        about = {"id": self.head.id, "object": self.chunk_kind, "created": self.head.created, "model": self.head.model}
+        about = {
+            "id": self.head.id,
+            "object": self.chunk_kind,
+            "created": self.head.created,
+            "model": self.head.model,
+        }
         return event({**about, "choices": choices, **more})
 
     def choice(self, reply: ModelReply) -> Body:
@@ -137,8 +177,13 @@ class ChatApi(Api):
         if reply.tool_calls:
             message |= {"content": reply.text or None, "tool_calls": _tool_calls(reply)}
         body = {"index": reply.index, "message": message, "finish_reason": reply.finish_reason}
-        body["logprobs"] = None if reply.logprobs is None else _logprobs(reply.logprobs)
-        return body if reply.token_ids is None else {**body, "token_ids": reply.token_ids}
+        if reply.logprobs is None:
+            body["logprobs"] = None
+        else:
+            body["logprobs"] = _logprobs(reply.logprobs)
+        if reply.token_ids is None:
+            return body
+        return {**body, "token_ids": reply.token_ids}
 
 
 class CompletionsApi(ChatApi):
@@ -154,35 +199,55 @@ class CompletionsApi(ChatApi):
             prompt = prompt[0]
         tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
         if not prompt or not (tokens or isinstance(prompt, str)):
-            raise RequestError("prompt must be one text or one list of token ids, not empty", "prompt")
+            raise RequestError(
+                "prompt must be one text or one list of token ids, not empty", "prompt"
+            )
         if (body.get("logprobs") or 0) not in (0, 1):
             problem = f"logprobs={body['logprobs']!r:.100} is not supported here"
             problem = f"{problem}: 0 or 1 gives those of the sampled tokens"
             raise RequestError(problem, "logprobs", "unsupported_parameter")
-        return ModelRequest(**self.common(body, session), logprobs=body.get("logprobs") is not None, prompt=prompt)
+        return ModelRequest(
+            **self.common(body, session), logprobs=body.get("logprobs") is not None, prompt=prompt
+        )
 
     def update(self, reply: ModelReply) -> str:
         new = self.unsent(reply)
         sends = new.text or new.logprobs or new.token_ids or reply.finish_reason
-        return self.chunk([self.choice(new)]) if sends else ""
+        if sends:
+            return self.chunk([self.choice(new)])
+        return ""
 
     def choice(self, reply: ModelReply) -> Body:
-        body: Body = {"index": reply.index, "text": reply.text, "finish_reason": reply.finish_reason or None}
+        body: Body = {
+            "index": reply.index,
+            "text": reply.text,
+            "finish_reason": reply.finish_reason or None,
+        }
         body["logprobs"] = None
         if reply.logprobs is not None:
-            tokens, values = [token for token, _ in reply.logprobs], [value for _, value in reply.logprobs]
-            body["logprobs"] = {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
-        return body if reply.token_ids is None else {**body, "token_ids": reply.token_ids}
+            tokens = [token for token, _ in reply.logprobs]
+            values = [value for _, value in reply.logprobs]
+            body["logprobs"] = {
+                "tokens": tokens,
+                "token_logprobs": values,
+                "top_logprobs": None,
+                "text_offset": None,
+            }
+        if reply.token_ids is None:
+            return body
+        return {**body, "token_ids": reply.token_ids}
 
 
 def _usage(head: AnswerHead) -> dict[str, int]:
-    read, wrote = head.prompt_tokens, head.completion_tokens
+    read = head.prompt_tokens
+    wrote = head.completion_tokens
     return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
 
 
 def _logprobs(pairs: Sequence[tuple[str, float]]) -> Body:
     content = [
-        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []} for token, value in pairs
+        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+        for token, value in pairs
     ]
     return {"content": content, "refusal": None}
 
@@ -190,7 +255,13 @@ def _logprobs(pairs: Sequence[tuple[str, float]]) -> Body:
 def _tool_calls(reply: ModelReply) -> list[Body]:
     """The arguments travel as JSON text."""
     return [
-        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
         for call in reply.tool_calls
     ]
 
@@ -199,7 +270,10 @@ def _message(message: object, where: str) -> Message:
     """The message in the form that chat templates read."""
     if not isinstance(message, dict) or message.get("role") not in list(ROLES):
         raise RequestError(f"{where} must be an object with a role of {', '.join(ROLES)}", where)
-    read: Message = {"role": ROLES[message["role"]], "content": content_of(message.get("content"), f"{where}.content")}
+    read: Message = {
+        "role": ROLES[message["role"]],
+        "content": content_of(message.get("content"), f"{where}.content"),
+    }
     if message["role"] == "tool":
         read["tool_call_id"] = str(message.get("tool_call_id", ""))
     if isinstance(message.get("name"), str):
@@ -207,13 +281,22 @@ def _message(message: object, where: str) -> Message:
     thought = message.get("reasoning_content") or message.get("reasoning")
     if message["role"] == "assistant" and isinstance(thought, str):
         read["reasoning_content"] = thought
-    if calls := message.get("tool_calls"):
+    calls = message.get("tool_calls")
+    if calls:
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list", where)
-        where, read["tool_calls"] = f"{where}.tool_calls", []
+        where = f"{where}.tool_calls"
+        read["tool_calls"] = []
         for call in calls:
-            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(call, dict):
+                function = call.get("function")
+            else:
+                function = None
             if not isinstance(function, dict):
-                raise RequestError(f"{where} must be objects with a function that has a name and arguments", where)
-            read["tool_calls"].append(tool_call(function.get("name"), function.get("arguments"), call.get("id"), where))
+                raise RequestError(
+                    f"{where} must be objects with a function that has a name and arguments", where
+                )
+            read["tool_calls"].append(
+                tool_call(function.get("name"), function.get("arguments"), call.get("id"), where)
+            )
     return read

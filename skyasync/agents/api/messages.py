@@ -1,7 +1,8 @@
 """Anthropic's messages: ``/v1/messages``.
 
-Invariant: a conversation in blocks is the one that chat completions would have: the results of tools are messages of
-their own, before what else the user says with them, and thinking is the reasoning of its message.
+Invariant: a conversation in blocks is the one that chat completions would have: the results of
+tools are messages of their own, before what else the user says with them, and thinking is the
+reasoning of its message.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from skyasync.agents.calls import Session
 
 #: Fields for Anthropic's own service, which caches and routes; they change no answer.
-IGNORED = frozenset(["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"])
+IGNORED = frozenset(
+    ["cache_control", "inference_geo", "metadata", "service_tier", "speed", "user_profile_id"]
+)
 #: Fields whose default value requests nothing, and that value; any other is rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "container": (None,),
@@ -78,13 +81,20 @@ class MessagesApi(Api):
             if number(body, "max_tokens", LIMITS["max_tokens"]) is None:
                 raise RequestError("max_tokens must be given", "max_tokens")
         given_messages = given(body, "messages", list, "a list of messages")
-        messages = [m for i, message in enumerate(given_messages) for m in _messages(message, f"messages[{i}]")]
+        messages = [
+            m
+            for i, message in enumerate(given_messages)
+            for m in _messages(message, f"messages[{i}]")
+        ]
         if not messages:
             raise RequestError("messages is empty", "messages")
         if messages[-1]["role"] == "assistant":
-            problem = "messages ends with the model's own message: a prefilled reply is not supported"
+            problem = (
+                "messages ends with the model's own message: a prefilled reply is not supported"
+            )
             raise RequestError(problem, "messages")
-        if system := text_of(body.get("system"), "system"):
+        system = text_of(body.get("system"), "system")
+        if system:
             messages.insert(0, {"role": "system", "content": system})
         choice = given(body, "tool_choice", dict, "an object", {})
         shown = shows_tools(choice.get("type", "auto"), "tool_choice.type")
@@ -108,25 +118,40 @@ class MessagesApi(Api):
         return {**_message_head(head), "content": blocks, **_stop(reply)}
 
     def begin(self, head: AnswerHead) -> str:
-        return _event("message_start", message={**_message_head(head), "stop_reason": None, "stop_sequence": None})
+        return _event(
+            "message_start",
+            message={**_message_head(head), "stop_reason": None, "stop_sequence": None},
+        )
 
     def update(self, reply: ModelReply) -> str:
-        new, sent = self.unsent(reply), ""
-        for kind, text, empty in (("thinking", new.reasoning, {"signature": ""}), ("text", new.text, {})):
+        new = self.unsent(reply)
+        sent = ""
+        for kind, text, empty in (
+            ("thinking", new.reasoning, {"signature": ""}),
+            ("text", new.text, {}),
+        ):
             if text:
                 if self._open_block != kind:
                     sent += self._next_block({"type": kind, kind: "", **empty})
-                sent += _event("content_block_delta", index=self._blocks, delta={"type": f"{kind}_delta", kind: text})
+                sent += _event(
+                    "content_block_delta",
+                    index=self._blocks,
+                    delta={"type": f"{kind}_delta", kind: text},
+                )
         for call in reply.tool_calls:
             block = _tool_use(call)
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             sent += self._next_block({**block, "input": {}})
             sent += _event("content_block_delta", index=self._blocks, delta=delta)
-        return sent + self._next_block(None) if reply.finish_reason else sent
+        if reply.finish_reason:
+            return sent + self._next_block(None)
+        return sent
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
         (reply,) = replies
-        delta = _event("message_delta", delta=_stop(reply), usage={"output_tokens": head.completion_tokens})
+        delta = _event(
+            "message_delta", delta=_stop(reply), usage={"output_tokens": head.completion_tokens}
+        )
         return delta + _event("message_stop")
 
     def fail(self, error: RequestError) -> str:
@@ -144,7 +169,9 @@ class MessagesApi(Api):
             sent = _event("content_block_stop", index=self._blocks)
             self._blocks += 1
         self._open_block = block["type"] if block else ""
-        return sent + _event("content_block_start", index=self._blocks, content_block=block) if block else sent
+        if block:
+            return sent + _event("content_block_start", index=self._blocks, content_block=block)
+        return sent
 
 
 class CountTokensApi(MessagesApi):
@@ -165,20 +192,31 @@ def _message_head(head: AnswerHead) -> Body:
 
 def _stop(reply: ModelReply) -> Body:
     by_string = reply.stopped_by is not None and reply.finish_reason == "stop"
-    reason = "stop_sequence" if by_string else _STOPS[reply.finish_reason]
+    if by_string:
+        reason = "stop_sequence"
+    else:
+        reason = _STOPS[reply.finish_reason]
     return {"stop_reason": reason, "stop_sequence": reply.stopped_by if by_string else None}
 
 
 def _tool_use(call: dict[str, Any]) -> Body:
     function = call["function"]
-    return {"type": "tool_use", "id": call["id"], "name": function["name"], "input": function["arguments"]}
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": function["name"],
+        "input": function["arguments"],
+    }
 
 
 def _messages(message: object, where: str) -> Iterator[Message]:
     """The messages that a chat template reads for one message in Anthropic's form."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
-        raise RequestError(f"{where} must be an object with a role of user, assistant or system", where)
-    role, content = message["role"], message.get("content")
+        raise RequestError(
+            f"{where} must be an object with a role of user, assistant or system", where
+        )
+    role = message["role"]
+    content = message.get("content")
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
         return
@@ -191,7 +229,11 @@ def _messages(message: object, where: str) -> Iterator[Message]:
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "tool_result" and role == "user":
             result = content_of(block.get("content"), f"{place}.content")
-            yield {"role": "tool", "content": result, "tool_call_id": str(block.get("tool_use_id", ""))}
+            yield {
+                "role": "tool",
+                "content": result,
+                "tool_call_id": str(block.get("tool_use_id", "")),
+            }
             continue
         only_results = False
         if kind == "text":

@@ -1,9 +1,9 @@
 """OpenAI's Responses: ``/v1/responses``.
 
-Invariant: the items of one turn of the model (reasoning, text, calls) are one message, as it was sampled. The items
-that a stream adds, in their order and with their ids, are those of the whole answer. ``previous_response_id`` continues
-what the episode itself was answered, for as long as the episode runs; instructions are not carried over, as in OpenAI's
-own.
+Invariant: the items of one turn of the model (reasoning, text, calls) are one message, as it was
+sampled. The items that a stream adds, in their order and with their ids, are those of the whole
+answer. ``previous_response_id`` continues what the episode itself was answered, for as long as the
+episode runs; instructions are not carried over, as in OpenAI's own.
 """
 
 from __future__ import annotations
@@ -54,12 +54,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _SAMPLING = {"max_output_tokens", "temperature", "top_p"}
 _TOOLS = {"parallel_tool_calls", "tool_choice", "tools"}
-_FIELDS = _SAMPLING | _TOOLS | {"input", "instructions", "model", "previous_response_id", "store", "stream"}
+_FIELDS = (
+    _SAMPLING
+    | _TOOLS
+    | {"input", "instructions", "model", "previous_response_id", "store", "stream"}
+)
 _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 class ResponsesApi(Api):
-    """In a stream one item is open at a time: the reasoning, the message, then each call of a tool."""
+    """In a stream one item is open at a time: the reasoning, the message, then each call of a
+    tool."""
 
     prefix = "resp"
 
@@ -78,17 +83,27 @@ class ResponsesApi(Api):
         if body.get("previous_response_id") is not None:
             previous = given(body, "previous_response_id", str, "the id of an answer")
             if previous not in session.conversations:
-                problem = f"previous_response_id={previous:.100} is not a stored answer of this episode"
-                raise RequestError(problem, "previous_response_id", "previous_response_not_found", 404)
+                problem = (
+                    f"previous_response_id={previous:.100} is not a stored answer of this episode"
+                )
+                raise RequestError(
+                    problem, "previous_response_id", "previous_response_not_found", 404
+                )
             messages += session.conversations[previous]
-        messages += _messages([{"role": "user", "content": items}] if isinstance(items, str) else items)
+        messages += _messages(
+            [{"role": "user", "content": items}] if isinstance(items, str) else items
+        )
         instructions = given(body, "instructions", str, "a text", "")
         return ModelRequest(
             model=given(body, "model", str, "a name", "policy"),
             sampling=sampling(body, session.sampling),
             stream=flag(body, "stream", default=False),
-            messages=[{"role": "system", "content": instructions}, *messages] if instructions else messages,
-            tools=function_tools(body, shows_tools(body.get("tool_choice")), "function", "parameters"),
+            messages=[{"role": "system", "content": instructions}, *messages]
+            if instructions
+            else messages,
+            tools=function_tools(
+                body, shows_tools(body.get("tool_choice")), "function", "parameters"
+            ),
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
             stored=messages if flag(body, "store", default=True) else None,
         )
@@ -99,7 +114,9 @@ class ResponsesApi(Api):
         return {
             **self._response(head),
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": "max_output_tokens"}
+            if status == "incomplete"
+            else None,
             "output": _items(head, reply),
             "usage": {
                 "input_tokens": head.prompt_tokens,
@@ -113,16 +130,21 @@ class ResponsesApi(Api):
     def begin(self, head: AnswerHead) -> str:
         self.head = head
         opened = {**self._response(head), "status": "in_progress", "output": []}
-        return self._event("response.created", response=opened) + self._event("response.in_progress", response=opened)
+        return self._event("response.created", response=opened) + self._event(
+            "response.in_progress", response=opened
+        )
 
     def update(self, reply: ModelReply) -> str:
-        new, sent = self.unsent(reply), ""
+        new = self.unsent(reply)
+        sent = ""
         if new.reasoning:
             sent += self._open_item(_text_item(self.head, "reasoning", "", "in_progress"))
             sent += self._in_part("response.reasoning_text.delta", delta=new.reasoning)
         if new.text:
             if self._open.get("type") == "reasoning":
-                sent += self._finish(_text_item(self.head, "reasoning", reply.reasoning, _status(reply)))
+                sent += self._finish(
+                    _text_item(self.head, "reasoning", reply.reasoning, _status(reply))
+                )
             sent += self._open_item(_text_item(self.head, "message", "", "in_progress"))
             sent += self._in_part("response.output_text.delta", delta=new.text, logprobs=[])
         if reply.finish_reason:
@@ -140,11 +162,14 @@ class ResponsesApi(Api):
         return self._event("response.failed", response=failed)
 
     def _event(self, kind: str, **data: object) -> str:
-        number, self._events = self._events, self._events + 1
+        number = self._events
+        self._events = self._events + 1
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
     def _in_part(self, kind: str, **data: object) -> str:
-        return self._event(kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data)
+        return self._event(
+            kind, item_id=self._open["id"], output_index=self._added, content_index=0, **data
+        )
 
     def _open_item(self, item: Body) -> str:
         """Begin an item, unless it is open already."""
@@ -153,7 +178,9 @@ class ResponsesApi(Api):
         is_call = item["type"] == "function_call"
         self._open = {**item, **({"arguments": ""} if is_call else {"content": []})}
         added = self._event("response.output_item.added", output_index=self._added, item=self._open)
-        return added if is_call else added + self._in_part("response.content_part.added", part=item["content"][0])
+        if is_call:
+            return added
+        return added + self._in_part("response.content_part.added", part=item["content"][0])
 
     def _finish(self, item: Body) -> str:
         """End the open item, which is complete now."""
@@ -162,7 +189,10 @@ class ResponsesApi(Api):
             arguments = item["arguments"]
             sent = self._event("response.function_call_arguments.delta", **place, delta=arguments)
             sent += self._event(
-                "response.function_call_arguments.done", **place, name=item["name"], arguments=arguments
+                "response.function_call_arguments.done",
+                **place,
+                name=item["name"],
+                arguments=arguments,
             )
         else:
             (part,) = item["content"]
@@ -190,7 +220,10 @@ class ResponsesApi(Api):
             "top_p": request.sampling.top_p,
             "max_output_tokens": request.sampling.max_tokens,
             "tool_choice": "auto" if request.tools else "none",
-            "tools": [{"type": "function", "strict": None, **tool["function"]} for tool in request.tools or ()],
+            "tools": [
+                {"type": "function", "strict": None, **tool["function"]}
+                for tool in request.tools or ()
+            ],
             "text": {"format": {"type": "text"}},
             "truncation": "disabled",
             "store": request.stored is not None,
@@ -206,7 +239,10 @@ def _messages(items: Sequence[object]) -> list[Message]:
     for index, item in enumerate(items):
         where = f"input[{index}]"
         check_no_image(item, where)
-        kind = item.get("type", "message" if "role" in item else None) if isinstance(item, dict) else None
+        if isinstance(item, dict):
+            kind = item.get("type", "message" if "role" in item else None)
+        else:
+            kind = None
         if not isinstance(item, dict) or kind not in _ITEMS:
             problem = f"{where} has the type {kind}: {', '.join(_ITEMS[:-1])} and {_ITEMS[-1]} are read here"
             raise RequestError(problem, where, "unsupported_content")
@@ -214,24 +250,37 @@ def _messages(items: Sequence[object]) -> list[Message]:
         if kind == "function_call_output":
             turn = None
             result = content_of(item.get("output"), f"{where}.output")
-            messages.append({"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))})
+            messages.append(
+                {"role": "tool", "content": result, "tool_call_id": str(item.get("call_id", ""))}
+            )
         elif kind == "message" and role != "assistant":
             if not isinstance(role, str) or role not in ROLES or role == "tool":
-                raise RequestError(f"{where} must have a role of user, assistant, system or developer", where)
+                raise RequestError(
+                    f"{where} must have a role of user, assistant, system or developer", where
+                )
             turn = None
-            messages.append({"role": ROLES[role], "content": content_of(item.get("content"), f"{where}.content")})
+            messages.append(
+                {
+                    "role": ROLES[role],
+                    "content": content_of(item.get("content"), f"{where}.content"),
+                }
+            )
         else:
             if turn is None or (kind != "function_call" and (has_text or "tool_calls" in turn)):
-                turn, has_text = {"role": "assistant", "content": ""}, False
+                turn = {"role": "assistant", "content": ""}
+                has_text = False
                 messages.append(turn)
             if kind == "reasoning":
                 parts = item.get("content") or item.get("summary") or []
                 turn.setdefault("reasoning_content", []).append(text_of(parts, f"{where}.content"))
             elif kind == "function_call":
-                call = tool_call(item.get("name"), item.get("arguments"), item.get("call_id"), where)
+                call = tool_call(
+                    item.get("name"), item.get("arguments"), item.get("call_id"), where
+                )
                 turn.setdefault("tool_calls", []).append(call)
             else:
-                turn["content"], has_text = text_of(item.get("content"), f"{where}.content"), True
+                turn["content"] = text_of(item.get("content"), f"{where}.content")
+                has_text = True
     for message in messages:
         if "reasoning_content" in message:
             message["reasoning_content"] = "".join(message["reasoning_content"])
@@ -246,19 +295,40 @@ def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
         items.append(_text_item(head, "message", reply.text, _status(reply)))
     for call in reply.tool_calls:
         function = call["function"]
-        about = {"type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "name": function["name"]}
-        items.append({**about, "arguments": json.dumps(function["arguments"]), "status": "completed"})
+        about = {
+            "type": "function_call",
+            "id": f"fc_{call['id']}",
+            "call_id": call["id"],
+            "name": function["name"],
+        }
+        items.append(
+            {**about, "arguments": json.dumps(function["arguments"]), "status": "completed"}
+        )
     return items
 
 
 def _status(reply: ModelReply) -> str:
-    return "incomplete" if reply.finish_reason in ("length", "abort") else "completed"
+    if reply.finish_reason in ("length", "abort"):
+        return "incomplete"
+    return "completed"
 
 
 def _text_item(head: AnswerHead, kind: str, text: str, status: str) -> Body:
     """An item of type "reasoning" or "message"."""
     if kind == "reasoning":
         content: list[Body] = [{"type": "reasoning_text", "text": text}]
-        return {"type": kind, "id": f"rs_{head.id}", "summary": [], "content": content, "status": status}
+        return {
+            "type": kind,
+            "id": f"rs_{head.id}",
+            "summary": [],
+            "content": content,
+            "status": status,
+        }
     content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {"type": kind, "id": f"msg_{head.id}", "role": "assistant", "content": content, "status": status}
+    return {
+        "type": kind,
+        "id": f"msg_{head.id}",
+        "role": "assistant",
+        "content": content,
+        "status": status,
+    }

@@ -1,12 +1,15 @@
-"""From the tokens of a reply to its reasoning, its text and its calls of tools, in the form of the model's family.
+"""From the tokens of a reply to its reasoning, its text and its calls of tools, in the form of the
+model's family.
 
-Invariant: a parser is a function of text alone, and never raises: what is not well-formed is text, for the program to
-see. Of an incomplete reply only what will not change is read: each part is the beginning of the same part of any longer
-reply. Left out are incomplete characters, and what may become a stop string, a delimiter or blanks before one.
+Invariant: a parser is a function of text alone, and never raises: what is not well-formed is text,
+for the program to see. Of an incomplete reply only what will not change is read: each part is the
+beginning of the same part of any longer reply. Left out are incomplete characters, and what may
+become a stop string, a delimiter or blanks before one.
 
-A parser of your own is ``module:attribute``: for calls a function ``text -> (text, [{"name": ..., "arguments":
-{...}}])``, for thinking a function ``text -> (reasoning, text)``, or a class with the methods below. ``vllm:NAME`` is
-vLLM's parser of this name, if vLLM is installed. Functions and vLLM's parsers read complete replies.
+A parser of your own is ``module:attribute``: for calls a function
+``text -> (text, [{"name": ..., "arguments": {...}}])``, for thinking a function
+``text -> (reasoning, text)``, or a class with the methods below. ``vllm:NAME`` is vLLM's parser of
+this name, if vLLM is installed. Functions and vLLM's parsers read complete replies.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ _PROMPT_END = 32  # tokens of a prompt that are searched for an open delimiter
 
 
 class ToolParser:
-    """``delimiters``: texts that begin or end a call, which may be special tokens; None keeps all special tokens."""
+    """``delimiters``: texts that begin or end a call, which may be special tokens; None keeps all
+    special tokens."""
 
     delimiters: ClassVar[tuple[str, ...] | None] = None
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        """The text before the calls, and the calls; the text as it is if one of them is not well-formed."""
+        """The text before the calls, and the calls; the text as it is if one of them is not
+        well-formed."""
         raise NotImplementedError
 
     def sure(self, text: str) -> str:
@@ -64,8 +69,12 @@ class ReasoningParser:
 
 
 _FORMATS = "skyasync.agents.parsers.formats"
-TOOL_PARSERS = Registry("tool parser", {_FORMATS: "hermes qwen llama3_json mistral deepseek_v3 deepseek_v31 pythonic"})
-REASONING_PARSERS = Registry("reasoning parser", {_FORMATS: "think qwen3 deepseek_r1 mistral seed_oss"})
+TOOL_PARSERS = Registry(
+    "tool parser", {_FORMATS: "hermes qwen llama3_json mistral deepseek_v3 deepseek_v31 pythonic"}
+)
+REASONING_PARSERS = Registry(
+    "reasoning parser", {_FORMATS: "think qwen3 deepseek_r1 mistral seed_oss"}
+)
 
 
 def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
@@ -75,22 +84,29 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
     parser = find_parser(TOOL_PARSERS, name)
     if name.startswith(VLLM):
         return FunctionTools(partial(read_with_vllm, parser, tokenizer))
-    return cast(ToolParser, parser()) if isclass(parser) else FunctionTools(lambda text, tools: parser(text))
+    if isclass(parser):
+        return cast(ToolParser, parser())
+    return FunctionTools(lambda text, tools: parser(text))
 
 
 def reasoning_parser(name: str, tokenizer: Tokenizer) -> ReasoningParser | None:
-    """None for "". Raises ``UserError`` if there is none of this name, or it cannot be made for this tokenizer."""
+    """None for "". Raises ``UserError`` if there is none of this name, or it cannot be made for
+    this tokenizer."""
     from skyasync.agents.parsers.formats import FunctionReasoning, split_with_vllm
 
     if not name:
         return None
     parser = find_parser(REASONING_PARSERS, name)
     if not name.startswith(VLLM):
-        return cast(ReasoningParser, parser()) if isclass(parser) else FunctionReasoning(parser)
+        if isclass(parser):
+            return cast(ReasoningParser, parser())
+        return FunctionReasoning(parser)
     try:
         parser(tokenizer)
     except Exception as error:  # its delimiters are no tokens
-        raise UserError(f"generator.reasoning_parser={name}: not with this model's tokenizer: {error}") from error
+        raise UserError(
+            f"generator.reasoning_parser={name}: not with this model's tokenizer: {error}"
+        ) from error
     return FunctionReasoning(partial(split_with_vllm, parser, tokenizer))
 
 
@@ -127,14 +143,17 @@ def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
 
 
 def before(text: str, delimiter: str) -> str:
-    """What stands before the delimiter, or before what may become it; without the blanks before it."""
+    """What stands before the delimiter, or before what may become it; without the blanks before
+    it."""
     front, present, _ = text.partition(delimiter)
     return (front if present else before_partial(text, [delimiter])).rstrip()
 
 
 def before_partial(text: str, strings: Sequence[str]) -> str:
     """The text without an end that is the beginning of one of the strings."""
-    overlaps = [n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])]
+    overlaps = [
+        n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])
+    ]
     return text[: len(text) - max(overlaps, default=0)]
 
 
@@ -151,10 +170,17 @@ class ParsedReply(NamedTuple):
 class ReplyParser:
     """Args: reasoning: None leaves thinking in the text."""
 
-    def __init__(self, tokenizer: Tokenizer, tools: ToolParser, reasoning: ReasoningParser | None = None) -> None:
-        self.tokenizer, self.tools, self.reasoning = tokenizer, tools, reasoning
+    def __init__(
+        self, tokenizer: Tokenizer, tools: ToolParser, reasoning: ReasoningParser | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.tools = tools
+        self.reasoning = reasoning
         added = tokenizer.added_tokens_decoder.items()
-        self._special = {*tokenizer.all_special_ids, *(token for token, about in added if about.special)}
+        self._special = {
+            *tokenizer.all_special_ids,
+            *(token for token, about in added if about.special),
+        }
         last = {tokenizer.eos_token_id, tokenizer.pad_token_id}
         #: The special tokens that the parsers read, without and with tools.
         self._delimiters: dict[bool, set[int]] = {False: set(), True: set()}
@@ -163,7 +189,9 @@ class ReplyParser:
                 continue
             tokens = self._special - last
             if parser.delimiters is not None:
-                tokens = {t for t in self._special if tokenizer.decode([t]).strip() in parser.delimiters}
+                tokens = {
+                    t for t in self._special if tokenizer.decode([t]).strip() in parser.delimiters
+                }
             for with_tools in cases:
                 self._delimiters[with_tools] |= tokens
 
@@ -175,7 +203,15 @@ class ReplyParser:
         return self.reasoning.opens(self.tokenizer.decode(end, clean_up_tokenization_spaces=False))
 
     def read(
-        self, tokens: Ints, stop: Sequence[str], tools: Tools, *, framed: bool, opened: bool, done: bool, several: bool
+        self,
+        tokens: Ints,
+        stop: Sequence[str],
+        tools: Tools,
+        *,
+        framed: bool,
+        opened: bool,
+        done: bool,
+        several: bool,
     ) -> ParsedReply:
         """A reply, or what is sure of it.
 
@@ -195,32 +231,49 @@ class ReplyParser:
             text = before_partial(text.rstrip(_INCOMPLETE), stop)
         if not framed:
             return ParsedReply("", text, [], stopped_by)
-        reasoning, functions = "", list[dict[str, Any]]()
+        reasoning = ""
+        functions = list[dict[str, Any]]()
         if self.reasoning is not None:
             reasoning, text = self.reasoning.split(text, opened=opened, done=done)
         if tools and done:
             front, functions = self.tools.read(text, tools)
             try:
-                text, functions = front, as_sent(functions)
+                text = front
+                functions = as_sent(functions)
             except ValueError:
                 functions = []
         elif tools:
             text = self.tools.sure(text)
         reasoning_tokens = 0
         if self.reasoning is not None and done and reasoning:  # with its delimiters
-            low, high = 0, len(whole)
-            while low < high and (text or functions):  # a binary search: text only grows with tokens
+            low = 0
+            high = len(whole)
+            while low < high and (
+                text or functions
+            ):  # a binary search: text only grows with tokens
                 middle = (low + high) // 2
                 part = self._decoded(whole[:middle], True, None)
                 ended = bool(self.reasoning.split(part, opened=True, done=True)[1])
                 low, high = (low, middle) if ended else (middle + 1, high)
-            reasoning_tokens = max(low - 1, 0) if text or functions else len(whole)
-        return ParsedReply(reasoning, text, functions if several else functions[:1], stopped_by, reasoning_tokens)
+            if text or functions:
+                reasoning_tokens = max(low - 1, 0)
+            else:
+                reasoning_tokens = len(whole)
+        return ParsedReply(
+            reasoning, text, functions if several else functions[:1], stopped_by, reasoning_tokens
+        )
 
     def _decoded(self, tokens: list[int], framed: bool, tools: Tools) -> str:
         """The text, with those special tokens that are delimiters."""
-        delimiters = self._delimiters[bool(tools)] if framed else set[int]()
+        if framed:
+            delimiters = self._delimiters[bool(tools)]
+        else:
+            delimiters = set[int]()
         if not delimiters:
-            return self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            return self.tokenizer.decode(
+                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         shown = [token for token in tokens if token in delimiters or token not in self._special]
-        return self.tokenizer.decode(shown, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self.tokenizer.decode(
+            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )

@@ -1,8 +1,9 @@
-"""The formats of calls of tools and of thinking in the models' own chat templates, by vLLM's names for them.
+"""The formats of calls of tools and of thinking in the models' own chat templates, by vLLM's names
+for them.
 
-What follows a call is no part of the message, as in these templates. A reply is thinking from its beginning or not at
-all: it begins with the first delimiter, or the template has opened it. Thinking that never ends is all there is of the
-reply.
+What follows a call is no part of the message, as in these templates. A reply is thinking from its
+beginning or not at all: it begins with the first delimiter, or the template has opened it. Thinking
+that never ends is all there is of the reply.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, ClassVar
 
-from skyasync.agents.parsers import REASONING_PARSERS, TOOL_PARSERS, Functions, ReasoningParser, ToolParser, before
+from skyasync.agents.parsers import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    Functions,
+    ReasoningParser,
+    ToolParser,
+    before,
+)
 from skyasync.envs.tools import between, read_tool_calls
 from skyasync.rollout.chat import Tools
 from skyasync.rollout.tokenizer import Tokenizer
@@ -38,10 +46,23 @@ class _Delimited(ToolParser):
         front, present, rest = text.partition(self.delimiters[0])
         try:
             calls = list(self._calls(rest)) if present else []
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, SyntaxError, MemoryError):
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            SyntaxError,
+            MemoryError,
+        ):
             calls = []
-        whole = all(isinstance(c["name"], str) and c["name"] and isinstance(c["arguments"], dict) for c in calls)
-        return (front.rstrip(), calls) if calls and whole else (text, [])
+        whole = all(
+            isinstance(c["name"], str) and c["name"] and isinstance(c["arguments"], dict)
+            for c in calls
+        )
+        if calls and whole:
+            return (front.rstrip(), calls)
+        return (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         """The calls after the first delimiter; raises an error for what is none."""
@@ -51,7 +72,8 @@ class _Delimited(ToolParser):
 @TOOL_PARSERS.register("hermes")
 @TOOL_PARSERS.register("qwen")
 class Hermes(_Delimited):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and many others."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and
+    many others."""
 
     delimiters = ("<tool_call>", "</tool_call>")
 
@@ -62,30 +84,42 @@ class Hermes(_Delimited):
 
 @TOOL_PARSERS.register("llama3_json")
 class Llama(_Delimited):
-    """The whole reply is ``{"name": ..., "parameters": {...}}``; several have a semicolon in between: Llama 3."""
+    """The whole reply is ``{"name": ..., "parameters": {...}}``; several have a semicolon in
+    between: Llama 3."""
 
     delimiters = ("<|python_tag|>",)
     _CALL = re.compile(r"[^ \n;]")
 
     def sure(self, text: str) -> str:
-        return "" if text.lstrip()[:1] in ("{", "") else super().sure(text)
+        if text.lstrip()[:1] in ("{", ""):
+            return ""
+        return super().sure(text)
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        marked = text if self.delimiters[0] in text or text.lstrip()[:1] != "{" else self.delimiters[0] + text
+        if self.delimiters[0] in text or text.lstrip()[:1] != "{":
+            marked = text
+        else:
+            marked = self.delimiters[0] + text
         front, calls = super().read(marked, tools)
-        return (front, calls) if calls else (text, [])
+        if calls:
+            return (front, calls)
+        return (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         place = 0
         while start := self._CALL.search(rest, place):
             place = start.start()
             call, place = _DECODER.raw_decode(rest, place)
-            yield {"name": call["name"], "arguments": call.get("parameters", call.get("arguments", {}))}
+            yield {
+                "name": call["name"],
+                "arguments": call.get("parameters", call.get("arguments", {})),
+            }
 
 
 @TOOL_PARSERS.register("mistral")
 class Mistral(_Delimited):
-    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; newer ones ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; newer ones
+    ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
 
     delimiters = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     _NAME = re.compile(r"[\w.-]+")
@@ -110,7 +144,8 @@ class Mistral(_Delimited):
 @TOOL_PARSERS.register("deepseek_v3")
 @TOOL_PARSERS.register("deepseek_v31")
 class DeepSeek(_Delimited):
-    """Both of DeepSeek's: V3 and R1 write ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{...}``."""
+    """Both of DeepSeek's: V3 and R1 write ``function<sep>name`` and a block of JSON, V3.1
+    ``name<sep>{...}``."""
 
     delimiters = (
         "<｜tool▁calls▁begin｜>",
@@ -128,7 +163,8 @@ class DeepSeek(_Delimited):
         for head, separated, body in (block.partition(sep) for block in blocks):
             name, fence, code = body.partition("\n```")
             if fence:
-                head, body = name, code.removeprefix("json").strip().removesuffix("```")
+                head = name
+                body = code.removeprefix("json").strip().removesuffix("```")
             if not separated or not head.strip():
                 raise ValueError(rest)
             yield {"name": head.strip(), "arguments": json.loads(body)}
@@ -136,23 +172,32 @@ class DeepSeek(_Delimited):
 
 @TOOL_PARSERS.register("pythonic")
 class Pythonic(_Delimited):
-    """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4, ToolACE."""
+    """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4,
+    ToolACE."""
 
     delimiters = ("<|python_start|>", "<|python_end|>")
-    _LONGEST = 2**15  # characters, for which Python's parser takes a tenth of a second and blocks the event loop
+    _LONGEST = (
+        2**15
+    )  # characters, for which Python's parser takes a tenth of a second and blocks the event loop
 
     def sure(self, text: str) -> str:
-        return "" if text.lstrip()[:1] in ("[", "<", "") else text.rstrip()
+        if text.lstrip()[:1] in ("[", "<", ""):
+            return ""
+        return text.rstrip()
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        bare = text.strip().removeprefix(self.delimiters[0]).removesuffix(self.delimiters[1]).strip()
+        bare = (
+            text.strip().removeprefix(self.delimiters[0]).removesuffix(self.delimiters[1]).strip()
+        )
         if not (bare.startswith("[") and bare.endswith("]")) or len(bare) > self._LONGEST:
             return text, []
         try:
             calls = list(self._calls(bare))
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             return text, []
-        return ("", calls) if calls else (text, [])
+        if calls:
+            return ("", calls)
+        return (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         written = ast.parse(rest, mode="eval").body
@@ -168,14 +213,17 @@ class Pythonic(_Delimited):
 
 @dataclass
 class FunctionTools(ToolParser):
-    """A function ``text, tools -> (text, calls)``; an error, or another type of result, leaves the reply as text."""
+    """A function ``text, tools -> (text, calls)``; an error, or another type of result, leaves the
+    reply as text."""
 
     function: Callable[[str, Tools], tuple[str, Functions]]
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
         try:
             front, calls = self.function(text, tools)
-            calls = [{"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls]
+            calls = [
+                {"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls
+            ]
             json.dumps(calls)
             return str(front), calls
         except Exception as error:
@@ -183,8 +231,11 @@ class FunctionTools(ToolParser):
             return text, []
 
 
-def read_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str, tools: Tools) -> tuple[str, Functions]:
-    """The text and the calls by one of vLLM's parsers; a new one for each reply, since they keep state."""
+def read_with_vllm(
+    parser: Callable[..., Any], tokenizer: Tokenizer, text: str, tools: Tools
+) -> tuple[str, Functions]:
+    """The text and the calls by one of vLLM's parsers; a new one for each reply, since they keep
+    state."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     body = {"messages": [], "model": "policy", "tools": list(tools or ()) or None}
@@ -262,7 +313,9 @@ class FunctionReasoning(ReasoningParser):
         return reasoning or "", rest or ""
 
 
-def split_with_vllm(parser: Callable[..., Any], tokenizer: Tokenizer, text: str) -> tuple[str | None, str | None]:
+def split_with_vllm(
+    parser: Callable[..., Any], tokenizer: Tokenizer, text: str
+) -> tuple[str | None, str | None]:
     """The reasoning and the text by one of vLLM's parsers."""
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 

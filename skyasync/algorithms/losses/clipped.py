@@ -1,10 +1,10 @@
 """Losses that bound or damp the importance ratio token by token: PPO and its relatives.
 
-Invariant: the gradient goes through the ratio; each token's loss depends on that token alone (``sapo`` at
-sequence level: on its row).
+Invariant: the gradient goes through the ratio; each token's loss depends on that token alone
+(``sapo`` at sequence level: on its row).
 
-Losses with one ratio per sequence stand below: a row's loss depends on that row alone, so a batch may be split between
-rows, never within one.
+Losses with one ratio per sequence stand below: a row's loss depends on that row alone, so a batch
+may be split between rows, never within one.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ Statistics: TypeAlias = "dict[str, Tensor]"
 def clipped_surrogate(
     ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float = 0.0
 ) -> tuple[Tensor, Statistics]:
-    """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A`` where that is set.
+    """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A``
+    where that is set.
 
-    Statistics: ``ratio``, and ``clip_fraction``: the tokens on which the clipped term is strictly the smaller one,
-    before any dual clip. The terms that bound are constants where they win, so they are made without a graph: that is
-    half of the backward pass.
+    Statistics: ``ratio``, and ``clip_fraction``: the tokens on which the clipped term is strictly
+    the smaller one, before any dual clip. The terms that bound are constants where they win, so
+    they are made without a graph: that is half of the backward pass.
     """
     unclipped = ratio * advantages
     with torch.no_grad():
@@ -50,7 +51,12 @@ def clipped_surrogate(
 @POLICY_LOSSES.register("ppo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
 def ppo(
-    current: Tensor, anchor: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
 ) -> tuple[Tensor, Statistics]:
     """Clipped surrogate with an asymmetric range, ``r = exp(current - anchor)``.
 
@@ -72,10 +78,13 @@ def dual_clip(
 ) -> tuple[Tensor, Statistics]:
     """PPO whose loss for A < 0 is bounded by ``-dual_clip A`` (gradient 0 beyond).
 
-    Source: Ye et al. 2020. verl's "vanilla" loss is this one; ROLL fixes the constant at 1 + 2 eps; TRL's ``delta``
-    caps the ratio of the unclipped term, which is the same for delta > 1 + eps_high.
+    Source: Ye et al. 2020. verl's "vanilla" loss is this one; ROLL fixes the constant at 1 + 2 eps;
+    TRL's ``delta`` caps the ratio of the unclipped term, which is the same for delta > 1 +
+    eps_high.
     """
-    return clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high, dual_clip)
+    return clipped_surrogate(
+        log_ratio(current, anchor).exp(), advantages, eps_low, eps_high, dual_clip
+    )
 
 
 @POLICY_LOSSES.register("decoupled_ppo")
@@ -95,21 +104,29 @@ def decoupled_ppo(
     """PPO around the proximal policy, times the detached weight ``w = exp(proximal - behaviour)``.
 
     Args:
-        cap: tokens with ``w > cap`` are dropped (weight 0), or keep the weight ``cap`` if ``truncated``; 0 is no cap.
+        cap: tokens with ``w > cap`` are dropped (weight 0), or keep the weight ``cap`` if
+            ``truncated``; 0 is no cap.
 
-    Source: Hilton et al. 2022 (decoupled objective), Fu et al. 2025 (AReaL, ``behave_imp_weight_cap``). The same as
-    ``ppo`` with the correction ``icepop`` (low 0), or ``token_tis`` if ``truncated``.
+    Source: Hilton et al. 2022 (decoupled objective), Fu et al. 2025 (AReaL,
+    ``behave_imp_weight_cap``). The same as ``ppo`` with the correction ``icepop`` (low 0), or
+    ``token_tis`` if ``truncated``.
     """
-    loss, statistics = clipped_surrogate(log_ratio(current, proximal).exp(), advantages, eps_low, eps_high, dual_clip)
+    loss, statistics = clipped_surrogate(
+        log_ratio(current, proximal).exp(), advantages, eps_low, eps_high, dual_clip
+    )
     weight = log_ratio(proximal, behaviour).exp().detach()
     if cap:
-        weight = truncate(weight, 0.0, cap) if truncated else zero_outside(weight, 0.0, cap)
+        if truncated:
+            weight = truncate(weight, 0.0, cap)
+        else:
+            weight = zero_outside(weight, 0.0, cap)
     return loss * weight, {**statistics, "correction_weight": weight}
 
 
 @POLICY_LOSSES.register("importance_sampling")
 def importance_sampling(current: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    """``-r A`` without any clip, ``r = exp(current - anchor)``. Source: Tinker's ``importance_sampling`` loss."""
+    """``-r A`` without any clip, ``r = exp(current - anchor)``. Source: Tinker's
+    ``importance_sampling`` loss."""
     return -log_ratio(current, anchor).exp() * advantages
 
 
@@ -152,23 +169,31 @@ def dppo(
     delta_high: float = 0.15,
     ratio_cap: float | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """``-r A`` on tokens whose probability has not moved too far in the advantage's direction, 0 on the others.
+    """``-r A`` on tokens whose probability has not moved too far in the advantage's direction, 0 on
+    the others.
 
-    The move from behaviour mu to current p is measured on the two-way choice "this token or another": total
-    variation ``|p - mu|`` ("tv") or the Bernoulli KL(mu || p) ("kl"); up to ``delta_high`` is allowed upwards
-    (A > 0), up to ``delta_low`` downwards (A < 0).
+    The move from behaviour mu to current p is measured on the two-way choice "this token or
+    another": total variation ``|p - mu|`` ("tv") or the Bernoulli KL(mu || p) ("kl"); up to
+    ``delta_high`` is allowed upwards (A > 0), up to ``delta_low`` downwards (A < 0).
 
     Args:
-        ratio_cap: None lets the gradient through the ratio (SkyRL); a number detaches the ratio, capped to it,
-            and multiplies log p (verl). The gradients agree where the cap does not bind.
+        ratio_cap: None lets the gradient through the ratio (SkyRL); a number detaches the ratio,
+            capped to it, and multiplies log p (verl). The gradients agree where the cap does not
+            bind.
 
     Source: Qi et al. 2026 (divergence PPO).
     """
-    p, mu = current.detach().exp(), behaviour.exp()
+    p = current.detach().exp()
+    mu = behaviour.exp()
     moved = p - mu
-    distance = moved.abs() if divergence == "tv" else bernoulli_kl(behaviour, current.detach())
+    if divergence == "tv":
+        distance = moved.abs()
+    else:
+        distance = bernoulli_kl(behaviour, current.detach())
     too_far = torch.where(
-        advantages > 0, (moved > 0) & (distance > delta_high), (advantages < 0) & (moved < 0) & (distance > delta_low)
+        advantages > 0,
+        (moved > 0) & (distance > delta_high),
+        (advantages < 0) & (moved < 0) & (distance > delta_low),
     )
     if ratio_cap is None:
         gain = log_ratio(current, behaviour).exp()
@@ -191,13 +216,15 @@ def gspo(
     mean_advantage: bool = False,
     product: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """PPO's surrogate with the sequence ratio ``s = exp(mean_t(current - anchor))`` on each of its tokens.
+    """PPO's surrogate with the sequence ratio ``s = exp(mean_t(current - anchor))`` on each of its
+    tokens.
 
     Use it with the reduction ``sequence_mean``; with ``sequence_token_sum`` it is LUSPO (TRL).
 
     Args:
-        token_gradient: GSPO-token (SkyRL, verl): each token's gradient goes through its own log-probability only.
-            The same values; the gradients differ once advantages vary inside a sequence.
+        token_gradient: GSPO-token (SkyRL, verl): each token's gradient goes through its own
+            log-probability only. The same values; the gradients differ once advantages vary inside
+            a sequence.
         mean_advantage: replace the advantages by their mean over the row (AReaL).
         product: the product of the token ratios in place of their geometric mean (TRL's RLOO loss).
 
@@ -212,17 +239,27 @@ def gspo(
     if mean_advantage:
         advantages = row_mean(advantages, mask)
     loss, statistics = clipped_surrogate(log_s.exp(), advantages, eps_low, eps_high)
-    return loss.expand_as(current), {name: value.expand_as(current) for name, value in statistics.items()}
+    return loss.expand_as(current), {
+        name: value.expand_as(current) for name, value in statistics.items()
+    }
 
 
 @POLICY_LOSSES.register("gmpo")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
 def gmpo(
-    current: Tensor, anchor: Tensor, advantages: Tensor, mask: Tensor, *, eps_low: float = 0.4, eps_high: float = 0.4
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    eps_low: float = 0.4,
+    eps_high: float = 0.4,
 ) -> tuple[Tensor, Statistics]:
-    """``-A exp(mean_t y)``, y the log-ratio clipped to [-eps_low, eps_high] where that lowers ``A y``.
+    """``-A exp(mean_t y)``, y the log-ratio clipped to [-eps_low, eps_high] where that lowers
+    ``A y``.
 
-    Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy optimisation).
+    Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy
+    optimisation).
     """
     x = log_ratio(current, anchor)
     with torch.no_grad():
@@ -245,11 +282,14 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """``-sg[phi] A log pi`` with ``phi = w^k exp(lambda (1 - w))``, w the product of the row's token ratios.
+    """``-sg[phi] A log pi`` with ``phi = w^k exp(lambda (1 - w))``, w the product of the row's
+    token ratios.
 
-    k and lambda by the sign of A (A >= 0 is positive). Source: Shen et al. 2026 (VESPO); TRL ``loss_type=vespo``.
+    k and lambda by the sign of A (A >= 0 is positive). Source: Shen et al. 2026 (VESPO); TRL
+    ``loss_type=vespo``.
     """
     log_w = row_sum(log_ratio(current.detach(), anchor), mask).clamp(math.log(1e-8), EXPONENT_BOUND)
     positive = advantages >= 0
-    k, lam = by_sign(positive, k_pos, k_neg, current), by_sign(positive, lambda_pos, lambda_neg, current)
+    k = by_sign(positive, k_pos, k_neg, current)
+    lam = by_sign(positive, lambda_pos, lambda_neg, current)
     return -(lam + k * log_w - lam * log_w.exp()).exp() * advantages * current

@@ -1,7 +1,8 @@
-"""Policy-gradient losses: ``-w A log pi`` with a detached weight w, so that no token's gradient is clipped away.
+"""Policy-gradient losses: ``-w A log pi`` with a detached weight w, so that no token's gradient is
+clipped away.
 
-Invariant: each token's loss depends on that token alone, and the gradient goes through ``current`` only, never
-through the weight.
+Invariant: each token's loss depends on that token alone, and the gradient goes through ``current``
+only, never through the weight.
 """
 
 from __future__ import annotations
@@ -21,17 +22,21 @@ Statistics: TypeAlias = "dict[str, Tensor]"
 
 @POLICY_LOSSES.register("vanilla")
 def vanilla(current: Tensor, advantages: Tensor) -> Tensor:
-    """``-A log pi``: REINFORCE, with no ratio at all. Source: Williams 1992; verl calls it ``gpg``."""
+    """``-A log pi``: REINFORCE, with no ratio at all. Source: Williams 1992; verl calls it
+    ``gpg``."""
     return -advantages * current
 
 
 @POLICY_LOSSES.register("tis")
 @configured(low="tis_low", high="tis_high")
-def tis(current: Tensor, anchor: Tensor, advantages: Tensor, *, low: float = 0.0, high: float = 1.0) -> Tensor:
-    """``-sg[clamp(r, low, high)] A log pi``, ``r = exp(current - anchor)``: truncated importance sampling.
+def tis(
+    current: Tensor, anchor: Tensor, advantages: Tensor, *, low: float = 0.0, high: float = 1.0
+) -> Tensor:
+    """``-sg[clamp(r, low, high)] A log pi``, ``r = exp(current - anchor)``: truncated importance
+    sampling.
 
-    Source: ROLL ``pg_variant=tis`` (truncation at 1). Not the correction ``token_tis``, whose ratio is
-    proximal / behaviour.
+    Source: ROLL ``pg_variant=tis`` (truncation at 1). Not the correction ``token_tis``, whose ratio
+    is proximal / behaviour.
     """
     return -_ratio(current, anchor).clamp(low, high) * advantages * current
 
@@ -47,17 +52,20 @@ def cispo(
     eps_high: float = 4.0,
     unified_mask: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """``-sg[clamp(r, 1 - eps_low, 1 + eps_high)] A log pi``: the weight is clipped, the gradient is not.
+    """``-sg[clamp(r, 1 - eps_low, 1 + eps_high)] A log pi``: the weight is clipped, the gradient is
+    not.
 
     Args:
-        eps_low: 1 or more is no lower clip, as in the paper. TRL's ``epsilon_high`` is 1 + this ``eps_high``.
-        unified_mask: drop the tokens that PPO would clip (ratio above the band with A > 0, below it with A < 0);
-            equation 7 of the paper.
+        eps_low: 1 or more is no lower clip, as in the paper. TRL's ``epsilon_high`` is 1 + this
+            ``eps_high``.
+        unified_mask: drop the tokens that PPO would clip (ratio above the band with A > 0, below it
+            with A < 0); equation 7 of the paper.
 
     ``clip_fraction`` marks ratios outside the band. Source: MiniMax-M1 (2025).
     """
     ratio = _ratio(current, anchor)
-    above, below = ratio > 1 + eps_high, ratio < 1 - eps_low
+    above = ratio > 1 + eps_high
+    below = ratio < 1 - eps_low
     loss = -ratio.clamp(1 - eps_low, 1 + eps_high) * advantages * current
     if unified_mask:
         loss = torch.where((above & (advantages > 0)) | (below & (advantages < 0)), 0, loss)
@@ -75,16 +83,21 @@ def topr(
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
 ) -> Tensor:
-    """``-A log pi`` on positive samples, ``-sg[clamp(r, 0, 1)] A log pi`` on negative ones: tapered REINFORCE.
+    """``-A log pi`` on positive samples, ``-sg[clamp(r, 0, 1)] A log pi`` on negative ones: tapered
+    REINFORCE.
 
     Args:
-        positive: bool, broadcast to ``[batch, length]``: which samples are positive (ROLL: score > 0). By default
-            those with A > 0, which is the same for rewards of 0 and 1 with a group baseline.
+        positive: bool, broadcast to ``[batch, length]``: which samples are positive (ROLL: score >
+            0). By default those with A > 0, which is the same for rewards of 0 and 1 with a group
+            baseline.
 
-    Source: Le Roux et al. 2025 (TOPR); the paper's ratio is the sequence's, here as in ROLL it is the token's.
+    Source: Le Roux et al. 2025 (TOPR); the paper's ratio is the sequence's, here as in ROLL it is
+    the token's.
     """
     positive = advantages > 0 if positive is None else positive
-    weight = torch.where(positive, positive_weight, negative_weight * _ratio(current, anchor).clamp(max=1.0))
+    weight = torch.where(
+        positive, positive_weight, negative_weight * _ratio(current, anchor).clamp(max=1.0)
+    )
     return -weight * advantages * current
 
 
@@ -93,7 +106,8 @@ def topr(
 def kimi15(current: Tensor, anchor: Tensor, advantages: Tensor, *, tau: float = 0.1) -> Tensor:
     """``-A log pi + tau / 2 (log pi - log anchor)^2``: a quadratic leash in place of a ratio.
 
-    Source: Kimi k1.5 (2025), mirror descent; ROLL ``pg_variant=kimi15``; verl ``dro`` with tau = beta.
+    Source: Kimi k1.5 (2025), mirror descent; ROLL ``pg_variant=kimi15``; verl ``dro`` with tau =
+    beta.
     """
     return -advantages * current + tau / 2 * (current - anchor).square()
 
@@ -101,12 +115,18 @@ def kimi15(current: Tensor, anchor: Tensor, advantages: Tensor, *, tau: float = 
 @POLICY_LOSSES.register("rollout_is")
 @configured(eps_low="eps_clip_low", eps_high="eps_clip_high")
 def rollout_is(
-    current: Tensor, behaviour: Tensor, advantages: Tensor, *, eps_low: float = 0.2, eps_high: float = 0.2
+    current: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
 ) -> tuple[Tensor, Statistics]:
-    """``-sg[r] A log pi`` where ``1 - eps_low < r < 1 + eps_high``, else 0; ``r = exp(current - behaviour)``.
+    """``-sg[r] A log pi`` where ``1 - eps_low < r < 1 + eps_high``, else 0;
+    ``r = exp(current - behaviour)``.
 
-    The ratio is taken straight from the behaviour policy, so no proximal log-probabilities are needed.
-    Source: GLM-5 (2026); SkyRL ``rollout_is``.
+    The ratio is taken straight from the behaviour policy, so no proximal log-probabilities are
+    needed. Source: GLM-5 (2026); SkyRL ``rollout_is``.
     """
     ratio = _ratio(current, behaviour)
     inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)

@@ -1,9 +1,9 @@
 """Losses that choose tokens by comparing them with the whole mini-batch.
 
-Invariant: the choice is made once, on the whole mini-batch and before it is split (``Objective.prepare``). The loss
-takes it as ``selection`` ``[batch, length]``: micro-batches and ranks cannot change it.
-It is made from the proximal policy: before the first optimizer step on a batch that is the current policy exactly,
-afterwards it is the policy at the batch's beginning.
+Invariant: the choice is made once, on the whole mini-batch and before it is split
+(``Objective.prepare``). The loss takes it as ``selection`` ``[batch, length]``: micro-batches and
+ranks cannot change it. It is made from the proximal policy: before the first optimizer step on a
+batch that is the current policy exactly, afterwards it is the policy at the batch's beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def prepared_by(select: Callable[..., Tensor]) -> Callable[[F], F]:
-    """Make ``select`` the function that chooses this loss's tokens; bound to the configuration as losses are."""
+    """Make ``select`` the function that chooses this loss's tokens; bound to the configuration as
+    losses are."""
 
     def mark(loss: F) -> F:
         loss.select = select  # type: ignore[attr-defined]
@@ -34,7 +35,8 @@ def prepared_by(select: Callable[..., Tensor]) -> Callable[[F], F]:
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """``(A - mean A) (log pi - mean log pi)`` per token, means over the mask. Source: Cui et al. 2025."""
+    """``(A - mean A) (log pi - mean log pi)`` per token, means over the mask. Source: Cui et al.
+    2025."""
     return (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
 
 
@@ -49,10 +51,12 @@ def mid_covariance(
     high: float = 5.0,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """Tokens (bool) drawn at random among those with ``low < covariance < high``: ``share`` of the mask, at least 1.
+    """Tokens (bool) drawn at random among those with ``low < covariance < high``: ``share`` of the
+    mask, at least 1.
 
     Args:
-        eligible: bool ``[batch, length]``; only these can be drawn (verl, SkyRL: those that PPO does not clip).
+        eligible: bool ``[batch, length]``; only these can be drawn (verl, SkyRL: those that PPO
+            does not clip).
     """
     score = covariance(proximal, advantages, mask)
     candidates = mask & (score > low) & (score < high)
@@ -63,19 +67,28 @@ def mid_covariance(
 
 
 @configured(share="kl_cov.kl_cov_frac")
-def top_covariance(proximal: Tensor, advantages: Tensor, mask: Tensor, *, share: float = 0.2) -> Tensor:
+def top_covariance(
+    proximal: Tensor, advantages: Tensor, mask: Tensor, *, share: float = 0.2
+) -> Tensor:
     """The tokens (bool) with the largest covariance: ``share`` of the mask, at least 1."""
-    return _largest(covariance(proximal, advantages, mask), mask, max(1, int(share * int(mask.sum()))))
+    return _largest(
+        covariance(proximal, advantages, mask), mask, max(1, int(share * int(mask.sum())))
+    )
 
 
 @configured(threshold="m2po_threshold")
-def small_second_moment(proximal: Tensor, behaviour: Tensor, mask: Tensor, *, threshold: float = 0.04) -> Tensor:
-    """All tokens (bool) but the fewest with the largest ``(proximal - behaviour)^2`` that bring its mean below
-    ``threshold``; one token always stays. Source: Zheng et al. 2025 (M2PO)."""
+def small_second_moment(
+    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, threshold: float = 0.04
+) -> Tensor:
+    """All tokens (bool) but the fewest with the largest ``(proximal - behaviour)^2`` that bring its
+    mean below ``threshold``; one token always stays. Source: Zheng et al. 2025 (M2PO)."""
     moment, order = torch.where(mask, (proximal - behaviour).square(), torch.inf).flatten().sort()
     total = int(mask.sum())
     running_mean = moment[:total].cumsum(0) / torch.arange(1, total + 1, device=mask.device)
-    count = max(1, int((running_mean < threshold).sum())) if total else 0
+    if total:
+        count = max(1, int((running_mean < threshold).sum()))
+    else:
+        count = 0
     keep = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
     keep[order[:count]] = True
     return keep.view_as(mask)
@@ -97,7 +110,9 @@ def clip_cov(
 
     Source: Cui et al. 2025 (the entropy mechanism); ``clip_fraction`` marks the selected tokens.
     """
-    loss, statistics = clipped_surrogate(log_ratio(current, anchor).exp(), advantages, eps_low, eps_high)
+    loss, statistics = clipped_surrogate(
+        log_ratio(current, anchor).exp(), advantages, eps_low, eps_high
+    )
     chosen = selection.bool()
     return torch.where(chosen, 0, loss), {**statistics, "clip_fraction": chosen}
 
@@ -105,8 +120,11 @@ def clip_cov(
 @POLICY_LOSSES.register("kl_cov")
 @prepared_by(top_covariance)
 @configured(coef="kl_cov.ppo_kl_coef")
-def kl_cov(current: Tensor, anchor: Tensor, advantages: Tensor, selection: Tensor, *, coef: float = 1.0) -> Tensor:
-    """``-r A``, and on the tokens of ``selection`` a penalty ``coef |current - anchor|``. Source: Cui et al. 2025."""
+def kl_cov(
+    current: Tensor, anchor: Tensor, advantages: Tensor, selection: Tensor, *, coef: float = 1.0
+) -> Tensor:
+    """``-r A``, and on the tokens of ``selection`` a penalty ``coef |current - anchor|``. Source:
+    Cui et al. 2025."""
     x = log_ratio(current, anchor)
     return -x.exp() * advantages + torch.where(selection.bool(), coef * x.abs(), 0)
 
@@ -125,10 +143,12 @@ def m2po(
 ) -> tuple[Tensor, Statistics]:
     """PPO on the tokens of ``selection`` only, 0 on the others.
 
-    The reduction's denominator still counts all tokens; AReaL divides by the kept ones (multiply the mask that
-    the reduction sees by the selection for that). Source: Zheng et al. 2025 (M2PO).
+    The reduction's denominator still counts all tokens; AReaL divides by the kept ones (multiply
+    the mask that the reduction sees by the selection for that). Source: Zheng et al. 2025 (M2PO).
     """
-    loss, statistics = clipped_surrogate(log_ratio(current, proximal).exp(), advantages, eps_low, eps_high)
+    loss, statistics = clipped_surrogate(
+        log_ratio(current, proximal).exp(), advantages, eps_low, eps_high
+    )
     keep = selection.bool()
     return torch.where(keep, loss, 0), {**statistics, "correction_weight": keep}
 

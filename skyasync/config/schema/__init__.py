@@ -1,4 +1,5 @@
-"""Every setting there is: one module per section, with its checks. A field's sentence is also its help text.
+"""Every setting there is: one module per section, with its checks. A field's sentence is also its
+help text.
 
 Invariant: nothing here imports torch, ray or transformers, so that a wrong key is refused at once.
 """

@@ -1,7 +1,8 @@
 """The settings of ``trainer.algorithm``: objective, correction, advantages, KL, rewards.
 
-Invariant: every default equals the default of the function parameter that it feeds (a test holds it), and the names
-are SkyRL's where it has one. Thresholds take effect only where the function that reads them is chosen.
+Invariant: every default equals the default of the function parameter that it feeds (a test holds
+it), and the names are SkyRL's where it has one. Thresholds take effect only where the function that
+reads them is chosen.
 """
 
 from __future__ import annotations
@@ -30,10 +31,16 @@ KL = When("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward")
 #: There is a critic.
 CRITIC = When(
     "trainer.algorithm.advantage_estimator",
-    test=lambda cfg: "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs,
+    test=lambda cfg: (
+        "values" in ADVANTAGE_ESTIMATORS.about(cfg.trainer.algorithm.advantage_estimator).inputs
+    ),
     choices=lambda: (
         "trainer.algorithm.advantage_estimator="
-        + "|".join(name for name, about in ADVANTAGE_ESTIMATORS.builtins().items() if "values" in about.inputs)
+        + "|".join(
+            name
+            for name, about in ADVANTAGE_ESTIMATORS.builtins().items()
+            if "values" in about.inputs
+        )
     ),
 )
 
@@ -46,7 +53,8 @@ class KLControlConfig(SettingsGroup):
         open_ended=True,
         when="trainer.algorithm.use_kl_in_reward",
     )
-    """The controller that changes the KL coefficient in the reward: fixed, adaptive, or a class of your own."""
+    """The controller that changes the KL coefficient in the reward: fixed, adaptive, or a class of
+    your own."""
     kl_target: float = key(0.1, above=0.0, when="trainer.algorithm.kl_ctrl.type=adaptive")
     """Mean KL per token that the adaptive controller aims at."""
     horizon: int = key(10000, low=1, when="trainer.algorithm.kl_ctrl.type=adaptive")
@@ -108,7 +116,8 @@ class ToprConfig(SettingsGroup):
 @dataclass
 class OverlongBufferConfig(SettingsGroup):
     len: int = key(0, low=0)
-    """Number of response tokens before max_len over which the overlong penalty grows; 0 is no penalty."""
+    """Number of response tokens before max_len over which the overlong penalty grows; 0 is no
+    penalty."""
     max_len: int = key(0, low=0, when="trainer.algorithm.overlong_buffer.len")
     """Number of response tokens at which the overlong penalty has its full size."""
     penalty_factor: float = key(1.0, low=0.0, when="trainer.algorithm.overlong_buffer.len")
@@ -118,10 +127,13 @@ class OverlongBufferConfig(SettingsGroup):
 @dataclass
 class DynamicSamplingConfig(SettingsGroup):
     type: str = key("none", choices=("none", "mean", "variance"))
-    """Train only informative groups. mean: their mean reward is between low and high, both excluded; variance: their
-    rewards differ."""
-    metric: str = key("", open_ended=True, when="trainer.algorithm.dynamic_sampling.type=mean|variance")
-    """Metric of the environments that groups are filtered by, instead of the reward (score, of OpenRLHF agents)."""
+    """Train only informative groups. mean: their mean reward is between low and high, both
+    excluded; variance: their rewards differ."""
+    metric: str = key(
+        "", open_ended=True, when="trainer.algorithm.dynamic_sampling.type=mean|variance"
+    )
+    """Metric of the environments that groups are filtered by, instead of the reward (score, of
+    OpenRLHF agents)."""
     low: float = key(0.0, when="trainer.algorithm.dynamic_sampling.type=mean")
     """Groups with a mean reward of this or less are dropped."""
     high: float = key(1.0, when="trainer.algorithm.dynamic_sampling.type=mean")
@@ -129,9 +141,11 @@ class DynamicSamplingConfig(SettingsGroup):
     tolerance: float = key(0.0, low=0.0, when="trainer.algorithm.dynamic_sampling.type=variance")
     """Rewards that differ by at most this count as equal."""
     mode: str = key("filter", choices=("filter", "refill"))
-    """filter: train the remaining groups of the batch; refill: replace each dropped group by the next prompt's."""
+    """filter: train the remaining groups of the batch; refill: replace each dropped group by the
+    next prompt's."""
     early_end: bool = key(False)
-    """Abort the other samples of a group once they cannot bring its mean reward into the range (type=mean)."""
+    """Abort the other samples of a group once they cannot bring its mean reward into the range
+    (type=mean)."""
     reward_min: float = key(0.0, when="trainer.algorithm.dynamic_sampling.early_end")
     """Minimum reward of a sample, for early_end."""
     reward_max: float = key(1.0, when="trainer.algorithm.dynamic_sampling.early_end")
@@ -143,22 +157,26 @@ class DynamicSamplingConfig(SettingsGroup):
 @dataclass
 class AlgorithmConfig(SettingsGroup):
     preset: str = key("", registry="skyasync.algorithms.presets:PRESETS")
-    """Defaults for several settings, by the name of an algorithm; settings that are given override them."""
+    """Defaults for several settings, by the name of an algorithm; settings that are given override
+    them."""
     # The objective
     policy_loss_type: str = key("ppo", registry=_REGISTRIES + "POLICY_LOSSES", open_ended=True)
     """The policy objective."""
-    loss_reduction: str = key("token_mean", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True)
+    loss_reduction: str = key(
+        "token_mean", registry=_REGISTRIES + "LOSS_REDUCTIONS", open_ended=True
+    )
     """How the losses of tokens are averaged or summed."""
     max_seq_len: int = key(0, low=0)
     """Constant divisor of seq_mean_token_sum_norm; 0 is the longest sequence of the batch."""
     ratio_anchor: str = key("proximal", choices=("proximal", "behaviour"))
-    """The policy in the ratio's denominator; with behaviour no proximal log-probabilities are needed."""
+    """The policy in the ratio's denominator; with behaviour no proximal log-probabilities are
+    needed."""
     filter_logprobs: bool = key(True)
-    """Compute the trainer's log-probabilities under the filters of the sampling: top_k, top_p, min_p, logit_bias and
-    allowed_token_ids. The temperature is always applied."""
+    """Compute the trainer's log-probabilities under the filters of the sampling: top_k, top_p,
+    min_p, logit_bias and allowed_token_ids. The temperature is always applied."""
     proximal_logprobs: str = key("recompute", choices=("recompute", "loglinear", "linear"))
-    """Proximal log-probabilities if a batch has several updates: a forward pass, or an interpolation between behaviour
-    and current policy by the version of each token."""
+    """Proximal log-probabilities if a batch has several updates: a forward pass, or an
+    interpolation between behaviour and current policy by the version of each token."""
     eps_clip_low: float = limit(0.2, low=0.0)
     """Clip ratios below 1 - this."""
     eps_clip_high: float = limit(0.2, low=0.0)
@@ -166,7 +184,8 @@ class AlgorithmConfig(SettingsGroup):
     clip_ratio_c: float = limit(3.0, above=1.0)
     """Upper bound of dual_clip's ratio for negative advantages."""
     behave_imp_weight_cap: float = key(5.0, low=0.0)
-    """decoupled_ppo drops tokens whose ratio of proximal to behaviour policy is above this; 0 is no cap."""
+    """decoupled_ppo drops tokens whose ratio of proximal to behaviour policy is above this; 0 is no
+    cap."""
     tis_low: float = key(0.0, low=0.0)
     """Lower bound of the ratio in the loss tis."""
     tis_high: float = limit(1.0, low=0.0)
@@ -187,8 +206,8 @@ class AlgorithmConfig(SettingsGroup):
     """Weight of the entropy term."""
     # Corrections for stale or mismatched samples
     off_policy_correction: str = key("auto", registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
-    """Weight for samples of an older policy. auto is token_tis, or none for a loss that reads the behaviour policy
-    itself."""
+    """Weight for samples of an older policy. auto is token_tis, or none for a loss that reads the
+    behaviour policy itself."""
     off_policy_masks: list[str] = key([], registry=_REGISTRIES + "CORRECTIONS", open_ended=True)
     """Further corrections, usually masks, that are multiplied with off_policy_correction."""
     token_tis_ratio_clip_low: float = key(0.0, low=0.0)
@@ -212,9 +231,11 @@ class AlgorithmConfig(SettingsGroup):
     product_mask_high: float = limit(2.0, above=0.0)
     """sequence_mask and sequence_icepop drop sequences with a weight above this."""
     geo_mask_low: float = key(0.99, low=0.0)
-    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below this."""
+    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight below
+    this."""
     geo_mask_high: float = limit(1.01, above=0.0)
-    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above this."""
+    """geometric_mask and sequence_mask_tis drop sequences with a geometric mean weight above
+    this."""
     outlier_token_is_threshold_low: float = key(1e-4, low=0.0)
     """outlier_mask drops sequences with any token weight below this."""
     outlier_token_is_threshold_high: float = limit(100.0, above=0.0)
@@ -222,10 +243,12 @@ class AlgorithmConfig(SettingsGroup):
     kl_mask_high: float = limit(0.1)
     """kl_mask drops sequences whose estimated KL from behaviour to proximal is above this."""
     negative_mask_threshold: float = limit(0.1)
-    """negative_mask drops sequences with a negative advantage if behaviour minus proximal log-probability is above this
-    on average."""
+    """negative_mask drops sequences with a negative advantage if behaviour minus proximal
+    log-probability is above this on average."""
     # Advantages
-    advantage_estimator: str = key("grpo", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True)
+    advantage_estimator: str = key(
+        "grpo", registry=_REGISTRIES + "ADVANTAGE_ESTIMATORS", open_ended=True
+    )
     """How rewards become advantages."""
     grpo_norm_by_std: bool = key(True)
     """Divide the advantages of grpo by the group's standard deviation."""
@@ -250,19 +273,23 @@ class AlgorithmConfig(SettingsGroup):
     """Subtract a KL penalty to the reference from the rewards."""
     kl_loss_coef: float = key(0.001, low=0.0, when=KL)
     """Weight of the KL term."""
-    kl_estimator_type: str = key("k3", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL)
+    kl_estimator_type: str = key(
+        "k3", registry=_REGISTRIES + "KL_ESTIMATORS", open_ended=True, when=KL
+    )
     """How the KL divergence is estimated."""
     kl_clamp: float = key(0.0, low=0.0, when=KL)
     """Clamp the estimate per token to plus or minus this; 0 is off."""
     kl_importance_weighted: bool = key(False, when="trainer.algorithm.use_kl_loss")
-    """Multiply the KL loss by the ratio of current to anchor policy, which makes it unbiased off policy."""
+    """Multiply the KL loss by the ratio of current to anchor policy, which makes it unbiased off
+    policy."""
     kl_ctrl: KLControlConfig = field(default_factory=KLControlConfig)
     # Rewards and groups
     truncated_responses: str = key("train", choices=("train", "mask", "zero", "drop"))
-    """What happens to responses cut by the length limit: train; mask (no loss, but part of their group's baseline);
-    zero (reward 0); drop (not part of the group)."""
+    """What happens to responses cut by the length limit: train; mask (no loss, but part of their
+    group's baseline); zero (reward 0); drop (not part of the group)."""
     stop_properly_penalty_coef: float = key(1.0)
-    """Factor of the reward of responses cut by the length limit; a negative value replaces their reward."""
+    """Factor of the reward of responses cut by the length limit; a negative value replaces their
+    reward."""
     reward_bias: float = key(0.0)
     """Added to each trajectory's reward."""
     reward_scale: float = key(1.0)
@@ -270,7 +297,8 @@ class AlgorithmConfig(SettingsGroup):
     reward_clip: float = key(0.0, low=0.0)
     """Clamp each trajectory's scaled reward to plus or minus this; 0 is off."""
     reward_normalization: str = key("none", choices=("none", "group", "batch"))
-    """Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation 1."""
+    """Scale the shaped rewards of each group, or of the batch, to mean 0 and standard deviation
+    1."""
     overlong_buffer: OverlongBufferConfig = field(default_factory=OverlongBufferConfig)
     dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
     extra: dict[str, Any] = key({})
@@ -294,7 +322,8 @@ INTERVALS = (
 def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Their parameters, and the settings that ``trainer.algorithm.extra`` names."""
     chosen = functions(algorithm)
-    if wrong := [problem for function in chosen if (problem := function.problem())]:
+    wrong = [problem for function in chosen if (problem := function.problem())]
+    if wrong:
         yield from wrong
         return
     accepted = {name for function in chosen for about in function.about for name in about.settings}
@@ -313,14 +342,19 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             "KL divergence twice: set one of them to false"
         )
     correction = algorithm.off_policy_correction
-    if correction not in ("auto", "none") and not correction.endswith("_mask") and weighs_by_behaviour(algorithm):
+    if (
+        correction not in ("auto", "none")
+        and not correction.endswith("_mask")
+        and weighs_by_behaviour(algorithm)
+    ):
         yield (
             f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type} (with trainer.algorithm.ratio_anchor="
             f"{algorithm.ratio_anchor}) weighs samples by the behaviour policy itself; trainer.algorithm."
             f"off_policy_correction={correction} would weigh them twice: choose auto, none or a mask"
         )
     for low, high in INTERVALS:
-        least, most = attrgetter(low)(algorithm), attrgetter(high)(algorithm)
+        least = attrgetter(low)(algorithm)
+        most = attrgetter(high)(algorithm)
         if least > most:
             yield (
                 f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
@@ -352,7 +386,10 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             f"trainer.algorithm.dynamic_sampling.early_end=true decides by rewards, and trainer.algorithm."
             f"dynamic_sampling.metric={sampling.metric} judges groups by something else: remove one of them"
         )
-    if algorithm.truncated_responses in ("zero", "drop") and algorithm.stop_properly_penalty_coef != 1:
+    if (
+        algorithm.truncated_responses in ("zero", "drop")
+        and algorithm.stop_properly_penalty_coef != 1
+    ):
         yield (
             f"trainer.algorithm.truncated_responses={algorithm.truncated_responses} and trainer.algorithm."
             f"stop_properly_penalty_coef={algorithm.stop_properly_penalty_coef:g} both decide about the reward of a "
@@ -360,8 +397,14 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
         )
 
     about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
-    if cfg.generator.n_samples_per_prompt == 1 and depends_on_pool(algorithm, about, "group_relative", "group"):
-        free = [n for n, other in ADVANTAGE_ESTIMATORS.builtins().items() if other.can["group_relative"] is False]
+    if cfg.generator.n_samples_per_prompt == 1 and depends_on_pool(
+        algorithm, about, "group_relative", "group"
+    ):
+        free = [
+            n
+            for n, other in ADVANTAGE_ESTIMATORS.builtins().items()
+            if other.can["group_relative"] is False
+        ]
         yield (
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
             f"{algorithm.advantage_estimator} no group to compare with (every advantage would be 0): "
@@ -377,10 +420,12 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
 
 
 def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
-    """One line for each setting that needs more of the batch than a plan that streams has at a time."""
+    """One line for each setting that needs more of the batch than a plan that streams has at a
+    time."""
     if plan is None or not plan.streams:
         return
-    trainer, algorithm = cfg.trainer, cfg.trainer.algorithm
+    trainer = cfg.trainer
+    algorithm = cfg.trainer.algorithm
     name = "trainer.algorithm."
     settings = []
     if cfg.data.replay_groups:
@@ -390,7 +435,10 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
     estimator = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     if depends_on_pool(algorithm, estimator, "whole_batch", "batch"):
         depends = estimator.can["whole_batch"]
-        switches = [] if depends is True else [estimator.keys[setting] for setting in depends]
+        if depends is True:
+            switches = []
+        else:
+            switches = [estimator.keys[setting] for setting in depends]
         on = [f" with {name}{key}=true" for key in switches if attrgetter(key)(algorithm) is True]
         settings.append(f"{name}advantage_estimator={algorithm.advantage_estimator}{''.join(on)}")
     if algorithm.advantage_batch_normalize:
@@ -401,8 +449,12 @@ def check_streaming(cfg: Config, plan: Plan | None) -> Iterator[str]:
         settings.append(f"{name}kl_ctrl.type={algorithm.kl_ctrl.type}")
     for function in functions(algorithm):
         if function.about.selector is not None:
-            settings.append(f"{name}{function.key}={function.name}, which chooses among all tokens,")
-        elif function.about.can.get("whole_batch") is True and function.key.startswith("off_policy"):
+            settings.append(
+                f"{name}{function.key}={function.name}, which chooses among all tokens,"
+            )
+        elif function.about.can.get("whole_batch") is True and function.key.startswith(
+            "off_policy"
+        ):
             settings.append(f"{name}{function.key}={function.name}")
     reduction = LOSS_REDUCTIONS.about(algorithm.loss_reduction)
     if not reduction.can["by_parts"]:

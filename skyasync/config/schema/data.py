@@ -1,4 +1,5 @@
-"""Where prompts come from, and what is evaluated: ``data.val_data``, and named sets, ``data.val_sets``.
+"""Where prompts come from, and what is evaluated: ``data.val_data``, and named sets,
+``data.val_sets``.
 
 Invariant: what ``eval_sets`` reads without complaint has been found right by ``check_data``.
 """
@@ -33,29 +34,30 @@ _ENTRIES = ("data", "n_samples")
 @dataclass
 class DataConfig(SettingsGroup):
     train_data: list[str] = key([], open_ended=True)
-    """Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names (owner/name#config:split),
-    reasoning_gym:task, or module:function."""
+    """Training prompts: .parquet, .jsonl or .json files, folders, Hugging Face names
+    (owner/name#config:split), reasoning_gym:task, or module:function."""
     val_data: list[str] = key([], open_ended=True)
     """Held-out prompts, in the same forms."""
     val_sets: dict[str, Any] = key({})
-    """Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data: ..., n_samples:
-    responses per prompt}."""
+    """Held-out prompts by name, evaluated as eval/<name>/...: a source, a list of them, or {data:
+    ..., n_samples: responses per prompt}."""
     streaming: bool = key(False)
-    """Read training prompts in blocks instead of all at once: for data larger than memory, or endless data.
-    trainer.max_training_steps ends the run; the data repeats if necessary."""
+    """Read training prompts in blocks instead of all at once: for data larger than memory, or
+    endless data. trainer.max_training_steps ends the run; the data repeats if necessary."""
     shuffle_buffer: int = key(4096, low=1, when="data.streaming")
     """Number of rows in a block; a stream is shuffled within its blocks."""
     sampler: str = key("uniform", registry="skyasync.data.samplers:SAMPLERS", open_ended=True)
-    """Which prompts are trained. uniform: each once per pass. pass_rate: more of those that the policy solves about
-    half of the time. Or a PromptSampler of your own (file.py:Class)."""
+    """Which prompts are trained. uniform: each once per pass. pass_rate: more of those that the
+    policy solves about half of the time. Or a PromptSampler of your own (file.py:Class)."""
     sampler_passing: float = key(1.0, when=When("not data.sampler=uniform", "data.replay_groups"))
     """Minimum reward of a correct sample, for pass rates."""
     sampler_pool_key: str = key("", open_ended=True, when="not data.sampler=uniform")
-    """Column that groups prompts of similar difficulty. The pass rate of its group stands in for a prompt that has not
-    been sampled."""
+    """Column that groups prompts of similar difficulty. The pass rate of its group stands in for a
+    prompt that has not been sampled."""
     replay_groups: int = key(0, low=0, when="not data.streaming")
-    """Number of earlier groups that each step trains once more, in addition to its prompts: the most difficult of those
-    that at most half of the samples have solved. They need an off-policy correction."""
+    """Number of earlier groups that each step trains once more, in addition to its prompts: the
+    most difficult of those that at most half of the samples have solved. They need an off-policy
+    correction."""
     prompt_key: str = key("prompt", open_ended=True)
     """Column with the prompt: a conversation, or a string."""
     label_key: str = key("label", open_ended=True)
@@ -65,14 +67,16 @@ class DataConfig(SettingsGroup):
     apply_chat_template: bool = key(True)
     """Format prompts with the chat template; false uses text prompts unchanged."""
     chat_template: str = key("", open_ended=True, when="data.apply_chat_template")
-    """Jinja template that replaces the model's own: a file or its text. Used for prompts, observations and the
-    endpoint."""
+    """Jinja template that replaces the model's own: a file or its text. Used for prompts,
+    observations and the endpoint."""
     chat_template_kwargs: dict[str, Any] = key({}, when="data.apply_chat_template")
     """Further variables of the template, such as {enable_thinking: false}."""
-    chat_history: str = key("template", choices=("template", "sampled"), when="data.apply_chat_template")
-    """What the model reads of its earlier turns. template: as the template formats them; if that differs from the
-    sampled tokens (some drop thinking), each turn is a row of its own. sampled: its sampled tokens, one row per
-    episode."""
+    chat_history: str = key(
+        "template", choices=("template", "sampled"), when="data.apply_chat_template"
+    )
+    """What the model reads of its earlier turns. template: as the template formats them; if that
+    differs from the sampled tokens (some drop thinking), each turn is a row of its own. sampled:
+    its sampled tokens, one row per episode."""
     system_prompt: str = key("", open_ended=True)
     """System message that is added to conversations without one."""
     reasoning_gym: dict[str, Any] = key({})
@@ -91,8 +95,14 @@ def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
     """The evaluation sets by name; ``data.val_data`` is ""."""
     sets = {"": EvalSet(tuple(data.val_data))} if data.val_data else {}
     for name, entry in data.val_sets.items():
-        fields = entry if isinstance(entry, Mapping) else {"data": entry}
-        sources = [fields["data"]] if isinstance(fields["data"], str) else fields["data"]
+        if isinstance(entry, Mapping):
+            fields = entry
+        else:
+            fields = {"data": entry}
+        if isinstance(fields["data"], str):
+            sources = [fields["data"]]
+        else:
+            sources = fields["data"]
         sets[str(name)] = EvalSet(tuple(sources), fields.get("n_samples", 0))
     return sets
 
@@ -130,15 +140,23 @@ def check_data(cfg: Config) -> Iterator[str]:
                 f"environment.domains.{name}.proportion fixes a share of the prompts, and data.sampler={data.sampler} "
                 f"changes shares: leave the proportion out, or set data.sampler=uniform"
             )
-    for name in () if not data.streaming or any(check_domains(domains)) else proportions_of(domains):
+    for name in (
+        () if not data.streaming or any(check_domains(domains)) else proportions_of(domains)
+    ):
         yield (
             f"environment.domains.{name}.proportion needs the rows of each domain at hand, and data.streaming=true "
             f"holds none: leave the proportion out (several sources take turns), or set data.streaming=false"
         )
-    wrong = [problem for name, entry in cfg.data.val_sets.items() for problem in _problems(str(name), entry)]
+    wrong = [
+        problem
+        for name, entry in cfg.data.val_sets.items()
+        for problem in _problems(str(name), entry)
+    ]
     yield from wrong
     sources = [*data.train_data, *(() if wrong else eval_sources(data))]
-    tasks = {source.removeprefix(TASK_SOURCE) for source in sources if source.startswith(TASK_SOURCE)}
+    tasks = {
+        source.removeprefix(TASK_SOURCE) for source in sources if source.startswith(TASK_SOURCE)
+    }
     for task, options in data.reasoning_gym.items():
         if task not in tasks:
             yield f"data.reasoning_gym.{task} is for no task in data.train_data: {unknown('task', str(task), tasks)}"
@@ -163,7 +181,9 @@ def check_data(cfg: Config) -> Iterator[str]:
             )
     answer = cfg.trainer.eval_answer
     if answer not in ("", "auto") and not is_reference(answer):
-        yield from (f"trainer.eval_answer{problem}" for problem in pattern_problems(answer, "answer"))
+        yield from (
+            f"trainer.eval_answer{problem}" for problem in pattern_problems(answer, "answer")
+        )
 
 
 def _problems(name: str, entry: object) -> Iterator[str]:
@@ -174,15 +194,20 @@ def _problems(name: str, entry: object) -> Iterator[str]:
     if name in _TAKEN:
         yield f"{where}: eval/{name} is a metric's name: rename the set"
         return
-    sources, key = entry, where
+    sources = entry
+    key = where
     if isinstance(entry, Mapping):
-        sources, key = entry.get("data"), f"{where}.data"
+        sources = entry.get("data")
+        key = f"{where}.data"
         for given in entry:
             if given not in _ENTRIES:
                 yield f"{where}.{given}: {unknown('entry', str(given), _ENTRIES)}"
         count = entry.get("n_samples", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"{where}.n_samples: expected a whole number of at least 1, found {count!r}"
-    several = sources if isinstance(sources, list | tuple) else [sources]
+    if isinstance(sources, list | tuple):
+        several = sources
+    else:
+        several = [sources]
     if not several or not all(isinstance(source, str) and source for source in several):
         yield f"{key}: expected a source as in data.val_data, or a list of them, found {sources!r}"

@@ -1,6 +1,7 @@
 """Environments and rewards, and ``environment.domains``: what holds for the rows of one kind only.
 
-Invariant: what ``domains_of`` reads without complaint has been found right by ``check_domains`` (a test holds it).
+Invariant: what ``domains_of`` reads without complaint has been found right by ``check_domains`` (a
+test holds it).
 """
 
 from __future__ import annotations
@@ -21,21 +22,24 @@ _WHERE = "environment.domains"
 @dataclass
 class EnvironmentConfig(SettingsGroup):
     env_class: str = key("", open_ended=True)
-    """Environment of rows that name none: a registered id, module:Class, or openenv:URL or nemo_gym:URL."""
+    """Environment of rows that name none: a registered id, module:Class, or openenv:URL or
+    nemo_gym:URL."""
     num_workers: int = key(1, low=1)
     """Processes that run environments or agent programs."""
     max_threads: int = key(512, low=1, when="not generator.agent_program")
-    """Maximum number of threads per process for environments without async methods; fast steps use one."""
+    """Maximum number of threads per process for environments without async methods; fast steps use
+    one."""
     step_timeout_s: float = key(60.0, above=0.0, when="not generator.agent_program")
     """Maximum duration of an environment's step in seconds."""
     on_error: str = key("raise", choices=("raise", "mask", "keep"))
-    """If an environment raises, hangs or returns invalid output: raise stops the run; mask and keep end only its
-    episode, with give_up_reward. mask excludes it from the loss, keep trains it."""
+    """If an environment raises, hangs or returns invalid output: raise stops the run; mask and keep
+    end only its episode, with give_up_reward. mask excludes it from the loss, keep trains it."""
     max_retries: int = key(3, low=0)
     """Maximum number of retries of a step, or of an agent program from its beginning, after a
     skyasync.TransientError."""
     transient_errors: list[str] = key([], when="environment.max_retries")
-    """Further types of errors that are retried, by name, such as ConnectionError or httpx.ReadTimeout."""
+    """Further types of errors that are retried, by name, such as ConnectionError or
+    httpx.ReadTimeout."""
     max_given_up: float = key(1.0, above=0.0, high=1.0, when="environment.on_error=mask|keep")
     """Maximum share of a step's episodes that may fail before the run stops; 1 is no limit."""
     give_up_reward: float = key(0.0, when="environment.on_error=mask|keep")
@@ -44,28 +48,35 @@ class EnvironmentConfig(SettingsGroup):
     """Free settings that are passed to the environment."""
     env_class_from_rows: bool = key(True, when="not generator.agent_program")
     """Use the env_class that a row names; false uses environment.env_class for all rows."""
-    reward_funcs: list[str] = key([], registry="skyasync.rewards:REWARDS", pattern=r".+\.py", open_ended=True)
-    """Functions that reward a response (environment.env_class=reward): registered names, module:function,
-    path/to/file.py:function (without a function: its reward_func), the address of an OpenRLHF reward server
-    (http://...; several separated by commas), or judge:NAME (environment.judges)."""
+    reward_funcs: list[str] = key(
+        [], registry="skyasync.rewards:REWARDS", pattern=r".+\.py", open_ended=True
+    )
+    """Functions that reward a response (environment.env_class=reward): registered names,
+    module:function, path/to/file.py:function (without a function: its reward_func), the address of
+    an OpenRLHF reward server (http://...; several separated by commas), or judge:NAME
+    (environment.judges)."""
     reward_weights: list[float] = key([])
     """Factors of the functions' rewards in their sum; an empty list weighs all 1."""
     reward_timeout_s: float = key(10.0, above=0.0)
     """Maximum duration of a reward function for one response, in seconds."""
     reward_on_timeout: str = key("zero", choices=("zero", "raise"))
-    """If a reward function times out or crashes its process, or a judge gives no grade: zero gives the reward 0 and
-    counts it in the metric no_reward; raise stops the run."""
+    """If a reward function times out or crashes its process, or a judge gives no grade: zero gives
+    the reward 0 and counts it in the metric no_reward; raise stops the run."""
     code_sandbox: str = key(
-        "auto", choices=("auto", "bubblewrap", "landlock", "seccomp", "none"), pattern=r"https?://[^/\s]\S*"
+        "auto",
+        choices=("auto", "bubblewrap", "landlock", "seccomp", "none"),
+        pattern=r"https?://[^/\s]\S*",
     )
-    """Sandbox for code that a model writes (code_tests): bubblewrap, landlock, auto (the first of these that works), or
-    the address of a SandboxFusion server (http://...). seccomp and none protect less (docs/sandbox.md)."""
+    """Sandbox for code that a model writes (code_tests): bubblewrap, landlock, auto (the first of
+    these that works), or the address of a SandboxFusion server (http://...). seccomp and none
+    protect less (docs/sandbox.md)."""
     judges: dict[str, Any] = key({}, when="not generator.agent_program")
-    """Models that grade responses, by name: base_url and model (an OpenAI-compatible server) or engine=policy, prompt,
-    parser, ... (docs/judges.md). Each is the reward function judge:NAME."""
+    """Models that grade responses, by name: base_url and model (an OpenAI-compatible server) or
+    engine=policy, prompt, parser, ... (docs/judges.md). Each is the reward function judge:NAME."""
     domains: dict[str, Any] = key({})
-    """Settings per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum), proportion (share of
-    the training prompts), tags (further values of the column that belong to the domain)."""
+    """Settings per domain of the rows: reward_funcs, reward_weights, scale (factor of their sum),
+    proportion (share of the training prompts), tags (further values of the column that belong to
+    the domain)."""
 
 
 @dataclass(frozen=True)
@@ -73,11 +84,14 @@ class Domain:
     """The rows whose column ``domain`` bears its name.
 
     Args:
-        reward_funcs: the functions that judge them; none leaves it to the row and to ``environment.reward_funcs``.
+        reward_funcs: the functions that judge them; none leaves it to the row and to
+            ``environment.reward_funcs``.
         reward_weights: one per function; none weighs all 1.
         scale: factor of the sum.
-        proportion: share of the training prompts; None is what its rows make of what the others leave.
-        tags: rows whose column names one of these belong to the domain as well (ROLL's ``tag_included``).
+        proportion: share of the training prompts; None is what its rows make of what the others
+            leave.
+        tags: rows whose column names one of these belong to the domain as well (ROLL's
+            ``tag_included``).
     """
 
     reward_funcs: tuple[str, ...] = ()
@@ -90,7 +104,8 @@ class Domain:
 def domains_of(mapping: Mapping[str, Any]) -> dict[str, Domain]:
     """The checked mapping as objects."""
     return {
-        str(name): Domain(**{key: _plain(value) for key, value in entry.items()}) for name, entry in mapping.items()
+        str(name): Domain(**{key: _plain(value) for key, value in entry.items()})
+        for name, entry in mapping.items()
     }
 
 
@@ -101,17 +116,23 @@ def tags_of(mapping: Mapping[str, Any]) -> dict[str, str]:
 
 def proportions_of(mapping: Mapping[str, Any]) -> dict[str, float]:
     """The shares of the domains that have one."""
-    return {name: d.proportion for name, d in domains_of(mapping).items() if d.proportion is not None}
+    return {
+        name: d.proportion for name, d in domains_of(mapping).items() if d.proportion is not None
+    }
 
 
 def judges(environment: EnvironmentConfig) -> list[str]:
     """The reward functions of the run and of its domains."""
     domains = domains_of(environment.domains).values()
-    return [*environment.reward_funcs, *(func for domain in domains for func in domain.reward_funcs)]
+    return [
+        *environment.reward_funcs,
+        *(func for domain in domains for func in domain.reward_funcs),
+    ]
 
 
 def check_environment(environment: EnvironmentConfig) -> Iterator[str]:
-    """Reward functions that nothing calls, weights that do not fit, and what is wrong with the domains."""
+    """Reward functions that nothing calls, weights that do not fit, and what is wrong with the
+    domains."""
     yield from check_weights("environment", environment.reward_funcs, environment.reward_weights)
     yield from check_domains(environment.domains)
     if environment.env_class not in ("", "reward") and environment.reward_funcs:
@@ -123,7 +144,11 @@ def check_environment(environment: EnvironmentConfig) -> Iterator[str]:
 
 def check_domains(mapping: Mapping[str, Any]) -> Iterator[str]:
     """The problems of the mapping, one line each."""
-    problems = [problem for name, entry in mapping.items() for problem in _problems(f"{_WHERE}.{name}", entry)]
+    problems = [
+        problem
+        for name, entry in mapping.items()
+        for problem in _problems(f"{_WHERE}.{name}", entry)
+    ]
     yield from problems
     if problems:
         return
@@ -157,7 +182,8 @@ def _problems(where: str, entry: object) -> Iterator[str]:
         return
     problems = []
     for name, value in entry.items():
-        problem, number = "", _is_number(value)
+        problem = ""
+        number = _is_number(value)
         if name not in known:
             problem = unknown("entry", str(name), known)
         elif name in ("tags", "reward_funcs"):
@@ -165,9 +191,14 @@ def _problems(where: str, entry: object) -> Iterator[str]:
             if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
                 problem = f"expected a list of names, found {value!r}"
             elif name == "reward_funcs":
-                registered = [func for func in names if ":" not in func and not func.endswith(".py")]
+                registered = [
+                    func for func in names if ":" not in func and not func.endswith(".py")
+                ]
                 wrong = [func for func in registered if func not in REWARDS.names()]
-                problem = unknown("reward function", wrong[0], REWARDS.names()) if wrong else ""
+                if wrong:
+                    problem = unknown("reward function", wrong[0], REWARDS.names())
+                else:
+                    problem = ""
         elif name == "reward_weights":
             if not isinstance(value, list | tuple) or not all(map(_is_number, value)):
                 problem = f"expected a list of numbers, found {value!r}"
@@ -177,7 +208,9 @@ def _problems(where: str, entry: object) -> Iterator[str]:
             problem = f"must be greater than 0 and at most 1, found {value:g}"
         if problem:
             problems.append(f"{where}.{name}: {problem}")
-    yield from problems or check_weights(where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ()))
+    yield from problems or check_weights(
+        where, _plain(entry.get("reward_funcs", ())), entry.get("reward_weights", ())
+    )
 
 
 def _is_number(value: object) -> bool:
@@ -186,4 +219,8 @@ def _is_number(value: object) -> bool:
 
 def _plain(value: Any) -> Any:  # noqa: ANN401  (what the user has written)
     """A list, or a single text, as a tuple."""
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, list):
+        return tuple(value)
+    return value

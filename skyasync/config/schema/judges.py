@@ -1,7 +1,8 @@
-"""``environment.judges``: language models that judge responses. Each is a reward function by the name ``judge:NAME``.
+"""``environment.judges``: language models that judge responses. Each is a reward function by the
+name ``judge:NAME``.
 
-Invariant: what ``judges_of`` reads without complaint has been found right by ``check_judges``; a key for a server is
-never here, only the name of the environment variable that holds it.
+Invariant: what ``judges_of`` reads without complaint has been found right by ``check_judges``; a
+key for a server is never here, only the name of the environment variable that holds it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ from skyasync.errors import unknown
 PREFIX = "judge:"
 PARSERS = ("yes_no", "score")
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
-RESPONSES = ("response", "final_response")  # the placeholders, one of which shows what is to be judged
+RESPONSES = (
+    "response",
+    "final_response",
+)  # the placeholders, one of which shows what is to be judged
 _WHERE = "environment.judges"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _REFERENCE = re.compile(r"(\S+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
@@ -112,7 +116,10 @@ def check_judges(environment: EnvironmentConfig) -> Iterator[str]:
     for func in judges(environment):
         name = func.removeprefix(PREFIX)
         if is_judge(func) and name not in mapping:
-            names = unknown("judge", name, map(str, mapping)) if mapping else f"there is no judge {name!r}"
+            if mapping:
+                names = unknown("judge", name, map(str, mapping))
+            else:
+                names = f"there is no judge {name!r}"
             yield f"{names}: {func} needs {_WHERE}.{name}.base_url (and model), or {_WHERE}.{name}.engine=policy"
 
 
@@ -125,13 +132,19 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
         return
     problems = []
     for given, value in entry.items():
-        numbers = isinstance(value, list) and all(type(n) in (int, float) and isfinite(n) for n in value)
+        numbers = isinstance(value, list) and all(
+            type(n) in (int, float) and isfinite(n) for n in value
+        )
         interval = isinstance(value, list) and numbers and len(value) == 2 and value[0] < value[1]
         if given in ("api_key", "key", "token"):  # whose value is not to be repeated
             problem = ": write no key into a configuration; name the environment variable that holds it, api_key_env"
         elif given == "clip" and value != [] and not interval:
             problem = f": expected [low, high], two numbers, found {value!r}"
-        elif given == "api_key_env" and isinstance(value, str) and not re.fullmatch(r"([A-Za-z_]\w*)?", value):
+        elif (
+            given == "api_key_env"
+            and isinstance(value, str)
+            and not re.fullmatch(r"([A-Za-z_]\w*)?", value)
+        ):
             problem = " is not the name of an environment variable (is it the key itself? Put that into a variable)"
         else:
             problem = entry_problem(JudgeConfig, str(given), value)
@@ -145,7 +158,8 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
     if judge.base_url and judge.engine:
         yield f"{where} has both base_url and engine: remove one of them"
     elif judge.base_url:
-        url, key = urlsplit(judge.base_url), f"{where}.base_url"
+        url = urlsplit(judge.base_url)
+        key = f"{where}.base_url"
         if url.username or url.password or url.query:
             yield f"{key} has a name or a key in it, which would be written down: put it into api_key_env's variable"
         elif url.scheme not in ("http", "https") or not url.hostname:
@@ -156,7 +170,8 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
             yield f"{where}.model is empty: say what the server calls its model"
     elif judge.engine:
         for name in ("model", "api_key_env", "extra_body", "timeout_s", "retries", "cache"):
-            if (value := vars(judge)[name]) != vars(JudgeConfig())[name]:
+            value = vars(judge)[name]
+            if value != vars(JudgeConfig())[name]:
                 yield f"{where}.{name}={written(value)} has no effect with engine=policy: it is read with base_url"
     else:
         yield (
@@ -177,7 +192,8 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
 
 
 def pattern_problems(pattern: str, what: str) -> Iterator[str]:
-    """The problem of a regular expression that finds a ``what`` in a text, to follow its key's path."""
+    """The problem of a regular expression that finds a ``what`` in a text, to follow its key's
+    path."""
     try:
         groups = re.compile(pattern).groups
     except re.error as error:
@@ -202,6 +218,9 @@ def table() -> str:
     """The settings of a judge as rows of Markdown."""
     rows = []
     for each in Keys.of(JudgeConfig):
-        shown = "yes or no, see below" if each.name == "prompt" else f"`{written(each.default)}`"
+        if each.name == "prompt":
+            shown = "yes or no, see below"
+        else:
+            shown = f"`{written(each.default)}`"
         rows.append(f"| `{each.name}` | {shown} | {each.doc} |")
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"

@@ -1,7 +1,9 @@
-"""Settings of the models that workers hold: what they load, how they are trained, and how reward models score.
+"""Settings of the models that workers hold: what they load, how they are trained, and how reward
+models score.
 
-Invariant: what a device must have, such as a dtype, is checked where the device is known. What ``reward_models`` reads
-without complaint has been found right by ``check_reward_models``; what several of them say is added up.
+Invariant: what a device must have, such as a dtype, is checked where the device is known. What
+``reward_models`` reads without complaint has been found right by ``check_reward_models``; what
+several of them say is added up.
 """
 
 from __future__ import annotations
@@ -36,8 +38,9 @@ class ModelConfig(SettingsGroup):
     dtype: str = key("auto", choices=("auto", "float32", "bfloat16"))
     """Dtype of the trained weights; auto is float32 on a CPU, bfloat16 on a GPU."""
     config_kwargs: dict[str, Any] = key({})
-    """Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or {rope_scaling:
-    {rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the model's class before the start."""
+    """Settings of the model's config.json in place of its own, such as {rope_theta: 500000.0} or
+    {rope_scaling: {rope_type: yarn, factor: 2.0}}; engines follow the policy's. Checked by the
+    model's class before the start."""
 
 
 #: Schedule -> what ``scheduler_kwargs`` may tell it, as transformers' ``get_scheduler`` takes it.
@@ -55,7 +58,10 @@ SCHEDULES: dict[str, tuple[str, ...]] = {
 }
 #: Theirs that no number of a step decides.
 BY_A_METRIC = tuple(
-    (name, "goes by a metric that it is told of after each step, and a rate here is a function of the step's number")
+    (
+        name,
+        "goes by a metric that it is told of after each step, and a rate here is a function of the step's number",
+    )
     for name in ("reduce_lr_on_plateau", "greedy")
 )
 
@@ -63,11 +69,13 @@ BY_A_METRIC = tuple(
 @dataclass
 class OptimizerConfig(SettingsGroup):
     name: str = key("adamw", choices=("adamw", "adamw_8bit", "muon"))
-    """Optimizer. adamw; adamw_8bit: the state of matrices is stored in 8 bits, with a scale per block; muon: Muon for
-    the matrices of decoder layers, at AdamW's learning rate, and AdamW for the rest."""
+    """Optimizer. adamw; adamw_8bit: the state of matrices is stored in 8 bits, with a scale per
+    block; muon: Muon for the matrices of decoder layers, at AdamW's learning rate, and AdamW for
+    the rest."""
     bf16_stochastic_round: bool = key(False)
-    """Keep no float32 master weights: weights and optimizer state (except that of adamw_8bit) are bfloat16, and steps
-    are rounded up or down at random, so small steps are not lost. Needs model.dtype=bfloat16 (auto on a GPU)."""
+    """Keep no float32 master weights: weights and optimizer state (except that of adamw_8bit) are
+    bfloat16, and steps are rounded up or down at random, so small steps are not lost. Needs
+    model.dtype=bfloat16 (auto on a GPU)."""
     muon_momentum: float = key(0.95, low=0.0, below=1.0)
     """Momentum of name=muon."""
     lr: float = key(1e-6, low=0.0)
@@ -81,8 +89,9 @@ class OptimizerConfig(SettingsGroup):
     max_grad_norm: float = key(1.0, low=0.0)
     """Clip the global gradient norm to this; 0 is off."""
     max_grad_cosine: float = key(0.0, low=0.0, high=1.0)
-    """Limit the cosine of the gradients of consecutive optimizer steps: if it is larger, the component along the
-    previous gradient is reduced before clipping. 1 only measures it; 0 is off. The previous gradient is stored."""
+    """Limit the cosine of the gradients of consecutive optimizer steps: if it is larger, the
+    component along the previous gradient is reduced before clipping. 1 only measures it; 0 is off.
+    The previous gradient is stored."""
     num_warmup_steps: int = key(0, low=0)
     """Number of optimizer steps of linear warm-up."""
     warmup_ratio: float = key(0.0, low=0.0, below=1.0)
@@ -96,24 +105,27 @@ class OptimizerConfig(SettingsGroup):
 @dataclass
 class LoraConfig(SettingsGroup):
     rank: int = key(0, low=0)
-    """Train low-rank adapters of this rank next to frozen weights (LoRA); 0 trains the weights themselves."""
+    """Train low-rank adapters of this rank next to frozen weights (LoRA); 0 trains the weights
+    themselves."""
     alpha: float = key(16.0, above=0.0, when="trainer.policy.lora.rank")
     """The output of an adapter is multiplied by alpha / rank."""
     dropout: float = key(0.0, low=0.0, below=1.0, when="trainer.policy.lora.rank")
     """Share of an adapter's inputs that is dropped in training."""
     target_modules: list[str] = key(["all-linear"], when="trainer.policy.lora.rank")
-    """Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj); all-linear is all of them
-    but the head."""
+    """Linear layers that get an adapter, by the ends of their names (q_proj, mlp.up_proj);
+    all-linear is all of them but the head."""
     exclude_modules: list[str] = key([], when="trainer.policy.lora.rank")
     """Layers of target_modules that get no adapter."""
     base_dtype: str = key("", choices=("", "nf4", "int8"), when="trainer.policy.lora.rank")
-    """Quantize the frozen weights of linear layers (QLoRA): nf4, four bits with a scale per block (bitsandbytes); int8,
-    eight bits with a scale per row. Layers compute with the rounded weights. Empty is off."""
+    """Quantize the frozen weights of linear layers (QLoRA): nf4, four bits with a scale per block
+    (bitsandbytes); int8, eight bits with a scale per row. Layers compute with the rounded weights.
+    Empty is off."""
     sync: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
-    """What a weight sync sends: merged, weights with the adapters added; adapter, only the adapters. transformers adds
-    them to its own weights, vllm computes them separately."""
+    """What a weight sync sends: merged, weights with the adapters added; adapter, only the
+    adapters. transformers adds them to its own weights, vllm computes them separately."""
     export: str = key("merged", choices=("merged", "adapter"), when="trainer.policy.lora.rank")
-    """What an export contains: merged, weights with the adapters added; adapter, a folder of peft with the adapters."""
+    """What an export contains: merged, weights with the adapters added; adapter, a folder of peft
+    with the adapters."""
 
 
 @dataclass
@@ -122,18 +134,19 @@ class TrainedModelConfig(SettingsGroup):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     gradient_checkpointing: bool | str = key("auto", choices=("auto", True, False, "selective"))
-    """Recompute activations in the backward pass to save memory; auto is on for GPUs. selective stores outputs of
-    matrix products and attention, about half of all activations, and recomputes the cheap rest."""
+    """Recompute activations in the backward pass to save memory; auto is on for GPUs. selective
+    stores outputs of matrix products and attention, about half of all activations, and recomputes
+    the cheap rest."""
     reduce_gradients: str = key("micro_batch", choices=("micro_batch", "update"))
-    """When ranks sum their gradients: after each micro-batch, or once per update (plans that stream: once per part of
-    it), for which each rank stores the whole gradient."""
+    """When ranks sum their gradients: after each micro-batch, or once per update (plans that
+    stream: once per part of it), for which each rank stores the whole gradient."""
     fsdp_size: int = key(0, low=0)
-    """Number of neighbouring ranks that shard the weights. Groups of this size are replicas (HSDP) that exchange only
-    gradients. 0 shards over all ranks."""
+    """Number of neighbouring ranks that shard the weights. Groups of this size are replicas (HSDP)
+    that exchange only gradients. 0 shards over all ranks."""
     cpu_offload: str = key("none", choices=("none", "optimizer", "parameters"))
-    """What is in host memory during training. optimizer: the optimizer state, which moves to the device for each step.
-    parameters: weights, gradients and optimizer state (FSDP2); a layer's weights move to the device when it computes,
-    and the CPU makes the optimizer step."""
+    """What is in host memory during training. optimizer: the optimizer state, which moves to the
+    device for each step. parameters: weights, gradients and optimizer state (FSDP2); a layer's
+    weights move to the device when it computes, and the CPU makes the optimizer step."""
 
 
 @dataclass
@@ -141,13 +154,15 @@ class PolicyConfig(TrainedModelConfig):
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     torch_compile: bool = key(False)
-    """Compile the policy's decoder layers except attention (torch.compile); the first passes then take minutes."""
+    """Compile the policy's decoder layers except attention (torch.compile); the first passes then
+    take minutes."""
     router_replay: str = key("none", choices=("none", "R3"))
-    """For mixtures of experts. R3 (rollout routing replay): the trained model uses the experts that the engine chose in
-    generation, weighted by the trained router. none: it chooses itself."""
+    """For mixtures of experts. R3 (rollout routing replay): the trained model uses the experts that
+    the engine chose in generation, weighted by the trained router. none: it chooses itself."""
     freeze: list[str] = key([])
-    """Parts of the policy that are not trained and have no gradient or optimizer state: names of parameters or modules
-    (model.embed_tokens), and vision_tower and projector of vision-language models."""
+    """Parts of the policy that are not trained and have no gradient or optimizer state: names of
+    parameters or modules (model.embed_tokens), and vision_tower and projector of vision-language
+    models."""
     threads: int = key(0, low=0)
     """CPU threads per policy rank; 0 shares the machine's cores according to the plan."""
 
@@ -156,11 +171,11 @@ class PolicyConfig(TrainedModelConfig):
 class RefConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     fsdp_size: int = key(0, low=0, when=KL)
-    """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of each other (HSDP).
-    0 shards over all ranks."""
+    """Neighbouring ranks over which these weights are sharded; groups of so many are replicas of
+    each other (HSDP). 0 shards over all ranks."""
     cpu_offload: str = key("none", choices=("none", "parameters"), when=KL)
-    """parameters: the reference's weights are in host memory, and a layer's weights move to the device when it
-    computes."""
+    """parameters: the reference's weights are in host memory, and a layer's weights move to the
+    device when it computes."""
 
 
 @dataclass
@@ -172,18 +187,20 @@ class CriticOptimizerConfig(OptimizerConfig):
 @dataclass
 class CriticConfig(TrainedModelConfig):
     backbone: str = key("own", choices=("own", "shared"))
-    """own: the critic is a separate model with its own processes. shared: it is a linear map of the policy's last
-    hidden states, computed and trained with the policy."""
+    """own: the critic is a separate model with its own processes. shared: it is a linear map of the
+    policy's last hidden states, computed and trained with the policy."""
     value_loss_coef: float = key(0.1, low=0.0, when=SHARED_CRITIC)
-    """Share of the value loss's gradient that a shared critic sends to the policy's layers; 0 sends none. The head gets
-    the whole gradient."""
+    """Share of the value loss's gradient that a shared critic sends to the policy's layers; 0 sends
+    none. The head gets the whole gradient."""
     optimizer_config: CriticOptimizerConfig = field(default_factory=CriticOptimizerConfig)
     value_clip: float = key(0.2, low=0.0)
-    """Maximum change of a value relative to its value before the update, in the value loss; 0 is off."""
+    """Maximum change of a value relative to its value before the update, in the value loss; 0 is
+    off."""
     warmup_steps: int = key(0, low=0)
     """Number of first training steps in which only the critic is trained."""
     export_path: str = key("", open_ended=True)
-    """Write the final critic here as a Hugging Face folder (sequence classification, one label); empty writes none."""
+    """Write the final critic here as a Hugging Face folder (sequence classification, one label);
+    empty writes none."""
     threads: int = key(0, low=0)
     """CPU threads per critic rank; 0 takes as many as a policy rank has."""
 
@@ -192,18 +209,21 @@ class CriticConfig(TrainedModelConfig):
 class TeacherConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     weight: float = key(1.0, above=0.0)
-    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy. It is added to the advantage
-    from rewards."""
+    """Factor of the teacher's part of a token's advantage, log p_teacher - log p_policy. It is
+    added to the advantage from rewards."""
     top_k: int = key(0, low=0, when=TEACHER)
-    """Compare distributions instead of sampled tokens: each token's loss gets weight times the reverse KL over this
-    many tokens that are most likely for the teacher, with all other tokens as one more. 0 compares sampled tokens."""
+    """Compare distributions instead of sampled tokens: each token's loss gets weight times the
+    reverse KL over this many tokens that are most likely for the teacher, with all other tokens as
+    one more. 0 compares sampled tokens."""
     threads: int = key(0, low=0)
     """CPU threads per rank of the teacher; 0 takes as many as a policy rank has."""
 
 
 def check_models(cfg: Config) -> Iterator[str]:
     """Settings of a role that contradict each other, and roles that would learn nothing."""
-    policy, critic, tensor = cfg.trainer.policy, cfg.trainer.critic, cfg.trainer.parallel.tensor
+    policy = cfg.trainer.policy
+    critic = cfg.trainer.critic
+    tensor = cfg.trainer.parallel.tensor
     has_critic = CRITIC(cfg)
     yield from _check_optimizer("trainer.policy", policy, tensor)
     if has_critic:
@@ -219,15 +239,24 @@ def check_models(cfg: Config) -> Iterator[str]:
         )
     if has_critic and SHARED_CRITIC(cfg):
         yield from _check_shared_critic(cfg)
-    steps, warmup = cfg.trainer.max_training_steps, critic.warmup_steps
+    steps = cfg.trainer.max_training_steps
+    warmup = critic.warmup_steps
     if has_critic and 0 < steps <= warmup:
         yield (
             f"trainer.critic.warmup_steps={warmup} trains the critic alone to the end of "
             f"trainer.max_training_steps={steps}: lower the first, or raise the second"
         )
-    teacher, sampling = cfg.trainer.teacher, cfg.generator.sampling_params
-    filters = {"top_k": sampling.top_k > 0, "top_p": sampling.top_p < 1, "min_p": sampling.min_p > 0}
-    filters |= {"logit_bias": bool(sampling.logit_bias), "allowed_token_ids": bool(sampling.allowed_token_ids)}
+    teacher = cfg.trainer.teacher
+    sampling = cfg.generator.sampling_params
+    filters = {
+        "top_k": sampling.top_k > 0,
+        "top_p": sampling.top_p < 1,
+        "min_p": sampling.min_p > 0,
+    }
+    filters |= {
+        "logit_bias": bool(sampling.logit_bias),
+        "allowed_token_ids": bool(sampling.allowed_token_ids),
+    }
     filter_of = next((name for name, used in filters.items() if used), "")
     if teacher.model.path and teacher.top_k and filter_of and cfg.trainer.algorithm.filter_logprobs:
         yield (
@@ -244,7 +273,8 @@ def check_models(cfg: Config) -> Iterator[str]:
 
 
 def _check_optimizer(role: str, section: PolicyConfig | CriticConfig, tensor: int) -> Iterator[str]:
-    name, optimizer = f"{role}.optimizer_config", section.optimizer_config
+    name = f"{role}.optimizer_config"
+    optimizer = section.optimizer_config
     if len(optimizer.adam_betas) != 2:
         yield f"{name}.adam_betas has {len(optimizer.adam_betas)} entries: AdamW takes two, [0.9,0.999]"
     if optimizer.name != "muon" and optimizer.muon_momentum != OptimizerConfig().muon_momentum:
@@ -259,12 +289,18 @@ def _check_optimizer(role: str, section: PolicyConfig | CriticConfig, tensor: in
             f"{name}.num_warmup_steps={optimizer.num_warmup_steps} and {name}.warmup_ratio={optimizer.warmup_ratio} "
             f"both say how long the warm-up is: set one of them to 0"
         )
-    allowed, given = SCHEDULES[optimizer.scheduler], optimizer.scheduler_kwargs
+    allowed = SCHEDULES[optimizer.scheduler]
+    given = optimizer.scheduler_kwargs
     for word in given:
         if word not in allowed:
-            what = unknown("setting", str(word), allowed) if allowed else f"{optimizer.scheduler} takes none"
+            if allowed:
+                what = unknown("setting", str(word), allowed)
+            else:
+                what = f"{optimizer.scheduler} takes none"
             yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
-    if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in given) == ("min_lr_rate" in given):
+    if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in given) == (
+        "min_lr_rate" in given
+    ):
         yield (
             f"{name}.scheduler={optimizer.scheduler} needs its final rate in one form: "
             f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
@@ -329,13 +365,19 @@ _OF_A_MODEL = (
     "trainer.placement.colocate_policy_critic",
     "trainer.placement.critic_num_",
 )
-_OF_MATRICES = tuple(f"trainer.critic.optimizer_config.{n}" for n in ("name", "bf16_stochastic_round", "muon_momentum"))
+_OF_MATRICES = tuple(
+    f"trainer.critic.optimizer_config.{n}"
+    for n in ("name", "bf16_stochastic_round", "muon_momentum")
+)
 
 
 def _check_shared_critic(cfg: Config) -> Iterator[str]:
     for each in Keys.of(type(cfg)):
         value = attrgetter(each.path)(cfg)
-        if value in (each.default, *([cfg.trainer.policy.model.path] if each.name == "path" else [])):
+        if value in (
+            each.default,
+            *([cfg.trainer.policy.model.path] if each.name == "path" else []),
+        ):
             continue
         way = f"remove it (its default is {written(each.default)}), or set trainer.critic.backbone=own"
         if each.path.startswith(_OF_A_MODEL):
@@ -343,7 +385,8 @@ def _check_shared_critic(cfg: Config) -> Iterator[str]:
         elif each.path in _OF_MATRICES:
             what = f"is for matrices of a model, and {SHARED_CRITIC} trains one vector"
             yield f"{each.path}={written(value)} {what}: {way}"
-    if (offload := cfg.trainer.policy.cpu_offload) == "parameters":
+    offload = cfg.trainer.policy.cpu_offload
+    if offload == "parameters":
         yield (
             f"{SHARED_CRITIC} is a vector on the policy's device, and trainer.policy.cpu_offload={offload} keeps its "
             f"layers on the host: set trainer.policy.cpu_offload=optimizer or none, or trainer.critic.backbone=own"
@@ -354,7 +397,8 @@ def _check_shared_critic(cfg: Config) -> Iterator[str]:
 REWARD = When("trainer.reward.model.path", "trainer.reward.models")
 
 REWARD_METRIC = "reward_model"
-"""The one model's own score, unscaled, among an episode's metrics; ``reward_model/<name>`` are those of several."""
+"""The one model's own score, unscaled, among an episode's metrics; ``reward_model/<name>`` are
+those of several."""
 _REWARD_MODELS = "trainer.reward.models"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
@@ -363,7 +407,8 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 class RewardConfig(SettingsGroup):
     model: ModelConfig = field(default_factory=ModelConfig)
     models: dict[str, Any] = key({})
-    """Several reward models by name, each with path, dtype, weight, mean, std and clip. Their rewards are added."""
+    """Several reward models by name, each with path, dtype, weight, mean, std and clip. Their
+    rewards are added."""
     weight: float = key(1.0, when="trainer.reward.model.path")
     """Factor of the reward model's normalised output, which is added to the reward."""
     mean: float = key(0.0, when="trainer.reward.model.path")
@@ -403,7 +448,9 @@ def reward_models(reward: RewardConfig) -> dict[str, RewardModel]:
     """All reward models by the names of their metrics."""
     own = reward.model
     one = RewardModel(own.path, own.dtype, reward.weight, reward.mean, reward.std, reward.clip)
-    several = {f"{REWARD_METRIC}/{name}": RewardModel(**entry) for name, entry in reward.models.items()}
+    several = {
+        f"{REWARD_METRIC}/{name}": RewardModel(**entry) for name, entry in reward.models.items()
+    }
     return ({REWARD_METRIC: one} if own.path else {}) | several
 
 
@@ -419,10 +466,18 @@ def check_reward_models(cfg: Config) -> Iterator[str]:
         elif not entry.get("path"):
             yield f"{where}.path is empty: name a model for sequence classification with one label"
         else:
-            problems = {given: entry_problem(RewardModel, str(given), value) for given, value in entry.items()}
-            yield from (f"{where}.{given}{problem}" for given, problem in problems.items() if problem)
+            problems = {
+                given: entry_problem(RewardModel, str(given), value)
+                for given, value in entry.items()
+            }
+            yield from (
+                f"{where}.{given}{problem}" for given, problem in problems.items() if problem
+            )
     if REWARD(cfg) and cfg.trainer.algorithm.dynamic_sampling.early_end:
-        which = f"model.path={reward.model.path}" if reward.model.path else f"models={written(reward.models)}"
+        if reward.model.path:
+            which = f"model.path={reward.model.path}"
+        else:
+            which = f"models={written(reward.models)}"
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
             f"trainer.reward.{which} scores it afterwards: remove one of them"

@@ -1,6 +1,7 @@
 """Which ranks there are, on which devices, and what they divide among them.
 
-Invariant: what a model's own numbers say (heads, experts, kinds of layers) is asked where its folder is known.
+Invariant: what a model's own numbers say (heads, experts, kinds of layers) is asked where its
+folder is known.
 """
 
 from __future__ import annotations
@@ -31,19 +32,20 @@ OWN_DEVICES = (_OWN_REF, _OWN_CRITIC, _OWN_TEACHER)
 @dataclass
 class ParallelConfig(SettingsGroup):
     pipeline: int = key(1, low=1)
-    """Number of pipeline stages: consecutive layers on separate ranks, which compute micro-batches in turn (1F1B)."""
+    """Number of pipeline stages: consecutive layers on separate ranks, which compute micro-batches
+    in turn (1F1B)."""
     context: int = key(1, low=1)
     """Number of ranks that divide each sequence, for long sequences."""
     context_kind: str = key("ulysses", choices=("ulysses", "ring"))
-    """Attention under trainer.parallel.context. ulysses exchanges the sequence dimension for heads; the ranks must
-    divide the heads. ring passes keys and values from rank to rank, for any number of heads (no shared prefixes, no
-    sliding windows; not run on GPUs)."""
+    """Attention under trainer.parallel.context. ulysses exchanges the sequence dimension for heads;
+    the ranks must divide the heads. ring passes keys and values from rank to rank, for any number
+    of heads (no shared prefixes, no sliding windows; not run on GPUs)."""
     expert: int = key(0, low=0)
-    """Number of ranks of the data dimension that divide the experts and exchange tokens (all-to-all); 0 leaves whole
-    experts to trainer.parallel.tensor."""
+    """Number of ranks of the data dimension that divide the experts and exchange tokens
+    (all-to-all); 0 leaves whole experts to trainer.parallel.tensor."""
     tensor: int = key(1, low=1)
-    """Number of ranks that divide the matrices of each layer, by transformers' plan for the model, and whole
-    experts."""
+    """Number of ranks that divide the matrices of each layer, by transformers' plan for the model,
+    and whole experts."""
 
 
 @dataclass
@@ -87,11 +89,15 @@ class PlacementConfig(SettingsGroup):
 
 def check_placement(cfg: Config) -> Iterator[str]:
     """Mesh dimensions that do not multiply to the ranks, or that nothing can be divided over."""
-    trainer, parallel, placement = cfg.trainer, cfg.trainer.parallel, cfg.trainer.placement
+    trainer = cfg.trainer
+    parallel = cfg.trainer.parallel
+    placement = cfg.trainer.placement
     ranks = placement.policy_ranks
     sizes = {name: vars(parallel)[name] for name in ("pipeline", "context", "tensor")}
     if ranks % (sharing := prod(sizes.values())):
-        product = " times ".join(f"trainer.parallel.{n}={v}" for n, v in sizes.items() if v > 1 or n != "pipeline")
+        product = " times ".join(
+            f"trainer.parallel.{n}={v}" for n, v in sizes.items() if v > 1 or n != "pipeline"
+        )
         yield (
             f"{product} does not divide the {ranks} ranks of "
             f"trainer.placement.policy_num_nodes={placement.policy_num_nodes} times "
@@ -114,14 +120,17 @@ def check_placement(cfg: Config) -> Iterator[str]:
 
     own_critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
     own_ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    groups = [("policy", trainer.policy.fsdp_size, True, ranks)]  # role, size, whether on the policy's ranks, own ranks
+    groups = [
+        ("policy", trainer.policy.fsdp_size, True, ranks)
+    ]  # role, size, whether on the policy's ranks, own ranks
     if CRITIC(cfg):
         colocated = placement.colocate_policy_critic or placement.colocate_all
         groups.append(("critic", trainer.critic.fsdp_size, colocated, own_critic))
     if KL(cfg):
         groups.append(("ref", trainer.ref.fsdp_size, placement.colocate_policy_ref, own_ref))
     for role, size, colocated, own in groups:
-        key, count = f"trainer.{role}.fsdp_size={size}", ranks if colocated else own
+        key = f"trainer.{role}.fsdp_size={size}"
+        count = ranks if colocated else own
         if size and count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             yield (
@@ -133,11 +142,18 @@ def check_placement(cfg: Config) -> Iterator[str]:
 
 
 def _check_pipeline(cfg: Config) -> Iterator[str]:
-    """Settings that pipeline stages do not support; further checks are in ``skyasync.models.parallel.pipeline``."""
-    trainer, policy = cfg.trainer, cfg.trainer.policy
-    of_critic = CRITIC(cfg) and (trainer.placement.colocate_policy_critic or trainer.placement.colocate_all)
+    """Settings that pipeline stages do not support; further checks are in
+    ``skyasync.models.parallel.pipeline``."""
+    trainer = cfg.trainer
+    policy = cfg.trainer.policy
+    of_critic = CRITIC(cfg) and (
+        trainer.placement.colocate_policy_critic or trainer.placement.colocate_all
+    )
     refused = {
-        f"trainer.policy.lora.rank={policy.lora.rank}": (policy.lora.rank, "puts adapters on all layers at once"),
+        f"trainer.policy.lora.rank={policy.lora.rank}": (
+            policy.lora.rank,
+            "puts adapters on all layers at once",
+        ),
         f"trainer.policy.router_replay={policy.router_replay}": (
             policy.router_replay != "none",
             "has one micro-batch's experts, and stages compute several at once",
@@ -160,10 +176,12 @@ def _check_pipeline(cfg: Config) -> Iterator[str]:
 
 def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
     """Settings that expert parallelism does not support."""
-    parallel, policy = cfg.trainer.parallel, cfg.trainer.policy
+    parallel = cfg.trainer.parallel
+    policy = cfg.trainer.policy
     setting = f"trainer.parallel.expert={parallel.expert}"
     for name in ("pipeline", "context", "tensor"):
-        if (size := vars(parallel)[name]) > 1:
+        size = vars(parallel)[name]
+        if size > 1:
             yield (
                 f"{setting} sends tokens only between ranks of the data dimension, and trainer.parallel.{name}={size} "
                 f"has not been tried with it: set {setting.partition('=')[0]}=0, or the other to 1"
@@ -172,7 +190,8 @@ def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
         yield f"{setting} does not divide the {ranks} ranks of trainer.placement: choose a divisor of {ranks}"
     refused = {
         f"trainer.policy.lora.rank={policy.lora.rank}": policy.lora.rank,
-        "trainer.policy.optimizer_config.name=adamw_8bit": policy.optimizer_config.name == "adamw_8bit",
+        "trainer.policy.optimizer_config.name=adamw_8bit": policy.optimizer_config.name
+        == "adamw_8bit",
         "trainer.policy.optimizer_config.bf16_stochastic_round=true": policy.optimizer_config.bf16_stochastic_round,
     }
     for other, given in refused.items():

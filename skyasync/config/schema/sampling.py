@@ -26,14 +26,21 @@ COUNTS_RESPONSE = ("presence_penalty", "frequency_penalty", "bad_words", "struct
 FILTERS = ("top_p", "top_k", "min_p", "logit_bias", "allowed_token_ids")
 #: Those that depend on the tokens before, and are in the engine's log-probabilities alone. Of the ones that can change
 #: every token, an objective that reads these log-probabilities cannot do right; ``HISTORY``: of a few tokens.
-UNMIRRORED = ("presence_penalty", "frequency_penalty", "repetition_penalty", "bad_words", "structured_outputs")
+UNMIRRORED = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "bad_words",
+    "structured_outputs",
+)
 HISTORY = ("min_tokens",)
 
 
 @dataclass
 class SamplingConfig(SettingsGroup):
-    """The bounds hold for all requests: ``skyasync.inference.interface.SamplingParams`` and the requests of agent
-    programs are checked by them. Within them int32 and float32 lose no number, and finite logits stay finite."""
+    """The bounds hold for all requests: ``skyasync.inference.interface.SamplingParams`` and the
+    requests of agent programs are checked by them. Within them int32 and float32 lose no number,
+    and finite logits stay finite."""
 
     max_generate_length: int = key(256, low=1, high=INT32)
     """Maximum number of tokens of a response."""
@@ -52,13 +59,15 @@ class SamplingConfig(SettingsGroup):
     frequency_penalty: float = key(0.0, low=-2.0, high=2.0)
     """Subtracted from the logit of a token once for each time that the response contains it."""
     repetition_penalty: float = key(1.0, low=0.01, high=100.0)
-    """For tokens in prompt or response: positive logits are divided by it, negative ones multiplied."""
+    """For tokens in prompt or response: positive logits are divided by it, negative ones
+    multiplied."""
     stop: list[str] = key([])
     """Strings that end a response."""
     stop_token_ids: list[int] = key([], low=0, high=INT32)
     """Further tokens that end a response, in addition to the model's own."""
     include_stop_str_in_output: bool = key(True)
-    """Responses that environments read include the stop string that ended them. Its tokens are trained in any case."""
+    """Responses that environments read include the stop string that ended them. Its tokens are
+    trained in any case."""
     ignore_eos: bool = key(False)
     """Continue after the model's end-of-sequence token."""
     bad_words: list[str] = key([])
@@ -68,13 +77,17 @@ class SamplingConfig(SettingsGroup):
     allowed_token_ids: list[int] = key([], low=0, high=INT32)
     """Generate only these tokens; empty allows all."""
     skip_special_tokens: bool = key(True)
-    """Remove special tokens from the text that environments read and stop strings are searched in."""
+    """Remove special tokens from the text that environments read and stop strings are searched
+    in."""
     seed: int = key(-1, low=-1, high=2**62)
-    """Draw each response only from this seed and the response's identity; -1 uses the engine's own seed."""
+    """Draw each response only from this seed and the response's identity; -1 uses the engine's own
+    seed."""
     structured_outputs: dict[str, Any] = key({})
-    """A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams (vllm only)."""
+    """A grammar for the response: json, regex, choice, ... as in vLLM's StructuredOutputsParams
+    (vllm only)."""
     repetition_detection: dict[str, Any] = key({})
-    """End a response that repeats itself, as if cut by its length: max_pattern_size, min_count (vllm only)."""
+    """End a response that repeats itself, as if cut by its length: max_pattern_size, min_count
+    (vllm only)."""
 
 
 def backend(cfg: Config) -> str:
@@ -83,55 +96,75 @@ def backend(cfg: Config) -> str:
         from skyasync.inference.interface import ENGINES
 
         about = ENGINES.builtins().get(cfg.generator.backend)
-        return cfg.generator.backend if about and about.can["elsewhere"] else "vllm_server"
+        if about and about.can["elsewhere"]:
+            return cfg.generator.backend
+        return "vllm_server"
     if cfg.generator.backend != "auto":
         return cfg.generator.backend
-    return "vllm" if find_spec("vllm") else "transformers"
+    if find_spec("vllm"):
+        return "vllm"
+    return "transformers"
 
 
 def evaluation(generator: GeneratorConfig) -> SamplingConfig:
-    """The sampling of evaluation: training's, with what ``eval_sampling_params`` sets (by default the temperature)."""
+    """The sampling of evaluation: training's, with what ``eval_sampling_params`` sets (by default
+    the temperature)."""
     return dataclasses.replace(generator.sampling_params, **evaluation_overrides(generator))
 
 
 def samples_as_scored(sampling: SamplingConfig) -> bool:
-    """Whether tokens are drawn from the same distribution whose log-probabilities a weight sync compares."""
+    """Whether tokens are drawn from the same distribution whose log-probabilities a weight sync
+    compares."""
     return sampling.temperature == 1 and not _used(sampling, (*FILTERS, *UNMIRRORED, *HISTORY))
 
 
 def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
     """The sampling of training and of evaluation, by the names of their groups, without null."""
-    return {"sampling_params": generator.sampling_params, "eval_sampling_params": evaluation(generator)}
+    return {
+        "sampling_params": generator.sampling_params,
+        "eval_sampling_params": evaluation(generator),
+    }
 
 
 def check_sampling(cfg: Config) -> Iterator[str]:
-    """Settings that the engine does not have, and distributions that the objective or the plan cannot handle."""
+    """Settings that the engine does not have, and distributions that the objective or the plan
+    cannot handle."""
     from skyasync.inference.interface import ENGINES, LARGEST_BIAS
 
-    generator, sampling = cfg.generator, cfg.generator.sampling_params
+    generator = cfg.generator
+    sampling = cfg.generator.sampling_params
     wrong = list(_wrong_overrides(generator))
     if wrong:
         yield from wrong
         return
-    engine, engines = backend(cfg), ENGINES.builtins()
+    engine = backend(cfg)
+    engines = ENGINES.builtins()
     rare = {name for about in engines.values() for name in about.can["sampling"]}
     can = ENGINES.about(engine).can
     foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))
     lacking = False
     # Of evaluation what is set there: a wrong value is reported once, by the key that has it.
-    groups = {"sampling_params": sampling, "eval_sampling_params": SamplingConfig(**evaluation_overrides(generator))}
+    groups = {
+        "sampling_params": sampling,
+        "eval_sampling_params": SamplingConfig(**evaluation_overrides(generator)),
+    }
     for group, settings in groups.items():
         for token, bias in settings.logit_bias.items():
             path = f"generator.{group}.logit_bias"
             if not str(token).isdecimal():
                 yield f"{path} has the token {token!r}: tokens are numbers, for example {{15: -2.0}}"
-            elif isinstance(bias, bool) or not isinstance(bias, int | float) or not abs(bias) <= LARGEST_BIAS:
+            elif (
+                isinstance(bias, bool)
+                or not isinstance(bias, int | float)
+                or not abs(bias) <= LARGEST_BIAS
+            ):
                 yield f"{path}.{token}={bias} is not a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
         for name in _used(settings, foreign):
             able = [
                 other
                 for other, about in engines.items()
-                if name not in about.can["lacks"] and (name in about.can["sampling"] or name not in rare)
+                if name not in about.can["lacks"]
+                and (name in about.can["sampling"] or name not in rare)
             ]
             lacking = True
             yield (
@@ -139,7 +172,11 @@ def check_sampling(cfg: Config) -> Iterator[str]:
                 f"empty, or use that one"
             )
     reader = reads_behaviour(cfg.trainer.algorithm)
-    if names := _used(sampling, UNMIRRORED) if reader and sampling.temperature and not lacking else []:
+    if reader and sampling.temperature and not lacking:
+        names = _used(sampling, UNMIRRORED)
+    else:
+        names = []
+    if names:
         named = ", ".join(f"{name}={written(vars(sampling)[name])}" for name in names)
         yield (
             f"{unmirrored(f'generator.sampling_params ({named})', reader)}: leave "
@@ -169,7 +206,8 @@ def check_sampling(cfg: Config) -> Iterator[str]:
 
 
 def unmirrored(what: str, reader: str) -> str:
-    """Why a setting of ``UNMIRRORED`` contradicts the setting that reads log-probabilities of sampling."""
+    """Why a setting of ``UNMIRRORED`` contradicts the setting that reads log-probabilities of
+    sampling."""
     return (
         f"{what} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
         f"if the trainer computed the same"
@@ -204,7 +242,8 @@ def evaluation_overrides(generator: GeneratorConfig) -> dict[str, Any]:
 
 
 def _wrong_overrides(generator: GeneratorConfig) -> Iterator[str]:
-    """Entries of ``eval_sampling_params`` that ``sampling_params`` does not have, or that have another type."""
+    """Entries of ``eval_sampling_params`` that ``sampling_params`` does not have, or that have
+    another type."""
     path = "generator.eval_sampling_params"
     for name, value in generator.eval_sampling_params.items():
         if name not in Keys.of(SamplingConfig):
@@ -218,7 +257,9 @@ def _wrong_overrides(generator: GeneratorConfig) -> Iterator[str]:
 def _used(sampling: SamplingConfig, names: Sequence[str]) -> list[str]:
     off = {**vars(SamplingConfig()), "top_k": -1}
     return [
-        name for name in names if vars(sampling)[name] != off[name] and (name, vars(sampling)[name]) != ("top_k", 0)
+        name
+        for name in names
+        if vars(sampling)[name] != off[name] and (name, vars(sampling)[name]) != ("top_k", 0)
     ]
 
 

@@ -1,4 +1,5 @@
-"""The run itself: its plan, its batches, its checkpoints, what it writes, and what it does when something fails."""
+"""The run itself: its plan, its batches, its checkpoints, what it writes, and what it does when
+something fails."""
 
 from __future__ import annotations
 
@@ -28,7 +29,12 @@ if TYPE_CHECKING:
 
 
 #: Checkpoints are saved.
-CHECKPOINTS = When("trainer.ckpt_interval", "trainer.ckpt_minutes", "trainer.ckpt_best_metric", "trainer.ckpt_on_exit")
+CHECKPOINTS = When(
+    "trainer.ckpt_interval",
+    "trainer.ckpt_minutes",
+    "trainer.ckpt_best_metric",
+    "trainer.ckpt_on_exit",
+)
 
 
 @dataclass
@@ -36,26 +42,31 @@ class FaultToleranceConfig(SettingsGroup):
     """The part of ``TrainerConfig`` that is about failures."""
 
     ckpt_patience: int = key(3, low=1, when=CHECKPOINTS)
-    """Number of checkpoints in a row that cannot be written (disk full, read-only) before the run ends."""
+    """Number of checkpoints in a row that cannot be written (disk full, read-only) before the run
+    ends."""
     sigterm_grace_s: float = key(25.0, above=0.0, when=CHECKPOINTS)
-    """Seconds from SIGTERM to the end of the run, in which the current update is finished and saved."""
+    """Seconds from SIGTERM to the end of the run, in which the current update is finished and
+    saved."""
     max_restarts: int = key(3, low=0)
-    """Maximum number of restarts per hour from the newest checkpoint, after failures of workers or controller. One more
-    failure ends the run. Without checkpoints the first failure ends it."""
+    """Maximum number of restarts per hour from the newest checkpoint, after failures of workers or
+    controller. One more failure ends the run. Without checkpoints the first failure ends it."""
     heartbeat_timeout_s: float = key(120.0, above=0.0)
-    """Seconds without a heartbeat after which the controller, or a busy worker, counts as failed. Needs
-    checkpoints and trainer.max_restarts above 0."""
+    """Seconds without a heartbeat after which the controller, or a busy worker, counts as failed.
+    Needs checkpoints and trainer.max_restarts above 0."""
     on_nonfinite: str = key("raise", choices=("raise", "skip"))
-    """If a loss, gradient or reward is NaN or infinite: raise stops the run, skip skips the optimizer step. The batch
-    is written to nonfinite/, for skyasync replay."""
+    """If a loss, gradient or reward is NaN or infinite: raise stops the run, skip skips the
+    optimizer step. The batch is written to nonfinite/, for skyasync replay."""
     spike_limits: dict[str, Any] = key({})
-    """Upper limit per metric; more is a spike. For example {policy/approx_kl: 0.2, off_policy/ratio_max: 50}."""
+    """Upper limit per metric; more is a spike. For example {policy/approx_kl: 0.2,
+    off_policy/ratio_max: 50}."""
     on_spike: str = key("warn", choices=("warn", "raise", "rollback"), when="trainer.spike_limits")
-    """If a metric exceeds its limit. warn: log and count it. raise: stop the run. rollback: restore the newest
-    checkpoint's weights and optimizer state, and skip the data since then."""
-    max_bad_steps: int = key(3, low=1, when=When("trainer.on_nonfinite=skip", "trainer.on_spike=rollback"))
-    """Number of skipped optimizer steps (on_nonfinite=skip) or undone steps (on_spike=rollback) in a row that ends the
-    run."""
+    """If a metric exceeds its limit. warn: log and count it. raise: stop the run. rollback: restore
+    the newest checkpoint's weights and optimizer state, and skip the data since then."""
+    max_bad_steps: int = key(
+        3, low=1, when=When("trainer.on_nonfinite=skip", "trainer.on_spike=rollback")
+    )
+    """Number of skipped optimizer steps (on_nonfinite=skip) or undone steps (on_spike=rollback) in
+    a row that ends the run."""
 
 
 def check_fault_tolerance(trainer: TrainerConfig) -> Iterator[str]:
@@ -92,31 +103,38 @@ class TrainerConfig(FaultToleranceConfig):
     async_queue_size: int = key(1, low=1)
     """Number of batches that one_step_off generates ahead, which is also its staleness."""
     stream_groups: int = key(0, low=0)
-    """Number of groups that the plan streamed trains at a time, in the order of their prompts; the same seed then gives
-    bitwise identical losses. 0 trains groups as they finish, with the least waiting."""
+    """Number of groups that the plan streamed trains at a time, in the order of their prompts; the
+    same seed then gives bitwise identical losses. 0 trains groups as they finish, with the least
+    waiting."""
     max_staleness: int = key(1, low=0)
-    """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission to its training. 0
-    is synchronous."""
+    """Maximum staleness in fully_async and its variants: policy versions from a prompt's submission
+    to its training. 0 is synchronous."""
     staleness_control: str = key("none", choices=("none", "auto"))
-    """auto lowers the policy's learning rate for stale samples by the KL divergence between sampling and trained
-    policy, and divides AdamW's first decay rate by 1 + staleness. The learning rate is never above the schedule's. If
-    the effective sample size is below 0.5, it flattens the correction's weights; fully_async and its variants also
-    lower the staleness bound."""
+    """auto lowers the policy's learning rate for stale samples by the KL divergence between
+    sampling and trained policy, and divides AdamW's first decay rate by 1 + staleness. The learning
+    rate is never above the schedule's. If the effective sample size is below 0.5, it flattens the
+    correction's weights; fully_async and its variants also lower the staleness bound."""
     sync_interval: int = key(1, low=1)
-    """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the staleness."""
+    """Training steps from one weight sync to the next. A value of n adds up to n - 1 to the
+    staleness."""
     staleness_bound: str = key("hard", choices=("hard", "mean"))
-    """hard: max_staleness limits every prompt. mean: it limits only the mean staleness (as in AReaL)."""
+    """hard: max_staleness limits every prompt. mean: it limits only the mean staleness (as in
+    AReaL)."""
     async_generation_ratio: float = key(0.0, low=0.0)
-    """Number of batches that fully_async and its variants generate ahead, may be fractional; 0 uses max_staleness."""
+    """Number of batches that fully_async and its variants generate ahead, may be fractional; 0 uses
+    max_staleness."""
     partial_rollout: str = key("keep", choices=("keep", "recompute", "wait"))
-    """What happens to requests in flight at a weight sync. keep: they continue with the old KV cache. recompute: they
-    continue from their tokens with the new weights. wait: they finish first."""
+    """What happens to requests in flight at a weight sync. keep: they continue with the old KV
+    cache. recompute: they continue from their tokens with the new weights. wait: they finish
+    first."""
     eval_mode: str = key("overlap", choices=("overlap", "pause"))
-    """overlap: evaluate during generation for training. pause: let requests in flight finish, then evaluate alone."""
+    """overlap: evaluate during generation for training. pause: let requests in flight finish, then
+    evaluate alone."""
     allow_uncorrected: bool = key(False)
     """Let an asynchronous plan run without an off-policy correction."""
     epochs: int = key(0, low=0, when="not data.streaming")
-    """Passes over the training prompts; 0 means until max_training_steps, or one pass if that is 0."""
+    """Passes over the training prompts; 0 means until max_training_steps, or one pass if that is
+    0."""
     max_training_steps: int = key(0, low=0)
     """Stop after this many steps; 0 runs all epochs."""
     train_batch_size: int = key(64, low=1)
@@ -126,12 +144,14 @@ class TrainerConfig(FaultToleranceConfig):
     update_epochs_per_batch: int = key(1, low=1)
     """Optimizer passes over each training batch."""
     micro_train_batch_size_per_gpu: int = key(0, low=0)
-    """Maximum number of sequences per forward and backward pass, within micro_batch_tokens; 0 is no limit."""
+    """Maximum number of sequences per forward and backward pass, within micro_batch_tokens; 0 is no
+    limit."""
     micro_forward_batch_size_per_gpu: int = key(0, low=0)
-    """Maximum number of sequences per forward-only pass, within micro_batch_tokens; 0 is no limit."""
+    """Maximum number of sequences per forward-only pass, within micro_batch_tokens; 0 is no
+    limit."""
     micro_batch_tokens: int = key(0, low=0)
-    """Maximum number of tokens per forward and backward pass, including padding. A longer sequence is a pass of its
-    own. 0 is 4096 on a CPU, 16384 on a GPU."""
+    """Maximum number of tokens per forward and backward pass, including padding. A longer sequence
+    is a pass of its own. 0 is 4096 on a CPU, 16384 on a GPU."""
     max_prompt_length: int = key(512, low=1)
     """Maximum number of tokens of a prompt; longer prompts are dropped and counted."""
     eval_batch_size: int = key(1024, low=1)
@@ -147,37 +167,44 @@ class TrainerConfig(FaultToleranceConfig):
     eval_passing: float = key(1.0)
     """Minimum reward of a correct sample in eval/pass@k and eval/maj@n."""
     eval_answer: str = key("auto", open_ended=True)
-    """How the answer of a response is found for the votes of eval/maj@n: auto (the last \\boxed{}, the text after ####
-    or 'answer is', or a short response itself), a regular expression (its last match), or file.py:function of the text.
-    Empty: no votes."""
+    """How the answer of a response is found for the votes of eval/maj@n: auto (the last \\boxed{},
+    the text after #### or 'answer is', or a short response itself), a regular expression (its last
+    match), or file.py:function of the text. Empty: no votes."""
     ckpt_interval: int = key(0, low=0)
     """Steps between checkpoints; 0 saves none."""
     ckpt_minutes: float = key(0.0, low=0.0)
     """Save a checkpoint also after this many minutes; 0 is off."""
     ckpt_best_metric: str = key("", open_ended=True)
-    """Save a checkpoint at each new best value of this metric (eval/score), and keep the best one in addition to the
-    newest."""
+    """Save a checkpoint at each new best value of this metric (eval/score), and keep the best one
+    in addition to the newest."""
     ckpt_best_mode: str = key("max", choices=("max", "min"), when="trainer.ckpt_best_metric")
     """Whether a larger (max) or a smaller value (min) of ckpt_best_metric is better."""
     ckpt_on_exit: bool = key(False)
-    """Save a checkpoint at every end of the run (Ctrl-C, an error); the current update is finished first."""
+    """Save a checkpoint at every end of the run (Ctrl-C, an error); the current update is finished
+    first."""
     ckpt_keep: int = key(2, low=0, when=CHECKPOINTS)
     """Number of newest checkpoints to keep; 0 keeps all."""
-    ckpt_path: str = key("", open_ended=True, when=When(*CHECKPOINTS.alternatives, "not trainer.resume_mode=none|auto"))
+    ckpt_path: str = key(
+        "",
+        open_ended=True,
+        when=When(*CHECKPOINTS.alternatives, "not trainer.resume_mode=none|auto"),
+    )
     """Folder of the checkpoints; empty is <run folder>/checkpoints."""
     ckpt_async: bool = key(False, when=CHECKPOINTS)
-    """Write checkpoints from a copy in host memory while training continues; the next one waits for the previous."""
+    """Write checkpoints from a copy in host memory while training continues; the next one waits for
+    the previous."""
     ckpt_rollouts: bool = key(True, when=CHECKPOINTS)
-    """Save rollouts that are generated and not yet trained in checkpoints, so a resumed run does not generate them
-    again."""
+    """Save rollouts that are generated and not yet trained in checkpoints, so a resumed run does
+    not generate them again."""
     resume_mode: str = key("auto", choices=("auto", "none", "latest"), pattern=r"\d+|.*/.*")
-    """none: start a new run. latest: resume from the newest checkpoint in ckpt_path, if there is one. A number: from
-    the checkpoint of that step. A path with a slash: from that folder. auto: latest if run_name names a run with
-    checkpoints, otherwise none."""
+    """none: start a new run. latest: resume from the newest checkpoint in ckpt_path, if there is
+    one. A number: from the checkpoint of that step. A path with a slash: from that folder. auto:
+    latest if run_name names a run with checkpoints, otherwise none."""
     export_path: str = key("", open_ended=True)
     """Folder for the final policy in Hugging Face's format; empty writes none."""
     export_interval: int = key(0, low=0)
-    """Steps between exports of the policy to <run folder>/exports/step_<n>, in Hugging Face's format; 0 is off."""
+    """Steps between exports of the policy to <run folder>/exports/step_<n>, in Hugging Face's
+    format; 0 is off."""
     profile_steps: list[int] = key([], low=1)
     """Steps in which torch's profiler records the workers, into <run folder>/profile."""
     run_name: str = key("", open_ended=True)
@@ -189,21 +216,23 @@ class TrainerConfig(FaultToleranceConfig):
     logger: list[str] = key(["jsonl"], registry="skyasync.observability:TRACKERS", open_ended=True)
     """Trackers that receive the metrics."""
     terminal: str = key("auto", choices=("auto", "live", "lines"))
-    """auto: a live panel on a terminal, otherwise one line per step; live and lines choose one of them."""
+    """auto: a live panel on a terminal, otherwise one line per step; live and lines choose one of
+    them."""
     seed: int = key(42, low=0)
     """Random seed of the run; with vLLM, sampling also depends on timing."""
     step_timeout_s: float = key(1800.0, above=0.0)
-    """Maximum duration of a phase of a step in seconds; exceeding it is an error. In generation and evaluation only
-    time counts in which the engines generate nothing."""
+    """Maximum duration of a phase of a step in seconds; exceeding it is an error. In generation and
+    evaluation only time counts in which the engines generate nothing."""
     save_samples: int = key(4, low=0)
-    """Number of trajectories per step that are written to samples.jsonl, and per evaluation and set to
-    eval_samples.jsonl."""
+    """Number of trajectories per step that are written to samples.jsonl, and per evaluation and set
+    to eval_samples.jsonl."""
     dump_trajectories: bool = key(False)
     """Write every trained trajectory to trajectories/step_<n>.parquet, for skyasync replay."""
     report: bool = key(True)
     """Write report.html at the end of the run (skyasync report makes it at any time)."""
     live_page: bool = key(False)
-    """Serve the report with alarms during the run, at a free port of 127.0.0.1; the run prints its address."""
+    """Serve the report with alarms during the run, at a free port of 127.0.0.1; the run prints its
+    address."""
 
 
 def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
@@ -216,7 +245,8 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"trainer.sync_interval={interval} leaves the engines without new weights after most steps, and "
             f"trainer.placement.colocate_all=true wakes them by a weight sync: set one of them to its default"
         )
-    shares, ranks = plan.shares_devices, cfg.trainer.placement.policy_ranks
+    shares = plan.shares_devices
+    ranks = cfg.trainer.placement.policy_ranks
     if shares == "all" and not cfg.trainer.placement.colocate_all:
         yield (
             f"{plan} lets policy and engines use the same devices in turn: set trainer.placement.colocate_all=true, or "
@@ -228,8 +258,15 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"set it to 1{f' to {ranks}, one per rank of the policy' if ranks > 1 else ', for the one rank'}, or use "
             f"trainer.plan=fully_async"
         )
-    if cfg.trainer.placement.colocate_all and shares != "all" and (plan.asynchronous or plan.streams):
-        way_out = "" if plan.fixed else ", trainer.plan=colocated_async (asynchronous, in turn) or trainer.plan=sync"
+    if (
+        cfg.trainer.placement.colocate_all
+        and shares != "all"
+        and (plan.asynchronous or plan.streams)
+    ):
+        if plan.fixed:
+            way_out = ""
+        else:
+            way_out = ", trainer.plan=colocated_async (asynchronous, in turn) or trainer.plan=sync"
         yield (
             f"trainer.placement.colocate_all=true lets engines and policy take turns, but {plan} runs both at the "
             f"same time: set trainer.placement.colocate_all=false{way_out}"
@@ -239,7 +276,8 @@ def check_plan(cfg: Config, plan: Plan | None) -> Iterator[str]:
 
 def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
     """Contradictions in how far generation may be ahead."""
-    trainer, generator = cfg.trainer, cfg.generator
+    trainer = cfg.trainer
+    generator = cfg.generator
     if plan is None or not plan.reads("trainer.max_staleness"):
         return
     between = trainer.sync_interval - 1
@@ -261,8 +299,11 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
         )
     batch = trainer.train_batch_size
-    least, most = (between + 1) * batch, (trainer.max_staleness + 1) * batch
-    of = f"trainer.train_batch_size={batch}" + (f" times trainer.sync_interval={between + 1}" if between else "")
+    least = (between + 1) * batch
+    most = (trainer.max_staleness + 1) * batch
+    of = f"trainer.train_batch_size={batch}" + (
+        f" times trainer.sync_interval={between + 1}" if between else ""
+    )
     if generator.generate_batch_size and not least <= generator.generate_batch_size <= most:
         yield (
             f"generator.generate_batch_size={generator.generate_batch_size} is not between "
@@ -274,7 +315,8 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
 
 def check_trainer(cfg: Config) -> Iterator[str]:
     """Batch sizes that do not divide, and trackers that are named twice."""
-    batch, mini = cfg.trainer.train_batch_size, cfg.trainer.policy_mini_batch_size
+    batch = cfg.trainer.train_batch_size
+    mini = cfg.trainer.policy_mini_batch_size
     if mini > batch:
         yield (
             f"trainer.policy_mini_batch_size={mini} is larger than trainer.train_batch_size={batch}: "

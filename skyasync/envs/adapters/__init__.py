@@ -9,7 +9,8 @@ from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 
 
 class GameEnv(BaseTextEnv):
-    """A game of another library. Its settings are the row's columns, or else those in ``environment.env_config``.
+    """A game of another library. Its settings are the row's columns, or else those in
+    ``environment.env_config``.
 
     Args (of these settings):
         seed: of the game. The same row gives the same game, as far as its seed decides it.
@@ -21,9 +22,14 @@ class GameEnv(BaseTextEnv):
     #: Settings that come before all others.
     made_with: ClassVar[Mapping[str, object]] = {}
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
-        common = self.env_config.get(self.settings_key, {}) if self.settings_key else self.env_config
+        if self.settings_key:
+            common = self.env_config.get(self.settings_key, {})
+        else:
+            common = self.env_config
         self.settings: dict[str, Any] = {**common, **self.extras, **self.made_with}
         self.seed = int(self.settings.get("seed", 0))
         self.max_steps = int(self.settings.get("max_steps", 0))
@@ -51,5 +57,8 @@ class GameEnv(BaseTextEnv):
         self.turns += 1
         reward, done = self.play(action)
         done = done or self.turns == self.max_steps
-        observations = [] if done else [{"role": "user", "content": self.observe()}]
+        if done:
+            observations = []
+        else:
+            observations = [{"role": "user", "content": self.observe()}]
         return {"observations": observations, "reward": reward, "done": done, "metadata": {}}

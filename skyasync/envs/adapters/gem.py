@@ -1,10 +1,12 @@
-"""Environments in the form of gem and gymnasium: ``reset(seed)`` gives an observation and info, ``step`` five values.
+"""Environments in the form of gem and gymnasium: ``reset(seed)`` gives an observation and info,
+``step`` five values.
 
-``environment.env_class=my_file:MyEnv`` names such a class itself. It is made with those of the row's columns (or of
-``environment.env_config``) that it has parameters for, reset with the row's ``seed``, and given the model's text; one
-whose ``action_space`` is discrete is given the number that stands in it. What ``info`` has under ``env_instruction`` or
-``suffix`` is shown with the observation, and numbers under ``metrics`` are metrics: the last ones, or as
-``metrics_agg_mode`` says (ROLL's environments).
+``environment.env_class=my_file:MyEnv`` names such a class itself. It is made with those of the
+row's columns (or of ``environment.env_config``) that it has parameters for, reset with the row's
+``seed``, and given the model's text; one whose ``action_space`` is discrete is given the number
+that stands in it. What ``info`` has under ``env_instruction`` or ``suffix`` is shown with the
+observation, and numbers under ``metrics`` are metrics: the last ones, or as ``metrics_agg_mode``
+says (ROLL's environments).
 
 Invariant: the same row gives the same episode, as far as its seed decides it.
 """
@@ -29,12 +31,18 @@ from skyasync.rewards.signature import single_value
 GEM_FAMILIES = ("game", "rg", "logic", "math", "code", "qa", "eval")
 
 #: What ``metrics_agg_mode`` makes of a metric's values; by any other name it is their mean.
-MODES: dict[str, Callable[[list[float]], float]] = {"last": itemgetter(-1), "max": max, "min": min, "sum": sum}
+MODES: dict[str, Callable[[list[float]], float]] = {
+    "last": itemgetter(-1),
+    "max": max,
+    "min": min,
+    "sum": sum,
+}
 
 
 @ENVS.register("gem")
 class GemEnv(GameEnv):
-    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config`` (ROLL's ``env_config``):
+    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config`` (ROLL's
+    ``env_config``):
 
     Args:
         gem_env: ``module:Class``, or an id that gem knows, if it is installed.
@@ -42,11 +50,15 @@ class GemEnv(GameEnv):
 
     made_from: Foreign = None
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
         make = self.made_from or _named(self.settings)
         parameters = inspect.signature(make).parameters
-        self._env = make(**{name: self.settings[name] for name in parameters if name in self.settings})
+        self._env = make(
+            **{name: self.settings[name] for name in parameters if name in self.settings}
+        )
         self._observation: Foreign = ""
         self._info: Mapping[str, Any] = {}
         self._metrics: dict[str, list[float]] = {}
@@ -54,8 +66,12 @@ class GemEnv(GameEnv):
 
     def start(self) -> str:
         first = self._env.reset(seed=self.seed)
-        self._observation, self._info = first if isinstance(first, tuple) and len(first) == 2 else (first, {})
-        return "\n".join(part for part in (self._info.get("env_instruction"), self.observe()) if part)
+        self._observation, self._info = (
+            first if isinstance(first, tuple) and len(first) == 2 else (first, {})
+        )
+        return "\n".join(
+            part for part in (self._info.get("env_instruction"), self.observe()) if part
+        )
 
     def play(self, action: str) -> tuple[float, bool]:
         returned = self._env.step(self._action(action))
@@ -82,14 +98,18 @@ class GemEnv(GameEnv):
         metrics = {}
         for name, values in self._metrics.items():
             combined = MODES.get(self._modes.get(name, "last"))
-            metrics[name] = combined(values) if combined else sum(values) / len(values)
+            if combined:
+                metrics[name] = combined(values)
+            else:
+                metrics[name] = sum(values) / len(values)
         return {**metrics, "steps": float(self.turns)}
 
     def close(self) -> None:
         getattr(self._env, "close", lambda: None)()
 
     def _action(self, text: str) -> str | int:
-        """The text; for discrete actions the last number in it that is one, or else the first action."""
+        """The text; for discrete actions the last number in it that is one, or else the first
+        action."""
         match self._env:
             case object(action_space=object(n=count, start=first)):  # gymnasium's Discrete
                 actions = range(int(first), int(first) + int(count))
@@ -103,13 +123,19 @@ class GemEnv(GameEnv):
 
 def played_by_gem(env_class: type, kwargs: Mapping[str, object]) -> type[GemEnv]:
     """The environment that plays a class of this form."""
-    return type(env_class.__name__, (GemEnv,), {"made_from": staticmethod(env_class), "made_with": dict(kwargs)})
+    return type(
+        env_class.__name__,
+        (GemEnv,),
+        {"made_from": staticmethod(env_class), "made_with": dict(kwargs)},
+    )
 
 
 def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:
     name = settings.get("gem_env")
     if not name:
-        raise UserError("gem needs gem_env, as a column of the row or in environment.env_config: module:Class or an id")
+        raise UserError(
+            "gem needs gem_env, as a column of the row or in environment.env_config: module:Class or an id"
+        )
     kind, colon, _ = name.partition(":")
     if colon and kind not in GEM_FAMILIES:
         env_class: Callable[..., Foreign] = resolve_reference(name, kind="gem_env")

@@ -1,7 +1,8 @@
-"""Gymnasium's text games as environments: FrozenLake, Taxi, CliffWalking, Blackjack, any with discrete actions.
+"""Gymnasium's text games as environments: FrozenLake, Taxi, CliffWalking, Blackjack, any with
+discrete actions.
 
-Invariant: the same row gives the same game: its ``seed`` decides the map, the start and every slip. An answer that
-names no action costs a turn, changes nothing in the game, and is counted.
+Invariant: the same row gives the same game: its ``seed`` decides the map, the start and every slip.
+An answer that names no action costs a turn, changes nothing in the game, and is counted.
 """
 
 from __future__ import annotations
@@ -34,18 +35,24 @@ class GymnasiumEnv(GameEnv):
 
     Args:
         gym_id: such as "FrozenLake-v1".
-        gym_args: passed to ``gymnasium.make`` (``is_slippery``, ...). With ``map_size`` FrozenLake's map is random.
-        view: what FrozenLake shows: the "board", or what is "near", which a very small model can read.
+        gym_args: passed to ``gymnasium.make`` (``is_slippery``, ...). With ``map_size``
+            FrozenLake's map is random.
+        view: what FrozenLake shows: the "board", or what is "near", which a very small model can
+            read.
         step_reward, invalid_reward: added for every answer, and for one that names no action.
     """
 
     settings_key = "gymnasium"
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
         settings = self.settings
         if "gym_id" not in settings:
-            raise UserError("gymnasium needs gym_id, as a column of the row or in environment.env_config.gymnasium")
+            raise UserError(
+                "gymnasium needs gym_id, as a column of the row or in environment.env_config.gymnasium"
+            )
         self._step_reward = float(settings.get("step_reward", 0.0))
         self._invalid_reward = float(settings.get("invalid_reward", 0.0))
         self._view = settings.get("view", "board")
@@ -61,9 +68,14 @@ class GymnasiumEnv(GameEnv):
                 f"gym_id {settings['gym_id']!r} has the action space {space}: only discrete actions have names"
             )
         names = ACTIONS.get(settings["gym_id"].partition("-")[0], ())
-        self.actions = names if len(names) == space.n else tuple(str(number) for number in range(int(space.n)))
+        if len(names) == space.n:
+            self.actions = names
+        else:
+            self.actions = tuple(str(number) for number in range(int(space.n)))
         self._observation: Any = None
-        self._earned, self._unparsable, self._hint = 0.0, 0, ""
+        self._earned = 0.0
+        self._unparsable = 0
+        self._hint = ""
 
     def start(self) -> str:
         self._observation, _ = self._game.reset(seed=self.seed)
@@ -84,7 +96,9 @@ class GymnasiumEnv(GameEnv):
         """The last action that the text names as a word of its own; None if it names none."""
         names = {name: number for number, name in enumerate(self.actions)}
         named = [word for word in re.findall(r"\w+", text.lower()) if word in names]
-        return names[named[-1]] if named else None
+        if named:
+            return names[named[-1]]
+        return None
 
     def get_metrics(self) -> dict[str, float]:
         return {
@@ -101,7 +115,10 @@ class GymnasiumEnv(GameEnv):
         if self._is_lake:
             rows = ["".join(cell.decode() for cell in row) for row in game.desc]
             at = divmod(int(game.s), game.ncol)
-            picture = near_view(rows, at) if self._view == "near" else board_view(rows, at)
+            if self._view == "near":
+                picture = near_view(rows, at)
+            else:
+                picture = board_view(rows, at)
         elif self._game.render_mode == "ansi":
             picture = COLOURED.sub(r"[\1]", str(self._game.render())).strip("\n")
         else:
@@ -118,8 +135,11 @@ def board_view(rows: Sequence[str], at: tuple[int, int]) -> str:
 def near_view(rows: Sequence[str], at: tuple[int, int]) -> str:
     """Where FrozenLake's player stands, and what lies in each direction."""
     lines = [f"row {at[0]} column {at[1]}"]
-    for name, (down, right) in zip(ACTIONS["FrozenLake"], ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True):
-        row, column = at[0] + down, at[1] + right
+    for name, (down, right) in zip(
+        ACTIONS["FrozenLake"], ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True
+    ):
+        row = at[0] + down
+        column = at[1] + right
         inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
         lines.append(f"{name} {FIELDS[rows[row][column]] if inside else 'edge'}")
     return "\n".join(lines)
@@ -136,7 +156,9 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, An
         args["desc"] = generate_random_map(int(args.pop("map_size")), seed=seed)
     try:
         entry = gymnasium.spec(gym_id).entry_point
-        game_class = gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+        game_class = (
+            gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
+        )
         as_text = False
         if isinstance(game_class, type) and issubclass(game_class, gymnasium.Env):
             as_text = "ansi" in game_class.metadata.get("render_modes", ())

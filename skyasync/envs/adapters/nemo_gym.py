@@ -1,15 +1,15 @@
 """NeMo Gym's resources servers, over HTTP; written against nemo-gym 0.7.
 
-The rows are those of the server's data: ``responses_create_params`` (the conversation and its tools) and what the
-server needs to judge. Two kinds of servers are told apart by what they serve:
+The rows are those of the server's data: ``responses_create_params`` (the conversation and its
+tools) and what the server needs to judge. Two kinds of servers are told apart by what they serve:
 
 | serves               | an episode                                                                                    |
 |----------------------|-----------------------------------------------------------------------------------------------|
 | ``/verify``          | ``/seed_session``; a POST for each tool call; ``/verify`` with all that was said: the reward  |
 | ``/reset``, ``/step``| ``/reset``; ``/step`` with each response: observation, reward, end                            |
 
-Invariant: the model calls only the tools that its row names. ``/verify`` is asked once with an answer; a tool is called
-once for each call.
+Invariant: the model calls only the tools that its row names. ``/verify`` is asked once with an
+answer; a tool is called once for each call.
 """
 
 from __future__ import annotations
@@ -33,23 +33,39 @@ SHOWN = ("name", "description", "parameters")  # of a tool, to the model
 class NemoGymEnv(ServedEnv):
     """Its settings are those of ``ServedEnv``.
 
-    Numbers that the server adds to the row in its answer are metrics, by their names. An episode that the server marks
-    as not measured (``mask_sample``) fails.
+    Numbers that the server adds to the row in its answer are metrics, by their names. An episode
+    that the server marks as not measured (``mask_sample``) fails.
     """
 
-    hub, description_path = "nemo_gym", "/openapi.json"
-    not_served = "it is not a resources server of NeMo Gym (agents and models have separate servers)"
+    hub = "nemo_gym"
+    description_path = "/openapi.json"
+    not_served = (
+        "it is not a resources server of NeMo Gym (agents and models have separate servers)"
+    )
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
-        paths = description.get("paths") if isinstance(description, Mapping) else None
-        return isinstance(paths, Mapping) and ("/verify" in paths or {"/reset", "/step"} <= set(paths))
+        if isinstance(description, Mapping):
+            paths = description.get("paths")
+        else:
+            paths = None
+        return isinstance(paths, Mapping) and (
+            "/verify" in paths or {"/reset", "/step"} <= set(paths)
+        )
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
-        self._row = {name: value for name, value in self.extras.items() if name not in ("max_steps", "max_turns")}
+        self._row = {
+            name: value
+            for name, value in self.extras.items()
+            if name not in ("max_steps", "max_turns")
+        }
         params = self._row.setdefault("responses_create_params", {"input": []})
-        self._tools: list[dict[str, Any]] = [t for t in params.get("tools") or () if t.get("type") == "function"]
+        self._tools: list[dict[str, Any]] = [
+            t for t in params.get("tools") or () if t.get("type") == "function"
+        ]
         self._items_so_far: list[Item] = []
         self._info: Mapping[str, Any] = {}
         self._unverified = False
@@ -59,7 +75,10 @@ class NemoGymEnv(ServedEnv):
         return "/verify" in self.description["paths"]
 
     async def start(self) -> tuple[Conversation, str]:
-        schemas = [{"type": "function", "function": {k: v for k, v in t.items() if k in SHOWN}} for t in self._tools]
+        schemas = [
+            {"type": "function", "function": {k: v for k, v in t.items() if k in SHOWN}}
+            for t in self._tools
+        ]
         tools = about_tools(schemas) if schemas else ""
         if self._verifies:
             await self.request("POST", "/seed_session", self._row, again=True)
@@ -110,7 +129,12 @@ class NemoGymEnv(ServedEnv):
         ]
         if message_text or not calls:
             content = [{"type": "output_text", "text": message_text, "annotations": []}]
-            message = {"type": "message", "id": f"msg_{self.turns}", "role": "assistant", "status": "completed"}
+            message = {
+                "type": "message",
+                "id": f"msg_{self.turns}",
+                "role": "assistant",
+                "status": "completed",
+            }
             items.append({**message, "content": content})
         return [*items, *calls], calls
 
@@ -118,11 +142,15 @@ class NemoGymEnv(ServedEnv):
         """The tool's answer as a message; an error of the tool is an answer too."""
         names = [tool.get("name") for tool in self._tools]
         if call["name"] in names:
-            _, content = await self.exchange("POST", f"/{quote(call['name'], safe='')}", json.loads(call["arguments"]))
+            _, content = await self.exchange(
+                "POST", f"/{quote(call['name'], safe='')}", json.loads(call["arguments"])
+            )
             output = content.decode(errors="replace")
         else:
             output = json.dumps({"error": unknown("tool", call["name"], map(str, names))})
-        self._items_so_far.append({"type": "function_call_output", "call_id": call["call_id"], "output": output})
+        self._items_so_far.append(
+            {"type": "function_call_output", "call_id": call["call_id"], "output": output}
+        )
         return {"role": "tool", "name": call["name"], "content": output}
 
     async def _verify(self) -> BaseTextEnvStepOutput:
@@ -132,10 +160,22 @@ class NemoGymEnv(ServedEnv):
         if answer.get("mask_sample") is True:
             reason = answer.get("failure_reason") or answer.get("failure_kind") or "mask_sample"
             raise RuntimeError(f"{self.url} could not judge the episode: {str(reason)[:300]}")
-        components = {f"reward/{name}": value for name, value in numbers(answer.get("reward_components")).items()}
-        added = {n: v for n, v in numbers(answer).items() if n not in self._row and n not in ("reward", "mask_sample")}
+        components = {
+            f"reward/{name}": value
+            for name, value in numbers(answer.get("reward_components")).items()
+        }
+        added = {
+            n: v
+            for n, v in numbers(answer).items()
+            if n not in self._row and n not in ("reward", "mask_sample")
+        }
         self.metrics = {**added, **components}
-        return {"observations": [], "reward": answer.get("reward", 0.0), "done": True, "metadata": {}}
+        return {
+            "observations": [],
+            "reward": answer.get("reward", 0.0),
+            "done": True,
+            "metadata": {},
+        }
 
     async def _step(self, items: list[Item]) -> BaseTextEnvStepOutput:
         answer = await self._result("/step", items)
@@ -143,15 +183,26 @@ class NemoGymEnv(ServedEnv):
         self.metrics = numbers(info)
         names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
         messages = [
-            {"role": "tool", "name": names.get(output.get("call_id"), ""), "content": str(output.get("output"))}
+            {
+                "role": "tool",
+                "name": names.get(output.get("call_id"), ""),
+                "content": str(output.get("output")),
+            }
             for output in info.get("tool_outputs") or ()
         ]
         if answer.get("observation"):
             messages.append({"role": "user", "content": str(answer["observation"])})
         done = bool(answer.get("terminated")) or bool(answer.get("truncated"))
-        return {"observations": messages, "reward": answer.get("reward", 0.0), "done": done, "metadata": {}}
+        return {
+            "observations": messages,
+            "reward": answer.get("reward", 0.0),
+            "done": done,
+            "metadata": {},
+        }
 
-    async def _result(self, path: str, items: list[Item] | None = None, *, again: bool = False) -> Mapping[str, Any]:
+    async def _result(
+        self, path: str, items: list[Item] | None = None, *, again: bool = False
+    ) -> Mapping[str, Any]:
         """The answer to the row and, as an object of OpenAI's Responses API, what was said."""
         response = {
             "id": "resp_0",
@@ -163,8 +214,13 @@ class NemoGymEnv(ServedEnv):
             "tool_choice": "auto",
             "tools": self._tools,
         }
-        body = self._row if items is None else {**self._row, "response": response}
+        if items is None:
+            body = self._row
+        else:
+            body = {**self._row, "response": response}
         answer = await self.request("POST", path, body, again=again)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("info") or {}, Mapping):
-            raise InvalidEnvOutputError(f"{self.url}{path} answered {str(answer)[:80]!r}, which is not a result")
+            raise InvalidEnvOutputError(
+                f"{self.url}{path} answered {str(answer)[:80]!r}, which is not a result"
+            )
         return answer

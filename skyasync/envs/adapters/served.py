@@ -1,11 +1,13 @@
-"""Environments that a server plays over HTTP: OpenEnv's and NeMo Gym's. Their programs need packages of their own.
+"""Environments that a server plays over HTTP: OpenEnv's and NeMo Gym's. Their programs need
+packages of their own.
 
-``environment.env_class=openenv:URL`` or ``nemo_gym:URL`` names such an environment. It exchanges text with the model,
-as every environment does; the server sees no tokens.
+``environment.env_class=openenv:URL`` or ``nemo_gym:URL`` names such an environment. It exchanges
+text with the model, as every environment does; the server sees no tokens.
 
-Invariant: an answer has at most ``MAX_BYTES`` and comes within ``timeout_s``, or the episode fails as one whose
-environment raises. What may have changed the server's episode is sent once: after such a failure the episode is over.
-A server that refuses or loses the first request of an episode is asked again (``environment.max_retries``).
+Invariant: an answer has at most ``MAX_BYTES`` and comes within ``timeout_s``, or the episode fails
+as one whose environment raises. What may have changed the server's episode is sent once: after such
+a failure the episode is over. A server that refuses or loses the first request of an episode is
+asked again (``environment.max_retries``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,12 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
+from skyasync.envs.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    Conversation,
+    InvalidEnvOutputError,
+)
 from skyasync.errors import TransientError, UserError
 
 MAX_BYTES = 16 << 20  # of one answer
@@ -30,10 +37,12 @@ Answer = Any  # JSON of a server, as it came
 
 
 class ServedEnv(BaseTextEnv):
-    """Its settings are the row's columns, or else those in ``environment.env_config.openenv`` (or ``nemo_gym``).
+    """Its settings are the row's columns, or else those in ``environment.env_config.openenv`` (or
+    ``nemo_gym``).
 
     Args (of these settings):
-        max_steps: the episode ends after so many responses; 0 leaves it to the server and ``generator.max_turns``.
+        max_steps: the episode ends after so many responses; 0 leaves it to the server and
+            ``generator.max_turns``.
         timeout_s: the longest wait for an answer of the server.
     """
 
@@ -57,7 +66,9 @@ class ServedEnv(BaseTextEnv):
         """
         try:
             parts = urlsplit(url)
-            is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            is_address = (
+                parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+            )
         except ValueError:
             is_address = False
         if not is_address or parts.query or parts.fragment:
@@ -69,27 +80,40 @@ class ServedEnv(BaseTextEnv):
 
     @classmethod
     def check_server(cls) -> None:
-        """Raises ``UserError``, in one line, if no server of this kind answers at the address. Blocks."""
-        where, opener = f"environment {cls.hub}:{cls.url}", urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        """Raises ``UserError``, in one line, if no server of this kind answers at the address.
+        Blocks."""
+        where = f"environment {cls.hub}:{cls.url}"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(cls.url + cls.description_path, timeout=CHECK_S) as response:
                 description = _parsed(response.read(MAX_BYTES + 1), cls.description_path)
         except urllib.error.HTTPError as error:
-            raise UserError(f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served}") from None
+            raise UserError(
+                f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served}"
+            ) from None
         except OSError as error:
-            reason = error.reason if isinstance(error, urllib.error.URLError) else error
-            raise UserError(f"{where} does not answer ({reason}): start its server, or correct the address") from None
+            if isinstance(error, urllib.error.URLError):
+                reason = error.reason
+            else:
+                reason = error
+            raise UserError(
+                f"{where} does not answer ({reason}): start its server, or correct the address"
+            ) from None
         except InvalidEnvOutputError as error:
             raise UserError(f"{where}: {error}: {cls.not_served}") from None
         if not cls.is_described_by(description):
-            raise UserError(f"{where}: {cls.description_path} describes something else: {cls.not_served}")
+            raise UserError(
+                f"{where}: {cls.description_path} describes something else: {cls.not_served}"
+            )
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
         """Whether this is the description of a server of this kind."""
         raise NotImplementedError
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
         self.settings: dict[str, Any] = {**self.env_config.get(self.hub, {}), **self.extras}
         self.max_steps = int(self.settings.get("max_steps") or self.extras.get("max_turns") or 0)
@@ -99,7 +123,8 @@ class ServedEnv(BaseTextEnv):
         self._failed = ""
 
     async def start(self) -> tuple[Conversation, str]:
-        """Begin the episode at the server; returns messages behind the row's own, and a text about its tools."""
+        """Begin the episode at the server; returns messages behind the row's own, and a text about
+        its tools."""
         raise NotImplementedError
 
     async def play(self, action: str) -> BaseTextEnvStepOutput:
@@ -113,9 +138,13 @@ class ServedEnv(BaseTextEnv):
                 raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served}")
         messages, tools = await self.start()
         opening = [*prompt, *messages]
-        if len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]:  # one message, as templates want it
+        if (
+            len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]
+        ):  # one message, as templates want it
             *opening, first, second = opening
-            opening.append({**first, "content": f"{first['content']}\n{second['content']}".strip("\n")})
+            opening.append(
+                {**first, "content": f"{first['content']}\n{second['content']}".strip("\n")}
+            )
         if tools and opening[0]["role"] == "system":
             opening[0] = {**opening[0], "content": f"{opening[0]['content']}\n\n{tools}"}
         elif tools:
@@ -142,10 +171,14 @@ class ServedEnv(BaseTextEnv):
     def http(self) -> aiohttp.ClientSession:
         """The connection of this episode, with its cookies."""
         if self._http is None:
-            self._http = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))  # also of addresses in digits
+            self._http = aiohttp.ClientSession(
+                cookie_jar=aiohttp.CookieJar(unsafe=True)
+            )  # also of addresses in digits
         return self._http
 
-    async def request(self, method: str, path: str, body: object = None, *, again: bool = False) -> Answer:
+    async def request(
+        self, method: str, path: str, body: object = None, *, again: bool = False
+    ) -> Answer:
         """The JSON that the server answers with.
 
         Args:
@@ -158,22 +191,31 @@ class ServedEnv(BaseTextEnv):
         """
         status, data = await self.exchange(method, path, body, again=again)
         if status >= 400:
-            problem = f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
+            problem = (
+                f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
+            )
             if status in BUSY:
                 self.fail(problem, again=again)
             raise InvalidEnvOutputError(problem)
         return _parsed(data, f"{self.url}{path}")
 
-    async def exchange(self, method: str, path: str, body: object = None, *, again: bool = False) -> tuple[int, bytes]:
+    async def exchange(
+        self, method: str, path: str, body: object = None, *, again: bool = False
+    ) -> tuple[int, bytes]:
         """The status and the content of any answer, errors included."""
-        what, timeout = f"{self.url}{path}", aiohttp.ClientTimeout(total=self.timeout_s)
+        what = f"{self.url}{path}"
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
-            async with self.http.request(method, what, json=body, timeout=timeout, allow_redirects=False) as answer:
+            async with self.http.request(
+                method, what, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
                 content = bytearray()
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > MAX_BYTES:
-                        raise InvalidEnvOutputError(f"{what} answered with more than {MAX_BYTES >> 20} MiB")
+                        raise InvalidEnvOutputError(
+                            f"{what} answered with more than {MAX_BYTES >> 20} MiB"
+                        )
                 return answer.status, bytes(content)
         except TimeoutError:
             self.fail(f"{what} did not answer within {self.timeout_s:g} s (timeout_s)", again=again)
@@ -199,7 +241,11 @@ def numbers(values: object) -> dict[str, float]:
     """The entries that are numbers or truth values, by name."""
     if not isinstance(values, Mapping):
         return {}
-    return {str(name): float(value) for name, value in values.items() if isinstance(value, bool | int | float)}
+    return {
+        str(name): float(value)
+        for name, value in values.items()
+        if isinstance(value, bool | int | float)
+    }
 
 
 def about_tools(schemas: list[dict[str, Any]]) -> str:

@@ -1,6 +1,7 @@
 """TextArena's single-player games as environments.
 
-Invariant: the same row gives the same game: its ``seed`` decides everything that the game draws at random.
+Invariant: the same row gives the same game: its ``seed`` decides everything that the game draws at
+random.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ class TextArenaEnv(GameEnv):
         textarena_id: such as "GuessTheNumber-v0"; the game must be for one player.
         textarena_args: passed to ``textarena.make``.
 
-    A game gives its reward at its end, and none if ``max_steps`` ends it. Answers follow the game's own
-    rules (most want them in square brackets). The game says if an answer is not a move, and ends if that is repeated.
+    A game gives its reward at its end, and none if ``max_steps`` ends it. Answers follow the game's
+    own rules (most want them in square brackets). The game says if an answer is not a move, and
+    ends if that is repeated.
     """
 
     settings_key = "textarena"
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
         settings = self.settings
         if "textarena_id" not in settings:
@@ -56,7 +60,8 @@ class TextArenaEnv(GameEnv):
     def observe(self) -> str:
         """What the game has written since the last call, the answer that it repeats included."""
         _, text = self._game.get_observation()
-        added, self._shown = text.removeprefix(self._shown), text
+        added = text.removeprefix(self._shown)
+        self._shown = text
         return str(added).strip("\n")
 
     def get_metrics(self) -> dict[str, float]:

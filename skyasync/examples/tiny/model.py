@@ -1,11 +1,13 @@
-"""The command that makes the tiny chat model of 0.45 million parameters. The package contains a model that it made.
+"""The command that makes the tiny chat model of 0.45 million parameters. The package contains a
+model that it made.
 
 Invariant: that of ``skyasync.examples.tiny_models``.
 
     python -m skyasync.examples.tiny.model --out DIR --steps 300     # takes 100 seconds of a core
 
-The supervised warm start stops early on purpose: sampled at temperature 1, about 4 in 10 answers to sorting are right,
-so that reinforcement learning has both something to build on and something to do.
+The supervised warm start stops early on purpose: sampled at temperature 1, about 4 in 10 answers to
+sorting are right, so that reinforcement learning has both something to build on and something to
+do.
 """
 
 from __future__ import annotations
@@ -32,11 +34,16 @@ class Recipe(WarmStartRecipe):
 
     tasks: tuple[str, ...] = WARM_START
     vocab_size: int = 400  # at most; the rarest merge ends it earlier
-    rarest_merge: int = 200  # in the corpus: the instructions' words become tokens, made-up words stay letters
+    rarest_merge: int = (
+        200  # in the corpus: the instructions' words become tokens, made-up words stay letters
+    )
     corpus_size: int = 4096  # conversations the tokenizer learns from
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        corpus = (f"user\n{q.text}\nassistant\n{q.answer}\nsystem\n" for q in questions("train", self.seed))
+        corpus = (
+            f"user\n{q.text}\nassistant\n{q.answer}\nsystem\n"
+            for q in questions("train", self.seed)
+        )
         return byte_level_bpe(
             islice(corpus, self.corpus_size),
             vocab_size=self.vocab_size,
@@ -48,8 +55,11 @@ class Recipe(WarmStartRecipe):
         return (question.demonstration() for question in questions("train", self.seed, self.tasks))
 
     @classmethod
-    def build(cls, *, out: str | Path | None = None, progress: bool = True, **options: object) -> str:
-        """As ``WarmStartRecipe.build``; without ``out`` and options it is the model that the package contains."""
+    def build(
+        cls, *, out: str | Path | None = None, progress: bool = True, **options: object
+    ) -> str:
+        """As ``WarmStartRecipe.build``; without ``out`` and options it is the model that the
+        package contains."""
         if out is None and not options:
             return chat_model()
         return super().build(out=out, progress=progress, **options)
@@ -63,9 +73,18 @@ def main() -> None:
         prog="python -m skyasync.examples.tiny.model", description="Make the tiny chat model."
     )
     parser.add_argument("--out", required=True, help="folder to make it in")
-    parser.add_argument("--steps", type=int, default=Recipe.steps, help="supervised steps (default %(default)s)")
-    parser.add_argument("--seed", type=int, default=Recipe.seed, help="seed of weights and data (default %(default)s)")
-    parser.add_argument("--untied", action="store_true", help="give the output layer weights of its own")
+    parser.add_argument(
+        "--steps", type=int, default=Recipe.steps, help="supervised steps (default %(default)s)"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=Recipe.seed,
+        help="seed of weights and data (default %(default)s)",
+    )
+    parser.add_argument(
+        "--untied", action="store_true", help="give the output layer weights of its own"
+    )
     args = parser.parse_args()
     print(build(out=args.out, steps=args.steps, seed=args.seed, tied=not args.untied))
 

@@ -1,8 +1,8 @@
 """Procedural instructions for a tiny chat model: sorting, addition, maximum, spelling backwards.
 
-Invariant: training and held-out prompts are disjoint, for all seeds, counts and tasks. A checksum of the instruction's
-text alone decides its side (one in five is held out). Every list is drawn from one side only, also that of the
-supervised warm start.
+Invariant: training and held-out prompts are disjoint, for all seeds, counts and tasks. A checksum
+of the instruction's text alone decides its side (one in five is held out). Every list is drawn from
+one side only, also that of the supervised warm start.
 """
 
 from __future__ import annotations
@@ -34,12 +34,19 @@ class Question:
 
     @property
     def split(self) -> Split:
-        return "held_out" if zlib.crc32(self.text.encode()) % EVAL_ONE_IN == 0 else "train"
+        if zlib.crc32(self.text.encode()) % EVAL_ONE_IN == 0:
+            return "held_out"
+        return "train"
 
     def row(self) -> dict[str, Any]:
         """As a dataset's row: the conversation, its environment, and the environment's columns."""
         messages = [{"role": "user", "content": self.text}]
-        return {"prompt": messages, "env_class": ENV_CLASS, "task": self.task, "answer": self.answer}
+        return {
+            "prompt": messages,
+            "env_class": ENV_CLASS,
+            "task": self.task,
+            "answer": self.answer,
+        }
 
     def demonstration(self) -> dict[str, Any]:
         """The row with its response, as ``skyasync sft`` learns it."""
@@ -52,7 +59,8 @@ def _sort(rng: random.Random) -> tuple[str, str]:
 
 
 def _add(rng: random.Random) -> tuple[str, str]:
-    a, b = rng.randint(0, 20), rng.randint(0, 20)
+    a = rng.randint(0, 20)
+    b = rng.randint(0, 20)
     return f"Add: {a} + {b}", str(a + b)
 
 
@@ -78,7 +86,8 @@ WARM_START = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 
 
 
 def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Question]:
-    """Endless questions of one side; the same seed gives the same ones. A task listed twice is drawn twice as often.
+    """Endless questions of one side; the same seed gives the same ones. A task listed twice is
+    drawn twice as often.
 
     Raises:
         UserError: for a task that is not in ``TASKS``.
@@ -94,7 +103,9 @@ def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> I
             yield question
 
 
-def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)) -> list[dict[str, Any]]:
+def prompts(
+    split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)
+) -> list[dict[str, Any]]:
     """``count`` different rows of one side.
 
     Raises:
@@ -105,18 +116,23 @@ def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",
         if len(chosen) == count:
             break
         if draws > 50 * count:
-            raise UserError(f"only {len(chosen)} different {split} prompts of {', '.join(tasks)}; asked for {count}")
+            raise UserError(
+                f"only {len(chosen)} different {split} prompts of {', '.join(tasks)}; asked for {count}"
+            )
         chosen.setdefault(question.text, question)
     return [question.row() for question in chosen.values()]
 
 
 def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
     """What the warm start learns: prompts of all tasks with their answers."""
-    return [question.demonstration() for question in islice(questions("train", 0, WARM_START), count)]
+    return [
+        question.demonstration() for question in islice(questions("train", 0, WARM_START), count)
+    ]
 
 
 def train_prompts() -> list[dict[str, Any]]:
-    """What reinforcement learning trains on: sorting, of which the warm start gets about 4 in 10 right."""
+    """What reinforcement learning trains on: sorting, of which the warm start gets about 4 in 10
+    right."""
     return prompts("train", count=4096, seed=1)
 
 
@@ -126,7 +142,8 @@ def val_prompts() -> list[dict[str, Any]]:
 
 
 class TinyEnv(BaseTextEnv):
-    """One turn; only ``extras["answer"]`` earns the reward (spaces and newlines around it do not matter)."""
+    """One turn; only ``extras["answer"]`` earns the reward (spaces and newlines around it do not
+    matter)."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reward = float(action.strip() == self.extras["answer"])

@@ -2,7 +2,8 @@
 
     python -m skyasync.examples.vision.model      # the folder, made in about 15 seconds of a core
 
-The supervised warm start stops early on purpose: sampled answers are right a little more often than by chance.
+The supervised warm start stops early on purpose: sampled answers are right a little more often than
+by chance.
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from transformers import (
 )
 
 from skyasync.examples import tiny_models
-from skyasync.examples.tiny_models import Row, SFTSteps, byte_level_bpe, cache_folder, fine_tune, made_once
+from skyasync.examples.tiny_models import (
+    Row,
+    SFTSteps,
+    byte_level_bpe,
+    cache_folder,
+    fine_tune,
+    made_once,
+)
 from skyasync.examples.vision.discs import MOST, QUESTION, SIZE, disc_image
 
 SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
@@ -39,7 +47,9 @@ TEMPLATE = (
 CORPUS = [f"user\n{QUESTION}\nassistant\n{number}\nsystem\n" for number in range(10)]
 
 
-def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE) -> PreTrainedTokenizerFast:
+def vision_tokenizer(
+    special: tuple[str, ...] = SPECIAL, template: str = TEMPLATE
+) -> PreTrainedTokenizerFast:
     """A byte-level BPE; each of ``special`` is one token."""
     tokenizer = byte_level_bpe(CORPUS * 20, vocab_size=400, rarest_merge=20, template=template)
     tokenizer.add_special_tokens({"additional_special_tokens": list(special)})
@@ -47,9 +57,12 @@ def vision_tokenizer(special: tuple[str, ...] = SPECIAL, template: str = TEMPLAT
 
 
 def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """The model with random weights, and its processor. The caller's random state stays the same."""
+    """The model with random weights, and its processor. The caller's random state stays the
+    same."""
     tokenizer = vision_tokenizer()
-    start, end, image, video = (cast(int, tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL)
+    start, end, image, video = (
+        cast(int, tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL
+    )
     normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     area = {"shortest_edge": SIZE * SIZE, "longest_edge": 4 * SIZE * SIZE}
@@ -117,7 +130,9 @@ def lessons() -> Iterator[Row]:
 def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
     """The folder of the model, made if it does not exist yet."""
     sources = (Path(__file__), Path(__file__).with_name("discs.py"), Path(tiny_models.__file__))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode())
+    digest = hashlib.sha256(
+        b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode()
+    )
 
     def make(folder: Path) -> None:
         with TemporaryDirectory() as start:
@@ -125,7 +140,10 @@ def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
                 part.save_pretrained(start)
             fine_tune(Path(start), folder, lessons(), SFTSteps(steps, batch_size=64, lr=2e-3))
 
-    folder = Path(out) if out else cache_folder() / f"vision-{digest.hexdigest()[:12]}"
+    if out:
+        folder = Path(out)
+    else:
+        folder = cache_folder() / f"vision-{digest.hexdigest()[:12]}"
     return str(made_once(folder, make))
 
 

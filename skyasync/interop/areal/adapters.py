@@ -1,9 +1,12 @@
-"""AReaL's reward functions, and agents that are classes with ``async def run(self, data, **extra)``.
+"""AReaL's reward functions, and agents that are classes with
+``async def run(self, data, **extra)``.
 
-``run`` is given the row and, if it takes them, ``base_url``, ``api_key`` and ``http_client`` (one for all episodes
-of the process, with httpx installed); it returns the reward, or ``{id of an answer: reward}``.
+``run`` is given the row and, if it takes them, ``base_url``, ``api_key`` and ``http_client`` (one
+for all episodes of the process, with httpx installed); it returns the reward, or
+``{id of an answer: reward}``.
 
-Invariant: one object per process, made with those settings that its class takes. Source: ``areal/api/reward_api.py``.
+Invariant: one object per process, made with those settings that its class takes. Source:
+``areal/api/reward_api.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from skyasync.rewards.signature import Signature
 class ArealSignature(Signature):
     """``(prompt, completions, prompt_ids, completion_ids, answer)`` give a number.
 
-    ``prompt`` is all that the model read, ``completions`` the response, ``answer`` the row's column, or else its label.
+    ``prompt`` is all that the model read, ``completions`` the response, ``answer`` the row's
+    column, or else its label.
     """
 
     name = "areal"
@@ -35,11 +39,21 @@ class ArealSignature(Signature):
 
     def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
         prompts = known.get("prompts")
-        prompt = prompts[0] if isinstance(prompts, list) else known.get("prompt")
-        return {"answer": known.get("label"), **known, "prompt": prompt, "completions": known.get("response")}
+        if isinstance(prompts, list):
+            prompt = prompts[0]
+        else:
+            prompt = known.get("prompt")
+        return {
+            "answer": known.get("label"),
+            **known,
+            "prompt": prompt,
+            "completions": known.get("response"),
+        }
 
 
-def program_of(agent_class: Callable[..., object], settings: Mapping[str, object]) -> Callable[..., object]:
+def program_of(
+    agent_class: Callable[..., object], settings: Mapping[str, object]
+) -> Callable[..., object]:
     """The program that plays an episode with the class's one object."""
     agent = agent_class(**accepted(agent_class, settings))
     run: Callable[..., object] = agent.run  # type: ignore[attr-defined]

@@ -29,11 +29,15 @@ def _minibatches(value: Value, context: ConversionContext) -> list[Value]:
 
 def _sizes(value: Value) -> dict[str, int]:
     """``fsdp:d4p1t2`` as sizes by letter."""
-    return {letter: int(size) for letter, size in re.findall(r"([a-z])(\d+)", str(value).rpartition(":")[2])}
+    return {
+        letter: int(size)
+        for letter, size in re.findall(r"([a-z])(\d+)", str(value).rpartition(":")[2])
+    }
 
 
 def _ranks(value: Value, context: ConversionContext) -> list[Value]:
-    """Ranks of the policy, and the axes that they are divided by (``d2p2t2``), or experts by the data axis (``e4``)."""
+    """Ranks of the policy, and the axes that they are divided by (``d2p2t2``), or experts by the
+    data axis (``e4``)."""
     sizes = _sizes(value)
     if not sizes:
         raise NoCounterpartError("")
@@ -45,7 +49,9 @@ def _ranks(value: Value, context: ConversionContext) -> list[Value]:
 def _engines(value: Value, context: ConversionContext) -> list[Value]:
     sizes = _sizes(value)
     if "d" not in sizes or sizes.get("p", 1) > 1:
-        raise NoCounterpartError("stages of an engine are generator.engine_kwargs.pipeline_parallel_size")
+        raise NoCounterpartError(
+            "stages of an engine are generator.engine_kwargs.pipeline_parallel_size"
+        )
     return [sizes["d"], sizes.get("t", 1)]
 
 
@@ -73,7 +79,8 @@ CONVERSIONS: dict[str, Conversion] = {
 
 
 def finish(draft: Draft) -> None:
-    """The objective, adapters and penalties that are on, and what its workflow and its evaluation bring."""
+    """The objective, adapters and penalties that are on, and what its workflow and its evaluation
+    bring."""
     _norms(draft)
     _loss(draft)
     _penalty(draft)
@@ -96,9 +103,12 @@ def finish(draft: Draft) -> None:
 
 def _norms(draft: Draft) -> None:
     """What rewards and advantages are normalized by; a level that is left out is the batch."""
-    prefix, estimator = "actor.reward_norm", f"{A}advantage_estimator"
+    prefix = "actor.reward_norm"
+    estimator = f"{A}advantage_estimator"
     paths = [f"{A}reward_norm_{end}" for end in ("mean", "std")]
-    has_norm = any(name.startswith(prefix) and draft.given[name] is not None for name in draft.given)
+    has_norm = any(
+        name.startswith(prefix) and draft.given[name] is not None for name in draft.given
+    )
     if not has_norm:
         draft.put(estimator, "normalized")
     for path in paths:
@@ -123,7 +133,9 @@ def _norms(draft: Draft) -> None:
             draft.put(f"{A}reward_normalization", mean, *origin)
             for name in origin:
                 draft.left.pop(name, None)
-    given = {name: value for name, value in draft.given.items() if name.startswith("actor.adv_norm.")}
+    given = {
+        name: value for name, value in draft.given.items() if name.startswith("actor.adv_norm.")
+    }
     levels = [given.get(f"actor.adv_norm.{end}_level", "batch") for end in ("mean", "std")]
     if given:
         draft.put(f"{A}advantage_batch_normalize", levels == ["batch", "batch"], *given)
@@ -136,8 +148,10 @@ def _norms(draft: Draft) -> None:
 
 
 def _loss(draft: Draft) -> None:
-    """Which policy the ratio is to, and what weighs stale tokens: only rejection sampling brings a weight."""
-    path, cap = f"{A}policy_loss_type", f"{A}behave_imp_weight_cap"
+    """Which policy the ratio is to, and what weighs stale tokens: only rejection sampling brings a
+    weight."""
+    path = f"{A}policy_loss_type"
+    cap = f"{A}behave_imp_weight_cap"
     losses = {
         "sapo": "actor.use_sapo_loss" if draft.theirs("actor.use_sapo_loss") else "",
         "gspo": "actor.importance_sampling_level" if _by_sequence(draft) else "",
@@ -161,7 +175,11 @@ def _loss(draft: Draft) -> None:
     draft.drop(anchor, "with actor.use_decoupled_loss they are computed again in any case")
     if not rejection:
         draft.put(
-            path, loss, decoupled, *([name] if name else []), note="there is no weight without rejection_sampling"
+            path,
+            loss,
+            decoupled,
+            *([name] if name else []),
+            note="there is no weight without rejection_sampling",
         )
         return
     _rejection(draft, loss, [decoupled, *rejection])
@@ -173,7 +191,8 @@ def _by_sequence(draft: Draft) -> bool:
 
 def _rejection(draft: Draft, loss: str, names: Sequence[str]) -> None:
     """The weight of proximal over behaviour policy, and what happens to those out of bounds."""
-    prefix, cap = "actor.rejection_sampling.", f"{A}behave_imp_weight_cap"
+    prefix = "actor.rejection_sampling."
+    cap = f"{A}behave_imp_weight_cap"
     level = draft.theirs(f"{prefix}level")
     action = draft.theirs(f"{prefix}action")
     metric = draft.theirs(f"{prefix}metric")
@@ -182,13 +201,17 @@ def _rejection(draft: Draft, loss: str, names: Sequence[str]) -> None:
     for name in ("level", "action", "lower"):
         draft.left.pop(f"{prefix}{name}", None)
     if metric != "ratio":
-        draft.remarks.append(f"tokens are not left out by {prefix}metric={metric}; each has its weight")
+        draft.remarks.append(
+            f"tokens are not left out by {prefix}metric={metric}; each has its weight"
+        )
         level = "token"
         action = "clamp"
         lower = None
         upper = 1e9
     if level == "sequence" and draft.theirs(f"{prefix}agg") != "mean":
-        draft.remarks.append(f"sequences are judged by the mean of their tokens; there {prefix}agg decides")
+        draft.remarks.append(
+            f"sequences are judged by the mean of their tokens; there {prefix}agg decides"
+        )
     if (level, action, lower, loss) == ("token", "mask", None, "ppo"):
         draft.put(f"{A}policy_loss_type", "decoupled_ppo", *names)
         draft.put(cap, upper, *names)
@@ -228,16 +251,20 @@ def _penalty(draft: Draft) -> None:
 
 
 def _sampling(draft: Draft) -> None:
-    """Sampling and its evaluation; the trained log-probabilities have a temperature of their own there."""
+    """Sampling and its evaluation; the trained log-probabilities have a temperature of their own
+    there."""
     temperature = draft.theirs("gconfig.temperature")
     trained = draft.theirs("actor.temperature") or 1.0
     if not draft.theirs("gconfig.greedy"):
         draft.set_one_of(f"{SAMPLING}.temperature", "gconfig.temperature")
         if temperature != trained:
             there = f"there at actor.temperature={written(trained)}"
-            draft.remarks.append(f"trained log-probabilities are at {SAMPLING}.temperature; {there}")
+            draft.remarks.append(
+                f"trained log-probabilities are at {SAMPLING}.temperature; {there}"
+            )
     draft.remark_filters()
-    evaluation, samples = "generator.eval_sampling_params.", "generator.eval_n_samples_per_prompt"
+    evaluation = "generator.eval_sampling_params."
+    samples = "generator.eval_n_samples_per_prompt"
     given = [name for name in draft.given if name.startswith("eval_gconfig.")]
     if not given:  # as in training
         draft.put(f"{evaluation}temperature", None)
@@ -250,27 +277,44 @@ def _sampling(draft: Draft) -> None:
 
 
 def _lengths(draft: Draft) -> None:
-    """A prompt is as long as the engine's context is beyond a response, if the data set bounds it no further."""
+    """A prompt is as long as the engine's context is beyond a response, if the data set bounds it
+    no further."""
     path = "trainer.max_prompt_length"
     if path in draft.ours:
         return
     context = "generator.max_model_len"
-    whole = draft.value(context) if context in draft.ours else 32768  # the engines' default there
+    # the engines' default there
+    if context in draft.ours:
+        whole = draft.value(context)
+    else:
+        whole = 32768
     response = draft.number(f"{SAMPLING}.max_generate_length")
     if isinstance(whole, int) and whole > response:
-        draft.put(path, int(whole - response), *draft.origin(context), note="what a response leaves of the context")
+        draft.put(
+            path,
+            int(whole - response),
+            *draft.origin(context),
+            note="what a response leaves of the context",
+        )
 
 
 def _steps(draft: Draft) -> None:
     """Rates and weights of the optimizer, and requests in flight at a weight update."""
     if draft.value(PLAN) == "fully_async":
         origin = draft.origin(PLAN)
-        draft.put("trainer.partial_rollout", "recompute", *origin, note="interrupted requests begin with their tokens")
+        draft.put(
+            "trainer.partial_rollout",
+            "recompute",
+            *origin,
+            note="interrupted requests begin with their tokens",
+        )
     for section in ("policy", "critic"):
         draft.remark_warm_up(section)
     schedule = draft.value("trainer.policy.optimizer_config.scheduler")
     if schedule != "constant" and draft.theirs("actor.ppo_n_minibatches") != 1:
-        draft.remarks.append("the learning rate changes with each optimizer step; there with each batch")
+        draft.remarks.append(
+            "the learning rate changes with each optimizer step; there with each batch"
+        )
     fsdp = str(draft.theirs("actor.backend") or "fsdp").startswith("fsdp")
     if fsdp and draft.value("trainer.policy.model.dtype") == "bfloat16":
         draft.remarks.append(
@@ -284,7 +328,8 @@ def _checkpoints(draft: Draft) -> None:
     if draft.theirs("recover.mode") not in ("disabled", "off"):
         return
     for path, unit in (("trainer.ckpt_interval", "steps"), ("trainer.ckpt_minutes", "secs")):
-        recovery, saver = f"recover.freq_{unit}", f"saver.freq_{unit}"
+        recovery = f"recover.freq_{unit}"
+        saver = f"saver.freq_{unit}"
         if recovery not in draft.origin(path):
             continue
         draft.drop(path, "it has no effect there with recover.mode=disabled")
@@ -304,11 +349,20 @@ def _data(draft: Draft) -> None:
         if any("gsm8k" in str(source) for source in sources):  # its loader knows these
             draft.put("data.prompt_key", "question")
             draft.put("data.label_key", "answer")
-            draft.put(f"data.{key}", [f"{s}#main:{split}" if s == "openai/gsm8k" else s for s in sources])
-        if key == "train_data" and any(re.search("gsm8k|torl", str(source), re.IGNORECASE) for source in sources):
+            draft.put(
+                f"data.{key}", [f"{s}#main:{split}" if s == "openai/gsm8k" else s for s in sources]
+            )
+        if key == "train_data" and any(
+            re.search("gsm8k|torl", str(source), re.IGNORECASE) for source in sources
+        ):
             draft.remarks.append(
                 "prompts are the data's; there the loader adds to each the request to put the final answer "
                 "within \\boxed{}: write it into the data"
             )
-    if draft.value("environment.reward_funcs") == [] and "generator.agent_program" not in draft.ours:
-        draft.left.setdefault("workflow", "the reward is in the program: write environment.reward_funcs")
+    if (
+        draft.value("environment.reward_funcs") == []
+        and "generator.agent_program" not in draft.ours
+    ):
+        draft.left.setdefault(
+            "workflow", "the reward is in the program: write environment.reward_funcs"
+        )

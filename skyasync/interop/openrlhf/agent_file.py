@@ -1,20 +1,22 @@
 """OpenRLHF's agent files, unchanged: ``generator.agent_func_path=FILE.py``.
 
-The file defines a class ``AgentExecutor`` that names an agent, a class ``AgentInstance`` with ``step(states)`` (and
-optionally ``reset(states)``), or a function ``async def step(state, action, label)``. The function is given
-``sampling_params`` too if it takes them. A step returns one of two forms:
+The file defines a class ``AgentExecutor`` that names an agent, a class ``AgentInstance`` with
+``step(states)`` (and optionally ``reset(states)``), or a function
+``async def step(state, action, label)``. The function is given ``sampling_params`` too if it takes
+them. A step returns one of two forms:
 
     a tuple       (reward, next state, done[, extra])
     a dictionary  ``rewards``, ``scores``, ``done``, ``sampling_params``, ``extra_logs``, and the new text:
-                  ``environment_feedback`` (what is appended) or ``next_state`` / ``next_observation`` (the whole text,
-                  which must begin with the state and the action)
+                  ``environment_feedback`` (what is appended) or ``next_state`` /
+                  ``next_observation`` (the whole text, which must begin with the state and the
+                  action)
 
-Source: OpenRLHF's documentation and ``examples/python/agent_func.py`` over its history. An executor with an
-``execute`` of its own is played by ``skyasync.interop.openrlhf.agent_program``.
+Source: OpenRLHF's documentation and ``examples/python/agent_func.py`` over its history. An executor
+with an ``execute`` of its own is played by ``skyasync.interop.openrlhf.agent_program``.
 
-Invariant: text is appended unchanged, and the tokens that the model wrote are never made again from it. A file that
-defines classes is run once per process. A file that defines the function ``step`` is run again for every episode,
-since its state is in its globals.
+Invariant: text is appended unchanged, and the tokens that the model wrote are never made again from
+it. A file that defines classes is run once per process. A file that defines the function ``step``
+is run again for every episode, since its state is in its globals.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ FEEDBACK = ("environment_feedback", "next_state", "next_observation")
 class OpenRLHFAgent(BaseTextEnv):
     """One episode of an agent file.
 
-    The rewards of the steps are the rewards of the turns; ``scores`` and ``extra_logs`` of the last step that gave
-    them are metrics; ``trainer.algorithm.dynamic_sampling.metric=score`` filters groups by the score.
+    The rewards of the steps are the rewards of the turns; ``scores`` and ``extra_logs`` of the last
+    step that gave them are metrics; ``trainer.algorithm.dynamic_sampling.metric=score`` filters
+    groups by the score.
 
     Args:
         env_config: the file's path under ``agent_func_path``.
@@ -77,7 +80,9 @@ class OpenRLHFAgent(BaseTextEnv):
         """Run the file, so that its imports are loaded before the first episode."""
         instance_class(env_config.get(PATH_KEY, ""))
 
-    def __init__(self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         super().__init__(env_config, extras)
         self._file = self.env_config.get(PATH_KEY, "")
         self._agent = load_agent(self._file)  # a function step has these globals to itself
@@ -96,29 +101,43 @@ class OpenRLHFAgent(BaseTextEnv):
         if hasattr(self._instance, "reset"):
             states = {"observation": prompt, "prompt": prompt, "label": self._label}
             first = await awaited(self._instance.reset(states))
-            self._text = first["observation"] if isinstance(first, Mapping) else first
+            if isinstance(first, Mapping):
+                self._text = first["observation"]
+            else:
+                self._text = first
         return self._text, {}
 
     async def step(self, action: str) -> dict[str, Any]:
         if self._instance is not None:
             states = {"observation_text": self._text, "action_text": action, "label": self._label}
-            answer = await awaited(self._instance.step({**states, "sampling_params": self._sampling}))
+            answer = await awaited(
+                self._instance.step({**states, "sampling_params": self._sampling})
+            )
         else:
             step = self._agent["step"]
-            more = {"sampling_params": self._sampling} if takes_sampling(inspect.signature(step), self._file) else {}
+            if takes_sampling(inspect.signature(step), self._file):
+                more = {"sampling_params": self._sampling}
+            else:
+                more = {}
             answer = await awaited(step(self._text, action, self._label, **more))
         result, feedback = _read_answer(answer, self._text + action)
         refuse_images(result.get("environment_images"))
         self._text += action + feedback
         logs = {"score": result.get("scores"), **(result.get("extra_logs") or {})}
         values = {str(name): single_value(log) for name, log in logs.items()}
-        self._logs |= {name: float(value) for name, value in values.items() if isinstance(value, int | float)}
+        self._logs |= {
+            name: float(value) for name, value in values.items() if isinstance(value, int | float)
+        }
         sampling = result.get("sampling_params")
         if isinstance(sampling, Mapping):
             changes = dict(sampling)
-        elif sampling is None or sampling is self._sampling:  # which the agent may have changed in place
+        elif (
+            sampling is None or sampling is self._sampling
+        ):  # which the agent may have changed in place
             before = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
-            known = {name: value for name, value in vars(self._sampling).items() if name in SAMPLING}
+            known = {
+                name: value for name, value in vars(self._sampling).items() if name in SAMPLING
+            }
             changes = {name: value for name, value in known.items() if value != before[name]}
         else:  # an object with vLLM's names
             self._sampling = sampling
@@ -144,13 +163,15 @@ def settle_agent_file(cfg: Any) -> None:
     settings = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
     cfg.environment.env_config = {**cfg.environment.env_config, **settings}
     if has_own_loop(file):
-        cfg.generator.agent_program, cfg.environment.env_class = SYSTEM.agent_program, ""
+        cfg.generator.agent_program = SYSTEM.agent_program
+        cfg.environment.env_class = ""
     else:
         cfg.environment.env_class = cfg.environment.env_class or "openrlhf"
 
 
 def sampling_object(sampling: Mapping[str, Any]) -> SimpleNamespace:
-    """Sampling parameters as agents know them: an object with vLLM's names, which may be changed and handed back."""
+    """Sampling parameters as agents know them: an object with vLLM's names, which may be changed
+    and handed back."""
     known = {name: value for name, value in sampling.items() if name in SAMPLING}
     if "max_generate_length" in sampling:
         known["max_tokens"] = sampling["max_generate_length"]
@@ -159,20 +180,30 @@ def sampling_object(sampling: Mapping[str, Any]) -> SimpleNamespace:
 
 def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
     """Raises ``UserError`` for a row that brings images."""
-    if name := image_column(extras):
-        raise UserError(f"the row has {name}: {NO_IMAGES} (remove the column if the task does not need it)")
+    name = image_column(extras)
+    if name:
+        raise UserError(
+            f"the row has {name}: {NO_IMAGES} (remove the column if the task does not need it)"
+        )
 
 
 def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
-    """A step's answer in its dictionary form, and what it appends to ``text``, the state and the action."""
+    """A step's answer in its dictionary form, and what it appends to ``text``, the state and the
+    action."""
     if isinstance(answer, tuple) and len(answer) in (3, 4):
         reward, state, done, *extra = answer
-        answer = {"rewards": reward, "next_state": state, "done": done, "extra_logs": extra[0] if extra else {}}
+        answer = {
+            "rewards": reward,
+            "next_state": state,
+            "done": done,
+            "extra_logs": extra[0] if extra else {},
+        }
     if not isinstance(answer, Mapping):
         raise InvalidEnvOutputError(
             f"step must return (reward, next state, done, extra) or a dictionary; found {answer!r:.80}"
         )
-    if missing := [name for name in ("rewards", "done") if name not in answer]:
+    missing = [name for name in ("rewards", "done") if name not in answer]
+    if missing:
         raise InvalidEnvOutputError(
             f"step's dictionary lacks {', '.join(missing)}; it has: {', '.join(map(str, answer))}"
         )
@@ -180,7 +211,9 @@ def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
     if name is None:
         if answer["done"]:
             return answer, ""
-        raise InvalidEnvOutputError(f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done")
+        raise InvalidEnvOutputError(
+            f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done"
+        )
     new = answer[name]
     if not isinstance(new, str):
         raise InvalidEnvOutputError(f"step's {name} must be text; found {new!r:.80}")
@@ -211,10 +244,12 @@ def agent_file(path: str) -> Path:
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether its ``AgentExecutor`` plays episodes itself, in tokens; read from the source, without running it.
+    """Whether its ``AgentExecutor`` plays episodes itself, in tokens; read from the source, without
+    running it.
 
     Raises:
-        UserError: if the file is not Python, or has only a function ``step`` with the wrong parameters.
+        UserError: if the file is not Python, or has only a function ``step`` with the wrong
+            parameters.
     """
     try:
         tree = ast.parse(path.read_bytes(), str(path))
@@ -233,12 +268,19 @@ def has_own_loop(path: Path) -> bool:
                 if isinstance(argument, ast.arg):
                     argument.annotation = None
             arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-            arguments.kw_defaults = [default and ast.Constant(None) for default in arguments.kw_defaults]
-            function = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, ast.Constant(None))))
+            arguments.kw_defaults = [
+                default and ast.Constant(None) for default in arguments.kw_defaults
+            ]
+            function = ast.fix_missing_locations(
+                ast.Expression(ast.Lambda(arguments, ast.Constant(None)))
+            )
             takes_sampling(inspect.signature(eval(compile(function, "step", "eval"))), str(path))
     executor = classes.get("AgentExecutor")
     while executor is not None:
-        if any(isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "execute" for n in executor.body):
+        if any(
+            isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "execute"
+            for n in executor.body
+        ):
             return True
         bases = [ast.unparse(base).rpartition(".")[2] for base in executor.bases]
         if {"MultiTurnAgentExecutor", "AgentExecutorBase"} & {*bases}:
@@ -302,7 +344,8 @@ def load_agent(path: str) -> dict[str, Any]:
 
 @cache
 def instance_class(path: str) -> Foreign:
-    """The class whose instances are played turn by turn; None if the file has only the function ``step``.
+    """The class whose instances are played turn by turn; None if the file has only the function
+    ``step``.
 
     Raises:
         UserError: if its executor wants to play them itself.
@@ -325,9 +368,13 @@ def instance_class(path: str) -> Foreign:
 def made(executor_class: Foreign, parts: Mapping[str, object]) -> Foreign:
     """An executor; executors of older files take parts by name in ``__init__``."""
     parameters = list(inspect.signature(executor_class).parameters.values())
-    required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    required = [
+        p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
+    ]
     given = {name: parts.get(name) for name in required}
-    given |= {p.name: parts[p.name] for p in parameters if p.name in parts and p.kind is not p.VAR_KEYWORD}
+    given |= {
+        p.name: parts[p.name] for p in parameters if p.name in parts and p.kind is not p.VAR_KEYWORD
+    }
     return executor_class(**given)
 
 

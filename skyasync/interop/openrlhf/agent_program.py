@@ -1,11 +1,13 @@
-"""Plays OpenRLHF's agent files whose ``AgentExecutor`` has an ``execute`` of its own, as agent programs.
+"""Plays OpenRLHF's agent files whose ``AgentExecutor`` has an ``execute`` of its own, as agent
+programs.
 
-The executor is given a prompt's text, sampling parameters that it may change, the model's tokenizer, and an
-``llm_engine`` with ``generate(token_ids, sampling_params)``. The engine's calls go to the endpoint, whose record is
-trained on.
+The executor is given a prompt's text, sampling parameters that it may change, the model's
+tokenizer, and an ``llm_engine`` with ``generate(token_ids, sampling_params)``. The engine's calls
+go to the endpoint, whose record is trained on.
 
-Invariant: the ``action_ranges`` of a result are actions that the engine wrote, after the tokens that it had read; else
-the episode fails with an error. A call of the engine that is in none of them is not trained on.
+Invariant: the ``action_ranges`` of a result are actions that the engine wrote, after the tokens
+that it had read; else the episode fails with an error. A call of the engine that is in none of them
+is not trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +22,13 @@ from typing import TYPE_CHECKING, cast
 from skyasync.agents.api.chat import COMPLETION_FIELDS
 from skyasync.agents.programs import AgentScore
 from skyasync.envs.base import Conversation
-from skyasync.interop.openrlhf.agent_file import PATH_KEY, load_agent, made, refuse_row_with_images, sampling_object
+from skyasync.interop.openrlhf.agent_file import (
+    PATH_KEY,
+    load_agent,
+    made,
+    refuse_row_with_images,
+    sampling_object,
+)
 from skyasync.interop.openrlhf.rewards import OpenRLHFSignature
 from skyasync.interop.openrlhf.user_modules import refuse_images
 from skyasync.registry import accepted
@@ -38,23 +46,35 @@ _NOT_SENT = frozenset({"n", "logprobs", "skip_special_tokens", "include_stop_str
 
 
 async def play(
-    data: dict[str, object], base_url: str, api_key: str, config: dict[str, object] = NOTHING, is_eval: bool = False
+    data: dict[str, object],
+    base_url: str,
+    api_key: str,
+    config: dict[str, object] = NOTHING,
+    is_eval: bool = False,
 ) -> AgentScore:
     """One episode of the file's executor; an agent program."""
     import aiohttp
 
     refuse_row_with_images(data)
-    path, named = str(config[PATH_KEY]), cast("tuple[str, str, str]", config["tokenizer"])
+    path = str(config[PATH_KEY])
+    named = cast("tuple[str, str, str]", config["tokenizer"])
     tokenizer = _tokenizer(*named)
     headers = {"Authorization": f"Bearer {api_key}"}
-    async with aiohttp.ClientSession(headers=headers, timeout=aiohttp.ClientTimeout(total=None)) as http:
+    async with aiohttp.ClientSession(
+        headers=headers, timeout=aiohttp.ClientTimeout(total=None)
+    ) as http:
         episode = _ExecutorEpisode(
-            http, base_url, tokenizer, cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval]
+            http,
+            base_url,
+            tokenizer,
+            cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval],
         )
         _EPISODE.set(episode)
         max_length = cast(int, config["max_length"])
         executor = _executor(path, named, max_length)
-        prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(cast(Conversation, data["prompt"]))
+        prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(
+            cast(Conversation, data["prompt"])
+        )
         known = {
             "prompt": prompt,
             "label": data.get("label"),
@@ -69,18 +89,27 @@ async def play(
 
 
 class _CurrentEpisode:
-    """``llm_engine``, and ``result_queue`` of older files: each call is for the episode that it is made in."""
+    """``llm_engine``, and ``result_queue`` of older files: each call is for the episode that it is
+    made in."""
 
     async def generate(
-        self, prompt_token_ids: object, sampling_params: object, *more: object, multi_modal_data: object = None
+        self,
+        prompt_token_ids: object,
+        sampling_params: object,
+        *more: object,
+        multi_modal_data: object = None,
     ) -> SimpleNamespace:
         refuse_images(multi_modal_data)
-        if (episode := _EPISODE.get(None)) is None:
+        episode = _EPISODE.get(None)
+        if episode is None:
             raise RuntimeError(
                 "llm_engine.generate was called outside of the episode that it belongs to (from a server's thread, "
                 "say): an agent behind a server of its own is a program, generator.agent_program"
             )
-        given = prompt_token_ids["prompt_token_ids"] if isinstance(prompt_token_ids, Mapping) else prompt_token_ids
+        if isinstance(prompt_token_ids, Mapping):
+            given = prompt_token_ids["prompt_token_ids"]
+        else:
+            given = prompt_token_ids
         return await episode.generate(list(cast("list[int]", given)), sampling_params)
 
     async def put(self, result: Mapping[str, object]) -> None:
@@ -93,8 +122,13 @@ ENGINE = _CurrentEpisode()
 class _ExecutorEpisode:
     """One episode: its calls of the engine, and its score."""
 
-    def __init__(self, http: ClientSession, base_url: str, tokenizer: Tokenizer, sampling: dict[str, object]) -> None:
-        self._http, self._url, self._tokenizer, self.sampling = http, f"{base_url}/completions", tokenizer, sampling
+    def __init__(
+        self, http: ClientSession, base_url: str, tokenizer: Tokenizer, sampling: dict[str, object]
+    ) -> None:
+        self._http = http
+        self._url = f"{base_url}/completions"
+        self._tokenizer = tokenizer
+        self.sampling = sampling
         self._calls: list[tuple[str, list[int], list[int]]] = []  # id, read, wrote
         self.queued: Mapping[str, object] | None = None
 
@@ -110,7 +144,10 @@ class _ExecutorEpisode:
                         f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
                         f"call: set generator.sampling_params.{name}"
                     )
-                body[name] = list(value) if isinstance(value, tuple) else value
+                if isinstance(value, tuple):
+                    body[name] = list(value)
+                else:
+                    body[name] = value
         async with self._http.post(self._url, json=body) as response:
             answer = await response.json()
         if response.status != 200:
@@ -118,13 +155,24 @@ class _ExecutorEpisode:
         (choice,) = answer["choices"]
         wrote: list[int] = choice["token_ids"]
         self._calls.append((answer["id"], tokens, wrote))
-        text = self._tokenizer.decode(wrote, skip_special_tokens=getattr(sampling_params, "skip_special_tokens", False))
-        known = choice["logprobs"]["token_logprobs"]
-        logprobs = [{token: SimpleNamespace(logprob=value)} for token, value in zip(wrote, known, strict=True)]
-        output = SimpleNamespace(
-            token_ids=wrote, text=text, logprobs=logprobs, finish_reason=choice["finish_reason"], index=0
+        text = self._tokenizer.decode(
+            wrote, skip_special_tokens=getattr(sampling_params, "skip_special_tokens", False)
         )
-        return SimpleNamespace(outputs=[output], prompt_token_ids=tokens, request_id=answer["id"], finished=True)
+        known = choice["logprobs"]["token_logprobs"]
+        logprobs = [
+            {token: SimpleNamespace(logprob=value)}
+            for token, value in zip(wrote, known, strict=True)
+        ]
+        output = SimpleNamespace(
+            token_ids=wrote,
+            text=text,
+            logprobs=logprobs,
+            finish_reason=choice["finish_reason"],
+            index=0,
+        )
+        return SimpleNamespace(
+            outputs=[output], prompt_token_ids=tokens, request_id=answer["id"], finished=True
+        )
 
     def score(self, result: Mapping[str, object] | None) -> AgentScore:
         """What ``execute`` has returned.
@@ -133,18 +181,28 @@ class _ExecutorEpisode:
             ValueError: naming what is missing in it, or what the engine did not write.
         """
         if not isinstance(result, Mapping) or result.get("reward") is None:
-            raise ValueError(f"execute must return a dictionary with a reward; it returned {result!r:.120}")
+            raise ValueError(
+                f"execute must return a dictionary with a reward; it returned {result!r:.120}"
+            )
         refuse_images(cast("list[object] | None", result.get("images")))
-        answer = {"rewards": result["reward"], "scores": result.get("scores"), "extra_logs": result.get("extra_logs")}
+        answer = {
+            "rewards": result["reward"],
+            "scores": result.get("scores"),
+            "extra_logs": result.get("extra_logs"),
+        }
         score = as_score("execute", OpenRLHFSignature().answer(answer))
-        ranges, tokens = result.get("action_ranges"), result.get("observation_tokens")
+        ranges = result.get("action_ranges")
+        tokens = result.get("observation_tokens")
         if ranges is None or tokens is None:
             return AgentScore(score.reward, score.metrics)
         whole = [int(token) for token in cast("list[int]", tokens)]
         trained = set()
         for start, end in cast("list[tuple[int, int]]", ranges):
-            read, wrote = whole[:start], whole[start:end]
-            call = next((call_id for call_id, *texts in self._calls if texts == [read, wrote]), None)
+            read = whole[:start]
+            wrote = whole[start:end]
+            call = next(
+                (call_id for call_id, *texts in self._calls if texts == [read, wrote]), None
+            )
             if call is None:
                 raise ValueError(
                     f"execute returned action_ranges with {(start, end)}, tokens that the engine did not generate: "
@@ -152,7 +210,11 @@ class _ExecutorEpisode:
                     f"prompt included)"
                 )
             trained.add(call)
-        return AgentScore(score.reward, score.metrics, left_out=frozenset(call[0] for call in self._calls) - trained)
+        return AgentScore(
+            score.reward,
+            score.metrics,
+            left_out=frozenset(call[0] for call in self._calls) - trained,
+        )
 
 
 @cache

@@ -1,9 +1,11 @@
 """OpenRLHF's reward functions: batches of one query, in a file or over HTTP.
 
-A function takes ``queries`` (all text), ``prompts`` and ``labels``. A server is sent ``{"query": [text], "prompts":
-[text], "labels": [label]}``: ``environment.reward_funcs=[http://host:5000/get_reward]``. Both answer with one entry per
-query, or ``{"rewards": [...], "scores": [...], "extra_logs": {...}}``. Several servers of one model are one name with
-commas. They take turns, and the next one replaces one that fails. Source: ``examples/python/reward_func.py``.
+A function takes ``queries`` (all text), ``prompts`` and ``labels``. A server is sent
+``{"query": [text], "prompts": [text], "labels": [label]}``:
+``environment.reward_funcs=[http://host:5000/get_reward]``. Both answer with one entry per query, or
+``{"rewards": [...], "scores": [...], "extra_logs": {...}}``. Several servers of one model are one
+name with commas. They take turns, and the next one replaces one that fails. Source:
+``examples/python/reward_func.py``.
 
 Invariant: a response has exactly one answer, or the error names the server and its last message.
 """
@@ -19,7 +21,10 @@ from typing import Any
 
 from skyasync.rewards.signature import Signature, single_value
 
-TRIES, PAUSE_S, LIMIT_S = 5, 1.0, 180.0  # OpenRLHF's; environment.reward_timeout_s ends them all
+# OpenRLHF's; environment.reward_timeout_s ends them all
+TRIES = 5
+PAUSE_S = 1.0
+LIMIT_S = 180.0
 
 
 class OpenRLHFSignature(Signature):
@@ -30,7 +35,8 @@ class OpenRLHFSignature(Signature):
         return "queries" in parameters
 
     def answer(self, returned: object) -> object:
-        """``rewards`` is the reward, ``scores`` the metric ``score``, and each number in ``extra_logs`` a metric."""
+        """``rewards`` is the reward, ``scores`` the metric ``score``, and each number in
+        ``extra_logs`` a metric."""
         if not isinstance(returned, Mapping):
             return single_value(returned)
         if "rewards" not in returned:
@@ -39,7 +45,11 @@ class OpenRLHFSignature(Signature):
         if returned.get("scores") is not None:
             score["score"] = single_value(returned["scores"])
         logs = returned.get("extra_logs") or {}
-        return score | {str(n): value for n, log in logs.items() if isinstance(value := single_value(log), int | float)}
+        return score | {
+            str(n): value
+            for n, log in logs.items()
+            if isinstance(value := single_value(log), int | float)
+        }
 
 
 @cache
@@ -51,7 +61,8 @@ def remote(name: str) -> Callable[..., Coroutine[Any, Any, object]]:
     async def remote_reward(queries: list[str], prompts: list[str], labels: list[object]) -> object:
         import aiohttp
 
-        first, timeout = next(turns), aiohttp.ClientTimeout(total=LIMIT_S)
+        first = next(turns)
+        timeout = aiohttp.ClientTimeout(total=LIMIT_S)
         request = {"query": queries, "prompts": prompts, "labels": labels}
         for number in range(TRIES):
             server = servers[(first + number) % len(servers)]

@@ -1,13 +1,16 @@
-"""The names of ``openrlhf.utils`` that users' reward and agent files import, if OpenRLHF is not installed.
+"""The names of ``openrlhf.utils`` that users' reward and agent files import, if OpenRLHF is not
+installed.
 
-``MultiTurnAgentExecutor.execute`` plays an ``AgentInstance`` turn by turn. ``SingleTurnAgentExecutor.execute`` takes
-one answer and its reward. Both work in tokens, through the ``llm_engine`` that they are given. The older
-``AgentExecutorBase(agent_instance_cls, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)`` also plays turn
-by turn; it is given its parts when it is made.
+``MultiTurnAgentExecutor.execute`` plays an ``AgentInstance`` turn by turn.
+``SingleTurnAgentExecutor.execute`` takes one answer and its reward. Both work in tokens, through
+the ``llm_engine`` that they are given. The older ``AgentExecutorBase`` also plays turn by turn; it
+is given its parts (``agent_instance_cls``, ``max_steps``, ``max_length``, ``llm_engine``,
+``hf_tokenizer``, ``result_queue``) when it is made.
 
-Invariant: the stand-ins are in ``sys.modules`` only while such a file is loaded; a file gets OpenRLHF itself if that is
-installed. The tokens in a result are those that the engine read and wrote, in their order.
-Source: OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py`` over its history.
+Invariant: the stand-ins are in ``sys.modules`` only while such a file is loaded; a file gets
+OpenRLHF itself if that is installed. The tokens in a result are those that the engine read and
+wrote, in their order. Source: OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py``
+over its history.
 """
 
 from __future__ import annotations
@@ -39,8 +42,13 @@ _LOCK = threading.RLock()  # one file at a time; a file may load another
 def stand_ins() -> Iterator[None]:
     """While the block runs, ``openrlhf.utils`` can be imported."""
     known = sys.modules.get(_ROOT)
-    spec = known.__spec__ if known is not None else importlib.util.find_spec(_ROOT)
-    if spec is not None and spec.origin is not None:  # a package, and not only a folder of this name
+    if known is not None:
+        spec = known.__spec__
+    else:
+        spec = importlib.util.find_spec(_ROOT)
+    if (
+        spec is not None and spec.origin is not None
+    ):  # a package, and not only a folder of this name
         yield
         return
     with _LOCK:
@@ -56,14 +64,21 @@ def stand_ins() -> Iterator[None]:
 
 def _loaded() -> dict[str, ModuleType]:
     """The modules under this name, from a copy, as other threads import at the same time."""
-    return {name: module for name, module in sys.modules.copy().items() if name.partition(".")[0] == _ROOT}
+    return {
+        name: module
+        for name, module in sys.modules.copy().items()
+        if name.partition(".")[0] == _ROOT
+    }
 
 
 def grade_answer(given: str | None, truth: str | None) -> bool:
     """Whether two answers are the same text, number or, with math-verify installed, expression."""
     if given is None or truth is None:
         return False
-    one, other = (re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower() for text in (given, truth))
+    one, other = (
+        re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower()
+        for text in (given, truth)
+    )
     if one == other:
         return True
     try:
@@ -101,7 +116,8 @@ def _modules() -> dict[str, ModuleType]:
 
 
 class AgentInstanceBase:
-    """An episode's own state; a subclass defines ``step``, and ``reset`` if the first observation is another."""
+    """An episode's own state; a subclass defines ``step``, and ``reset`` if the first observation
+    is another."""
 
     def __init__(self, *args: Foreign, **kwargs: Foreign) -> None: ...
 
@@ -113,7 +129,8 @@ class AgentInstanceBase:
 
 
 class AgentExecutorBase:
-    """Plays an episode from a prompt. A subclass overrides ``execute``, or names the agent to play."""
+    """Plays an episode from a prompt. A subclass overrides ``execute``, or names the agent to
+    play."""
 
     def __init__(
         self,
@@ -124,8 +141,12 @@ class AgentExecutorBase:
         hf_tokenizer: Foreign = None,
         result_queue: Foreign = None,
     ) -> None:
-        self.agent_instance_cls, self.max_steps, self.max_length = agent_instance_cls, max_steps, max_length
-        self.llm_engine, self.hf_tokenizer, self.result_queue = llm_engine, hf_tokenizer, result_queue
+        self.agent_instance_cls = agent_instance_cls
+        self.max_steps = max_steps
+        self.max_length = max_length
+        self.llm_engine = llm_engine
+        self.hf_tokenizer = hf_tokenizer
+        self.result_queue = result_queue
 
     async def generate(self, prompt_ids: list[int], sampling_params: Foreign) -> Foreign:
         return await self.llm_engine.generate(prompt_ids, sampling_params)
@@ -141,13 +162,20 @@ class AgentExecutorBase:
         images: Foreign = None,
     ) -> dict[str, Foreign]:
         if self.agent_instance_cls is None:
-            raise NotImplementedError("AgentExecutor must define execute, or name its agent when it is made")
+            raise NotImplementedError(
+                "AgentExecutor must define execute, or name its agent when it is made"
+            )
         refuse_images(images)
-        engine, tokenizer = llm_engine or self.llm_engine, hf_tokenizer or self.hf_tokenizer
+        engine = llm_engine or self.llm_engine
+        tokenizer = hf_tokenizer or self.hf_tokenizer
         agent = await new_instance(self.agent_instance_cls)
         first = await awaited(agent.reset({"observation": prompt, "label": label}))
-        episode = _TokenEpisode(first["observation"], tokenizer, max_length or self.max_length, engine)
-        reward, result, turns = 0.0, {}, 0
+        episode = _TokenEpisode(
+            first["observation"], tokenizer, max_length or self.max_length, engine
+        )
+        reward = 0.0
+        result = {}
+        turns = 0
         while (not self.max_steps or turns < self.max_steps) and episode.free > 0:
             turns += 1
             before = episode.text
@@ -177,7 +205,10 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
         super().__init__()
-        self.reward_endpoints = [remote_rm_url] if isinstance(remote_rm_url, str) else list(remote_rm_url or ())
+        if isinstance(remote_rm_url, str):
+            self.reward_endpoints = [remote_rm_url]
+        else:
+            self.reward_endpoints = list(remote_rm_url or ())
 
     async def execute(
         self,
@@ -208,14 +239,21 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             answer = await asyncio.to_thread(function, [query], [prompt], [label])
         score = as_score(name, OpenRLHFSignature().answer(answer))
         logs = dict(score.metrics)
-        return result | {"reward": score.reward, "scores": logs.pop("score", score.reward), "extra_logs": logs}
+        return result | {
+            "reward": score.reward,
+            "scores": logs.pop("score", score.reward),
+            "extra_logs": logs,
+        }
 
 
 class _TokenEpisode:
-    """One sequence of tokens that grows by what the engine writes and what the environment appends."""
+    """One sequence of tokens that grows by what the engine writes and what the environment
+    appends."""
 
     def __init__(self, text: str, tokenizer: Foreign, max_length: int, engine: Foreign) -> None:
-        self.text, self._tokenizer, self._engine = text, tokenizer, engine
+        self.text = text
+        self._tokenizer = tokenizer
+        self._engine = engine
         self._tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)
         self.free = max_length - len(self._tokens)  # tokens that still fit
         self._ranges: list[tuple[int, int]] = []
@@ -226,11 +264,14 @@ class _TokenEpisode:
         request = deepcopy(sampling_params)
         request.max_tokens = min(request.max_tokens or self.free, self.free)
         (output,) = (await self._engine.generate(self._tokens, request)).outputs
-        start, wrote = len(self._tokens), list(output.token_ids)
+        start = len(self._tokens)
+        wrote = list(output.token_ids)
         self._ranges.append((start, start + len(wrote)))
         self._tokens = self._tokens + wrote
         self.free -= len(wrote)
-        self._logprobs += [known[t].logprob for t, known in zip(wrote, output.logprobs or (), strict=False)]
+        self._logprobs += [
+            known[t].logprob for t, known in zip(wrote, output.logprobs or (), strict=False)
+        ]
         self._truncated = output.finish_reason == "length"
         self.text += output.text
         return str(output.text)
@@ -269,4 +310,6 @@ async def new_instance(agent_class: Foreign) -> Foreign:
 
 
 async def awaited(answer: Foreign) -> Foreign:
-    return await answer if inspect.isawaitable(answer) else answer
+    if inspect.isawaitable(answer):
+        return await answer
+    return answer

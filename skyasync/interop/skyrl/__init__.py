@@ -1,6 +1,7 @@
 """SkyRL: settings, recipes, and the classes that its environments are written with.
 
-An environment that was written for SkyRL changes its imports, to ``from skyasync.interop.skyrl import ...``.
+An environment that was written for SkyRL changes its imports, to
+``from skyasync.interop.skyrl import ...``.
 """
 
 from __future__ import annotations

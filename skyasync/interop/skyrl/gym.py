@@ -1,7 +1,8 @@
 """SkyRL's environments: ``BaseTextEnv``, tool groups, ``register`` and ``make``.
 
-Invariant: an episode of such a class gives what ``skyasync.envs`` lets an environment give. Its metrics may be truth
-values and texts, as there: truth values are numbers here, texts are left out. Source: ``skyrl_gym``.
+Invariant: an episode of such a class gives what ``skyasync.envs`` lets an environment give. Its
+metrics may be truth values and texts, as there: truth values are numbers here, texts are left out.
+Source: ``skyrl_gym``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from skyasync.envs import Foreign, env_factory, register
 from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
 from skyasync.rewards.signature import single_value
 
-__all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "ConversationType", "Env", "ToolGroup", "make", "register", "tool"]
+__all__ = [
+    "BaseTextEnv",
+    "BaseTextEnvStepOutput",
+    "ConversationType",
+    "Env",
+    "ToolGroup",
+    "make",
+    "register",
+    "tool",
+]
 
 ConversationType = Conversation
 F = TypeVar("F", bound=Callable[..., object])
@@ -27,23 +37,33 @@ class AttributeDict(dict[str, Any]):
     """A mapping whose entries are attributes as well, at every depth."""
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
-        super().__init__({k: AttributeDict(v) if isinstance(v, Mapping) else v for k, v in (values or {}).items()})
+        super().__init__(
+            {
+                k: AttributeDict(v) if isinstance(v, Mapping) else v
+                for k, v in (values or {}).items()
+            }
+        )
 
     def __getattr__(self, name: str) -> Foreign:
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"environment.env_config has no {name!r}; it has: {', '.join(self)}") from None
+            raise AttributeError(
+                f"environment.env_config has no {name!r}; it has: {', '.join(self)}"
+            ) from None
 
 
 class tool:
     """Marks a method of a tool group."""
 
     def __init__(self, func: Callable[..., object]) -> None:
-        self.func, self.name = func, func.__name__
+        self.func = func
+        self.name = func.__name__
 
     def __get__(self, instance: object, owner: type) -> Foreign:
-        return self if instance is None else self.func.__get__(instance, owner)
+        if instance is None:
+            return self
+        return self.func.__get__(instance, owner)
 
 
 class ToolGroup:
@@ -65,7 +85,9 @@ class ToolGroup:
 
     def execute_tool(self, name: str, *args: object, **kwargs: object) -> Foreign:
         if name not in self._tool_registry:
-            raise ValueError(f"tool {name!r} is not in the group {self.name!r}: {', '.join(self._tool_registry)}")
+            raise ValueError(
+                f"tool {name!r} is not in the group {self.name!r}: {', '.join(self._tool_registry)}"
+            )
         return self._tool_registry[name](*args, **kwargs)
 
     def get_tool_to_group_mapping(self) -> dict[str, str]:
@@ -78,7 +100,9 @@ class SkyRLEnv(envs.BaseTextEnv):
     tool_groups: list[ToolGroup]
     tool_to_toolgroup: dict[str, str]
 
-    def __init__(self, env_config: Foreign = None, extras: dict[str, Any] | None = None, **kwargs: object) -> None:
+    def __init__(
+        self, env_config: Foreign = None, extras: dict[str, Any] | None = None, **kwargs: object
+    ) -> None:
         super().__init__(env_config, extras)
         self.max_turns = int(self.extras.get("max_turns", 1))
         self.init_tool_groups([])
@@ -86,28 +110,39 @@ class SkyRLEnv(envs.BaseTextEnv):
     def init_tool_groups(self, tool_groups: list[ToolGroup] | None = None) -> None:
         self.tool_groups = list(tool_groups or ())
         groups = [group.get_tool_to_group_mapping() for group in self.tool_groups]
-        self.tool_to_toolgroup = {name: group for mapping in groups for name, group in mapping.items()}
+        self.tool_to_toolgroup = {
+            name: group for mapping in groups for name, group in mapping.items()
+        }
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Foreign) -> Foreign:
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
-        raise ValueError(f"there is no tool group {tool_group_name!r}: {', '.join(g.name for g in self.tool_groups)}")
+        raise ValueError(
+            f"there is no tool group {tool_group_name!r}: {', '.join(g.name for g in self.tool_groups)}"
+        )
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
         """Means of the numbers, which is what happens to all metrics here."""
         episodes = [numbers(episode) for episode in metrics]
         names = dict.fromkeys(name for episode in episodes for name in episode)
-        columns = {name: [episode[name] for episode in episodes if name in episode] for name in names}
+        columns = {
+            name: [episode[name] for episode in episodes if name in episode] for name in names
+        }
         return {name: sum(values) / len(values) for name, values in columns.items()}
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[envs.BaseTextEnv]:
         """The class that plays its episodes, for ``skyasync.envs``."""
         if cls.aggregate_metrics is not SkyRLEnv.aggregate_metrics:
-            log.warning("%s.aggregate_metrics is not called: an environment's metrics are averaged", cls.__name__)
-        return type(cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)})
+            log.warning(
+                "%s.aggregate_metrics is not called: an environment's metrics are averaged",
+                cls.__name__,
+            )
+        return type(
+            cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)}
+        )
 
 
 BaseTextEnv = Env = SkyRLEnv
@@ -119,12 +154,20 @@ class _GymEpisode:
     spec_name: ClassVar[str] = ""
     spec_kwargs: ClassVar[dict[str, object]] = {}
 
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, env_config: Mapping[str, Any] | None = None, extras: dict[str, Any] | None = None
+    ) -> None:
         config = env_config or {}
-        own = config.get(self.spec_name) if isinstance(config.get(self.spec_name), Mapping) else config
+        if isinstance(config.get(self.spec_name), Mapping):
+            own = config.get(self.spec_name)
+        else:
+            own = config
         given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
         super().__init__(**given)
-        for name in ("env_config", "extras"):  # of a class that does not pass them to super().__init__
+        for name in (
+            "env_config",
+            "extras",
+        ):  # of a class that does not pass them to super().__init__
             if not getattr(self, name, None):
                 setattr(self, name, given[name])
 
@@ -143,7 +186,8 @@ class _GymEpisode:
 
 def make(id: str, **kwargs: Foreign) -> envs.BaseTextEnv:
     """An environment to be played by hand."""
-    env_config, extras = kwargs.pop("env_config", {}), kwargs.pop("extras", {})
+    env_config = kwargs.pop("env_config", {})
+    extras = kwargs.pop("extras", {})
     return env_factory(id, kwargs)(env_config=env_config, extras=extras)
 
 

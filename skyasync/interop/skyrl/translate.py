@@ -13,18 +13,25 @@ _MASKS = f"{A}off_policy_masks"
 
 
 def finish(draft: Draft) -> None:
-    """Masks that are on where a threshold is given, evaluation, the plan of the program, rewards of environments."""
+    """Masks that are on where a threshold is given, evaluation, the plan of the program, rewards of
+    environments."""
     masks = draft.value(_MASKS)
-    chosen: list[Value] = [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
+    chosen: list[Value] = (
+        [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
+    )
     for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
         if any(f"{A}{prefix}_threshold_{end}" in draft.ours for end in ("low", "high")):
             chosen.append(mask)
     if chosen:
         draft.put(_MASKS, chosen, *draft.origin(_MASKS))
     evaluation = "generator.eval_sampling_params."
-    if not any(name.startswith(evaluation) for name in draft.given):  # greedy there, with training's length
+    if not any(
+        name.startswith(evaluation) for name in draft.given
+    ):  # greedy there, with training's length
         draft.ours.pop(f"{evaluation}max_generate_length", None)
-    elif f"{evaluation}temperature" not in draft.given:  # a group that is given has the usual defaults
+    elif (
+        f"{evaluation}temperature" not in draft.given
+    ):  # a group that is given has the usual defaults
         draft.put(f"{evaluation}temperature", 1.0, f"{evaluation}temperature")
     if PLAN not in draft.ours:
         if "fully_async" in draft.recipe.command:
@@ -52,9 +59,15 @@ def _terms(draft: Draft) -> None:
             f"there the mean over responses of each response's mean"
         )
     if draft.theirs(f"{A}loss_reduction") == "token_mean_legacy":
-        draft.remarks.append(f"{A}loss_reduction: the mean over the tokens of all; there of each micro-batch's mean")
+        draft.remarks.append(
+            f"{A}loss_reduction: the mean over the tokens of all; there of each micro-batch's mean"
+        )
     critic = draft.theirs("trainer.critic_mini_batch_size") or 256
-    if draft.value(f"{A}advantage_estimator") == "gae" and critic != draft.theirs("trainer.policy_mini_batch_size"):
-        draft.remarks.append(f"the critic is updated with {MINI}, as the policy is; there with {critic} prompts")
+    if draft.value(f"{A}advantage_estimator") == "gae" and critic != draft.theirs(
+        "trainer.policy_mini_batch_size"
+    ):
+        draft.remarks.append(
+            f"the critic is updated with {MINI}, as the policy is; there with {critic} prompts"
+        )
     for section in ("policy", "critic"):
         draft.remark_warm_up(section)

@@ -1,8 +1,9 @@
-"""The processes behind the server: the policy's ranks and the engines of a run, without a plan that trains them.
+"""The processes behind the server: the policy's ranks and the engines of a run, without a plan that
+trains them.
 
 Invariant: they are made by the factories of ``BasePPOExp``. Ranks that are lost are replaced within
-``trainer.max_restarts`` an hour, engines by their supervisor; beyond that the server ends with the first error. What it
-has promised is in its folder, and the same command goes on with it.
+``trainer.max_restarts`` an hour, engines by their supervisor; beyond that the server ends with the
+first error. What it has promised is in its folder, and the same command goes on with it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ async def served(
     most_tokens: int, address: Address,
 ) -> AsyncIterator[tuple[TinkerServer, PolicyTurns, SnapshotTurns]]:  # fmt: skip
     """A server over parts that are up."""
-    model, store = cfg.trainer.policy.model, Store(folder)
+    model = cfg.trainer.policy.model
+    store = Store(folder)
     try:
         vocabulary = int(load_config(model.path, model.config_kwargs).get_text_config().vocab_size)
         turns = PolicyTurns(dispatch, replace_ranks)
@@ -92,14 +94,20 @@ class TinkerExperiment(BasePPOExp):
 
     def __init__(self, cfg: Config, folder: Path, address: Address) -> None:
         super().__init__(cfg)
-        self._folder, self._address = folder, address
+        self._folder = folder
+        self._address = address
         address.check()
-        trainer, lora, optimizer = cfg.trainer, cfg.trainer.policy.lora, cfg.trainer.policy.optimizer_config
+        trainer = cfg.trainer
+        lora = cfg.trainer.policy.lora
+        optimizer = cfg.trainer.policy.optimizer_config
         trainer.placement.colocate_all = False  # clients sample while others train
         if not lora.rank:
-            lora.rank, lora.alpha = RANK, float(RANK)
+            lora.rank = RANK
+            lora.alpha = float(RANK)
         if lora.dropout:
-            raise UserError("trainer.policy.lora.dropout is not supported here: the protocol's losses have none")
+            raise UserError(
+                "trainer.policy.lora.dropout is not supported here: the protocol's losses have none"
+            )
         if optimizer.name != "adamw" or optimizer.bf16_stochastic_round:
             raise UserError(f"trainer.policy.optimizer_config.name={optimizer.name} is not supported here: clients set "
                             f"AdamW's settings with every step")  # fmt: skip
@@ -133,7 +141,8 @@ class TinkerExperiment(BasePPOExp):
     async def _serve(self) -> None:
         from skyasync.observability.timeline import Timeline
 
-        cfg, parts = self.cfg, self.parts
+        cfg = self.cfg
+        parts = self.parts
         assert self.run_dir is not None
         budget = Restarts(self.run_dir.path, cfg.trainer.max_restarts, time.time())
         stopped = asyncio.Event()
@@ -141,8 +150,11 @@ class TinkerExperiment(BasePPOExp):
             with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
                 asyncio.get_running_loop().add_signal_handler(number, stopped.set)
         try:
-            parts.placement = await asyncio.to_thread(self.get_colocate_pg, cfg.trainer.placement.timeout_s)
-            parts.client, parts.dispatch = self.get_inference_client(), self.get_dispatch()
+            parts.placement = await asyncio.to_thread(
+                self.get_colocate_pg, cfg.trainer.placement.timeout_s
+            )
+            parts.client = self.get_inference_client()
+            parts.dispatch = self.get_dispatch()
             parts.share_threads(True)
             await asyncio.gather(parts.client.start(), parts.dispatch.start())
             parts.weight_sync = self.get_weight_sync(parts.dispatch, parts.client, ())

@@ -1,6 +1,7 @@
 """The losses of the Tinker API, as sums over tokens, for the policy's ranks.
 
-Invariant: ``token_losses`` alone says what a loss is: both the gradient and the loss in the answer come from it.
+Invariant: ``token_losses`` alone says what a loss is: both the gradient and the loss in the answer
+come from it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from skyasync.models.batch import UpdateBatch
 
 
 class LossInputs(NamedTuple):
-    """What a loss reads besides ``target_tokens``, by the protocol's names: per token, and settings."""
+    """What a loss reads besides ``target_tokens``, by the protocol's names: per token, and
+    settings."""
 
     required: frozenset[str] = frozenset({"logprobs", "advantages"})
     optional: frozenset[str] = frozenset()
@@ -43,7 +45,8 @@ NOT_SUPPORTED = {
 
 @dataclass(kw_only=True)
 class LossBatch(UpdateBatch):
-    """Rows of one request, all of whose tokens but the first are loss tokens. The columns are ``[batch, length]``."""
+    """Rows of one request, all of whose tokens but the first are loss tokens. The columns are
+    ``[batch, length]``."""
 
     loss_name: str
     beta: float
@@ -61,12 +64,15 @@ def token_losses(logprobs: Tensor, batch: LossBatch) -> Tensor:
     """
     if batch.loss_name == "cross_entropy":
         return -logprobs * batch.loss_weights
-    difference, advantages = logprobs - batch.behaviour_logprobs, batch.advantages
+    difference = logprobs - batch.behaviour_logprobs
+    advantages = batch.advantages
     if batch.loss_name == "dro":
         return -(logprobs * advantages - 0.5 * batch.beta * difference.square())
     if batch.loss_name == "gspo":  # arXiv 2507.18071, its form per token
         mask = batch.ratio_mask
-        mean = (difference.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(min=1)
+        mean = (difference.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
+            min=1
+        )
         difference = mean + logprobs - logprobs.detach()
     ratio = difference.exp()
     if batch.loss_name == "importance_sampling":

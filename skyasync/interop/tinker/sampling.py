@@ -1,8 +1,8 @@
 """Sampling: from snapshots of models and from the base, of which the engines hold one at a time.
 
-Invariant: every token of an answer is of the snapshot of its sampler. The engines change to another one between the
-answers, in the order in which snapshots were requested. A request for the one that they hold starts at once, unless a
-request for another one waits.
+Invariant: every token of an answer is of the snapshot of its sampler. The engines change to another
+one between the answers, in the order in which snapshots were requested. A request for the one that
+they hold starts at once, unless a request for another one waits.
 
 | who waits     | for what                                | woken by                                              |
 |---------------|-----------------------------------------|-------------------------------------------------------|
@@ -41,7 +41,8 @@ from skyasync.workers.roles import POLICY
 log = logging.getLogger(__name__)
 
 ANSWERS = 8192
-"""The last answers, which stay: one may be lost on its way. A client whose answer is gone samples again."""
+"""The last answers, which stay: one may be lost on its way. A client whose answer is gone samples
+again."""
 MOST_SAMPLES = 1024
 NOT_SUPPORTED = {
     "topk_prompt_logprobs": "the engines return log-probabilities of the sampled tokens only",
@@ -55,8 +56,13 @@ NOT_SUPPORTED = {
 class SnapshotTurns:
     """Which snapshot the engines hold, ``current``, and who uses it."""
 
-    def __init__(self, store: Store, policy: PolicyTurns, weights: WeightSync, client: InferenceClient) -> None:
-        self.policy, self._store, self._weights, self._client = policy, store, weights, client
+    def __init__(
+        self, store: Store, policy: PolicyTurns, weights: WeightSync, client: InferenceClient
+    ) -> None:
+        self.policy = policy
+        self._store = store
+        self._weights = weights
+        self._client = client
         self.current: str | None = None
         self._users = 0
         self._waiting: dict[str, list[asyncio.Future[None]]] = {}
@@ -93,11 +99,15 @@ class SnapshotTurns:
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
         """Into the engines, by the policy."""
         if snapshot == BASE:
-            number, call = 0, ("activate", BASE)
+            number = 0
+            call = ("activate", BASE)
         elif (checkpoint := self._store.checkpoint(snapshot)) is not None:
-            number, call = checkpoint.number, ("show_adapters", checkpoint.folder)
+            number = checkpoint.number
+            call = ("show_adapters", checkpoint.folder)
         else:
-            raise UserError("the checkpoint of this sampler has expired or was deleted, or another one has its name")
+            raise UserError(
+                "the checkpoint of this sampler has expired or was deleted, or another one has its name"
+            )
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, *call)
         await self._weights.sync(number, self._paused)
@@ -129,7 +139,8 @@ class SnapshotTurns:
             task.add_done_callback(self.policy.task_ended)
 
     async def _change(self) -> None:
-        snapshot, error = next(iter(self._waiting)), None
+        snapshot = next(iter(self._waiting))
+        error = None
         try:
             if snapshot != self.current:
                 self.current = None
@@ -156,10 +167,18 @@ class SamplingQueue:
     """
 
     def __init__(
-        self, store: Store, client: InferenceClient, turns: SnapshotTurns, vocabulary: int, most_tokens: int
+        self,
+        store: Store,
+        client: InferenceClient,
+        turns: SnapshotTurns,
+        vocabulary: int,
+        most_tokens: int,
     ) -> None:
-        self._store, self._client, self._turns = store, client, turns
-        self._vocabulary, self._most_tokens = vocabulary, most_tokens
+        self._store = store
+        self._client = client
+        self._turns = turns
+        self._vocabulary = vocabulary
+        self._most_tokens = most_tokens
         self._answers: dict[str, asyncio.Task[bytes]] = {}
         self._done: deque[str] = deque()  # of them, the oldest first
 
@@ -177,7 +196,10 @@ class SamplingQueue:
         if not 1 <= request.num_samples <= MOST_SAMPLES:
             raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
         own = f"{request.sampling_session_id}:{request.seq_id}"
-        name = own if request.sampling_session_id and request.seq_id is not None else f"sample:{secrets.token_hex(8)}"
+        if request.sampling_session_id and request.seq_id is not None:
+            name = own
+        else:
+            name = f"sample:{secrets.token_hex(8)}"
         if name not in self._answers:
             self._answers[name] = asyncio.create_task(self._answer(name, request, snapshot))
             self._answers[name].add_done_callback(lambda _: self._done.append(name))
@@ -186,7 +208,8 @@ class SamplingQueue:
         return name
 
     def cancel(self, name: str) -> None:
-        if (task := self._answers.pop(name, None)) is not None:
+        task = self._answers.pop(name, None)
+        if task is not None:
             task.cancel()
 
     async def result(self, name: str, timeout_s: float) -> tuple[bytes, bool] | None:
@@ -201,11 +224,15 @@ class SamplingQueue:
             return None
         if task.cancelled():
             raise KeyError(name)
-        if (error := task.exception()) is None:
+        error = task.exception()
+        if error is None:
             return task.result(), True
         if self._turns.policy.ended.done():
             return None  # the next server does not know it, and the client samples again
-        category = "user" if isinstance(error, UserError | ValueError | TypeError) else "server"
+        if isinstance(error, UserError | ValueError | TypeError):
+            category = "user"
+        else:
+            category = "server"
         if category == "server":
             log.warning("a sampling request of Tinker's API has failed", exc_info=error)
         return json.dumps({"error": headline(error), "category": category}).encode(), False
@@ -221,20 +248,28 @@ class SamplingQueue:
             raise UserError(f"prompt_logprobs_last_n is {last}, not from 1 to {len(prompt) - 1}")
         async with self._turns.at(snapshot):
             calls = [
-                self._client.generate(GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling))
+                self._client.generate(
+                    GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling)
+                )
                 for sampling in samplings
             ]
             outputs = await asyncio.gather(*calls)
-            scores = await self._scores(prompt) if request.prompt_logprobs else None
+            if request.prompt_logprobs:
+                scores = await self._scores(prompt)
+            else:
+                scores = None
         if scores is not None and last is not None:
             scores[: len(prompt) - last] = np.nan
         return sample_result(outputs, scores)
 
     async def _scores(self, prompt: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         for _ in range(int(self._client.request_timeout_s) + 1):
-            if scores := await self._client.score([prompt]):
+            scores = await self._client.score([prompt])
+            if scores:
                 break
-            await asyncio.sleep(1.0)  # every engine has failed; the supervisor starts others, or ends the client
+            await asyncio.sleep(
+                1.0
+            )  # every engine has failed; the supervisor starts others, or ends the client
         return np.array([np.nan, *scores[0][0]], dtype=np.float32)
 
     def _prompt(self, request: types.SampleRequest) -> list[int]:
@@ -244,17 +279,25 @@ class SamplingQueue:
         prompt = [token for chunk in chunks for token in chunk.tokens]  # type: ignore[union-attr]
         if not prompt:
             raise UserError("the prompt is empty")
-        if wrong := [token for token in prompt if not 0 <= token < self._vocabulary]:
+        wrong = [token for token in prompt if not 0 <= token < self._vocabulary]
+        if wrong:
             raise UserError(f"there is no token {wrong[0]}: the model has {self._vocabulary}")
         if len(prompt) >= self._most_tokens:
-            raise UserError(f"the prompt has {len(prompt)} tokens; with the answer {self._most_tokens} are the most")
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; with the answer {self._most_tokens} are the most"
+            )
         return prompt
 
     def _samplings(self, request: types.SampleRequest, prompt: int) -> list[SamplingParams]:
-        params, stop = request.sampling_params, request.sampling_params.stop
+        params = request.sampling_params
+        stop = request.sampling_params.stop
         stops = [stop] if isinstance(stop, str) else list(stop or ())
-        if len(stops) > MOST_STOPS or any(isinstance(each, str) and len(each) > LONGEST_STOP for each in stops):
-            raise UserError(f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters")
+        if len(stops) > MOST_STOPS or any(
+            isinstance(each, str) and len(each) > LONGEST_STOP for each in stops
+        ):
+            raise UserError(
+                f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters"
+            )
         left = self._most_tokens - prompt
         sampling = SamplingParams(
             max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
@@ -268,4 +311,6 @@ class SamplingQueue:
         )
         if params.seed is None:
             return [sampling] * request.num_samples
-        return [replace(sampling, seed=params.seed + number) for number in range(request.num_samples)]
+        return [
+            replace(sampling, seed=params.seed + number) for number in range(request.num_samples)
+        ]

@@ -1,9 +1,10 @@
-"""The HTTP server of the Tinker API: sessions, requests, futures, and the catalogue of what was trained.
+"""The HTTP server of the Tinker API: sessions, requests, futures, and the catalogue of what was
+trained.
 
-Invariant: an answer that needs the policy or the engines is a future: its request is answered at once with an id, which
-``retrieve_future`` is asked for until it has the result. An error of a request is its answer, in the protocol's form
-(``error``, ``category``): 4xx if it was not accepted, else the future's result. Either way its sequence id is used.
-What is not supported says why.
+Invariant: an answer that needs the policy or the engines is a future: its request is answered at
+once with an id, which ``retrieve_future`` is asked for until it has the result. An error of a
+request is its answer, in the protocol's form (``error``, ``category``): 4xx if it was not accepted,
+else the future's result. Either way its sequence id is used. What is not supported says why.
 
 | who waits           | for what                     | woken by                                     |
 |---------------------|------------------------------|----------------------------------------------|
@@ -31,7 +32,12 @@ from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from skyasync.agents.api import RequestError
-from skyasync.agents.connection_limits import RUNNER_OPTIONS, ConnectionLimits, read_bytes, read_json
+from skyasync.agents.connection_limits import (
+    RUNNER_OPTIONS,
+    ConnectionLimits,
+    read_bytes,
+    read_json,
+)
 from skyasync.agents.server import LOOPBACK, in_url, key_of, same_key
 from skyasync.config.schema.sampling import INT32
 from skyasync.errors import UserError
@@ -48,7 +54,9 @@ MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
 WAITING_CONNECTIONS = 1024
 LARGEST_SEED = 1 << 63
 PAGE = 1000  # entries of a list
-MOST_METADATA = 1 << 14  # bytes as JSON, of what a client says of a session, a model or a checkpoint
+MOST_METADATA = (
+    1 << 14
+)  # bytes as JSON, of what a client says of a session, a model or a checkpoint
 LATEST = 253402300799  # the last second of the year 9999
 M = TypeVar("M", bound=BaseModel)
 
@@ -64,15 +72,24 @@ TRAINING_REQUESTS: dict[str, type[BaseModel]] = {
 """Of a model, in JSON; their payload is the body."""
 
 NOT_SUPPORTED = {
-    ("POST", "copy_weights"): "a checkpoint has one owner here: load it into a new model, and save that",
+    (
+        "POST",
+        "copy_weights",
+    ): "a checkpoint has one owner here: load it into a new model, and save that",
     ("POST", "create_custom_loss"): "losses are computed by the client here",
     ("POST", "join_sampling_session"): "copies of a sampling client choose their own numbers here",
     ("POST", "retrieve_futures"): "futures are retrieved one at a time here",
     ("POST", "sessions/search"): "sessions have no index here; list them",
     ("PUT", "sessions/{session}/project"): "there are no projects here",
     ("GET", "sessions/{session}/trace_export"): "no traces are recorded here",
-    ("POST", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
-    ("DELETE", "training_runs/{model}/checkpoints/{kind}/{name}/publish"): "there are no other users here",
+    (
+        "POST",
+        "training_runs/{model}/checkpoints/{kind}/{name}/publish",
+    ): "there are no other users here",
+    (
+        "DELETE",
+        "training_runs/{model}/checkpoints/{kind}/{name}/publish",
+    ): "there are no other users here",
     ("GET", "audit"): "there is no audit log",
     ("GET", "billing/usage/events"): "nothing is billed here",
     ("GET", "billing/usage/checkpoints/current"): "nothing is billed here",
@@ -94,11 +111,14 @@ class Address:
     key: str = ""
 
     def check(self) -> None:
-        """Raises UserError if other machines could reach a server without a key, or if the port is taken."""
+        """Raises UserError if other machines could reach a server without a key, or if the port is
+        taken."""
         try:
             loopback = is_loopback(self.host)
         except ValueError:
-            raise UserError(f"--host {self.host} is not an address of this machine, such as 127.0.0.1") from None
+            raise UserError(
+                f"--host {self.host} is not an address of this machine, such as 127.0.0.1"
+            ) from None
         if not self.key and not loopback:
             raise UserError(
                 f"--host {self.host} lets other machines reach the server: set {KEY_VARIABLE} to a key, which clients "
@@ -109,7 +129,9 @@ class Address:
             socket.create_server((self.host, self.port), family=family).close()
         except OSError as error:
             problem = error.strerror or error
-            raise UserError(f"--host {self.host} --port {self.port} cannot be listened on: {problem}") from error
+            raise UserError(
+                f"--host {self.host} --port {self.port} cannot be listened on: {problem}"
+            ) from error
 
 
 class TinkerServer:
@@ -122,8 +144,13 @@ class TinkerServer:
         self, store: Store, training: TrainingQueue, sampling: SamplingQueue, base_model: str, rank: int,
         most_tokens: int, address: Address,
     ) -> None:  # fmt: skip
-        self._store, self._training, self._sampling = store, training, sampling
-        self._base_model, self._rank, self._most_tokens, self._address = base_model, rank, most_tokens, address
+        self._store = store
+        self._training = training
+        self._sampling = sampling
+        self._base_model = base_model
+        self._rank = rank
+        self._most_tokens = most_tokens
+        self._address = address
         self._limits = ConnectionLimits()
         self._runner: web.AppRunner | None = None
         self.port = 0
@@ -131,14 +158,19 @@ class TinkerServer:
     async def start(self) -> None:
         """Listen, and go on with what a server before has left."""
         self._training.start()
-        app = web.Application(client_max_size=MOST_BYTES, middlewares=[_errors, self._limits.middleware])
+        app = web.Application(
+            client_max_size=MOST_BYTES, middlewares=[_errors, self._limits.middleware]
+        )
         for (method, path), handler in self._routes().items():
             app.router.add_route(method, f"/api/v1/{path}", self._with_key(handler))
         for (method, path), why in NOT_SUPPORTED.items():
-            app.router.add_route(method, f"/api/v1/{path}", self._with_key(partial(_not_supported, path, why)))
+            app.router.add_route(
+                method, f"/api/v1/{path}", self._with_key(partial(_not_supported, path, why))
+            )
         self._runner = web.AppRunner(app, **RUNNER_OPTIONS)
         await self._runner.setup()
-        host, port = self._address.host, self._address.port
+        host = self._address.host
+        port = self._address.port
         self.port = await self._limits.open(self._runner, host, port, backlog=WAITING_CONNECTIONS)
 
     @property
@@ -156,7 +188,9 @@ class TinkerServer:
     def _with_key(self, handler: Handler) -> Handler:
         async def checked(request: web.Request) -> web.StreamResponse:
             if self._address.key and not same_key(key_of(request), self._address.key):
-                raise RequestError("the API key is not this server's", code="invalid_api_key", status=401)
+                raise RequestError(
+                    "the API key is not this server's", code="invalid_api_key", status=401
+                )
             self._limits.has_key(request)
             return await handler(request)
 
@@ -199,11 +233,16 @@ class TinkerServer:
 
     async def _capabilities(self, request: web.Request) -> web.Response:
         model = {"model_name": self._base_model, "max_context_length": self._most_tokens}
-        return web.json_response({"supported_models": [{**model, "trainable": True, "sampleable": True}]})
+        return web.json_response(
+            {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
+        )
 
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        about = {name: body.get(name) for name in ("tags", "user_metadata", "display_name", "sdk_version")}
+        about = {
+            name: body.get(name)
+            for name in ("tags", "user_metadata", "display_name", "sdk_version")
+        }
         _check_metadata(about)
         session = secrets.token_hex(16)
         self._store.add_session(session, about)
@@ -219,7 +258,9 @@ class TinkerServer:
         about = self._store.session(session)
         models = [model["id"] for model in self._store.models(session)]
         named = {name: about.get(name) for name in ("user_metadata", "display_name")}
-        return web.json_response({"training_run_ids": models, "sampler_ids": self._store.samplers(session), **named})
+        return web.json_response(
+            {"training_run_ids": models, "sampler_ids": self._store.samplers(session), **named}
+        )
 
     def _check_session(self, session: str) -> None:
         if not self._store.has_session(session):
@@ -227,7 +268,9 @@ class TinkerServer:
 
     def _check_base(self, name: str | None) -> None:
         if name not in (None, "", self._base_model):
-            raise RequestError(f"the base model {name} is not served: this server has {self._base_model}")
+            raise RequestError(
+                f"the base model {name} is not served: this server has {self._base_model}"
+            )
 
     async def _create_model(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.CreateModelRequest)
@@ -235,11 +278,17 @@ class TinkerServer:
         self._check_base(body.base_model)
         lora = body.lora_config
         if body.optimizer_config.type != "adamw":
-            raise RequestError(f"the optimizer {body.optimizer_config.type} is not supported: models learn by AdamW")
+            raise RequestError(
+                f"the optimizer {body.optimizer_config.type} is not supported: models learn by AdamW"
+            )
         if lora is None:
-            raise RequestError("training all weights is not supported: models are adapters; give a lora_config")
+            raise RequestError(
+                "training all weights is not supported: models are adapters; give a lora_config"
+            )
         if not 1 <= lora.rank <= self._rank:
-            raise RequestError(f"the rank {lora.rank} is not from 1 to {self._rank} (trainer.policy.lora.rank)")
+            raise RequestError(
+                f"the rank {lora.rank} is not from 1 to {self._rank} (trainer.policy.lora.rank)"
+            )
         if not (lora.train_mlp and lora.train_attn):
             raise RequestError("train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
                                "trainer.policy.lora.target_modules")  # fmt: skip
@@ -252,13 +301,22 @@ class TinkerServer:
         if body.model_id is not None and body.seq_id is not None:
             return _future(self._submit(body.model_id, body.seq_id, "load_weights", payload))
         if body.session_id is None or body.model_seq_id is None:
-            raise RequestError("load_weights needs model_id and seq_id, or session_id and model_seq_id")
+            raise RequestError(
+                "load_weights needs model_id and seq_id, or session_id and model_seq_id"
+            )
         self._check_session(body.session_id)
         self._check_base(body.base_model)
-        return self._add_model(body, self._known_checkpoint(body.path).rank, 0, "load_weights", payload)
+        return self._add_model(
+            body, self._known_checkpoint(body.path).rank, 0, "load_weights", payload
+        )
 
     def _add_model(
-        self, body: types.CreateModelRequest | types.LoadWeightsRequest, rank: int, seed: int, kind: str, payload: bytes
+        self,
+        body: types.CreateModelRequest | types.LoadWeightsRequest,
+        rank: int,
+        seed: int,
+        kind: str,
+        payload: bytes,
     ) -> web.Response:
         """With its first request."""
         _check_metadata(body.user_metadata)
@@ -277,8 +335,15 @@ class TinkerServer:
         body = await _parsed(request, types.GetInfoRequest)
         row = self._known_model(body.model_id)
         data = {"model_name": self._base_model, "tokenizer_id": self._base_model}
-        answer = {"type": "get_info", "model_data": data, "model_id": body.model_id, "is_lora": True}
-        return web.json_response({**answer, "lora_rank": row["rank"], "model_name": self._base_model})
+        answer = {
+            "type": "get_info",
+            "model_data": data,
+            "model_id": body.model_id,
+            "is_lora": True,
+        }
+        return web.json_response(
+            {**answer, "lora_rank": row["rank"], "model_name": self._base_model}
+        )
 
     # ---------------------------------------------------------------- requests that are futures
 
@@ -309,10 +374,13 @@ class TinkerServer:
         except (UserError, RequestError) as error:
             self._skip(body.model_dump(), str(error))
             raise
-        return _future(self._submit(body.model_id, body.seq_id, kind, await request.read()), body.model_id)
+        return _future(
+            self._submit(body.model_id, body.seq_id, kind, await request.read()), body.model_id
+        )
 
     async def _parsed_or_skipped(self, request: web.Request, schema: type[M]) -> M:
-        """The body of a training request; the model's later ones do not wait for one that is not accepted."""
+        """The body of a training request; the model's later ones do not wait for one that is not
+        accepted."""
         body = await read_json(request)
         try:
             return _validated(body, schema)
@@ -321,8 +389,10 @@ class TinkerServer:
             raise
 
     def _skip(self, body: dict[str, Any], problem: str) -> None:
-        """Give the sequence id of a request that is not accepted to its error, if it names one of a model."""
-        model, seq = body.get("model_id"), body.get("seq_id")
+        """Give the sequence id of a request that is not accepted to its error, if it names one of a
+        model."""
+        model = body.get("model_id")
+        seq = body.get("seq_id")
         if isinstance(model, str) and type(seq) is int:
             with suppress(RequestError, UnicodeError):
                 self._submit(model, seq, "not_accepted", problem.encode(errors="replace"))
@@ -334,7 +404,8 @@ class TinkerServer:
     async def _retrieve(self, request: web.Request) -> web.Response:
         name = str((await read_json(request)).get("request_id", ""))
         answer: tuple[bytes, bool] | None = None  # and whether it is protobuf
-        if (stored := await self._training.result(name, POLL_S)) is None:
+        stored = await self._training.result(name, POLL_S)
+        if stored is None:
             try:
                 answer = await self._sampling.result(name, POLL_S)
             except KeyError:
@@ -344,7 +415,9 @@ class TinkerServer:
             answer = stored.result, stored.ok and stored.kind == "forward_backward"
         if answer is None:
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
-        return web.Response(body=answer[0], content_type=PROTOBUF if answer[1] else "application/json")
+        return web.Response(
+            body=answer[0], content_type=PROTOBUF if answer[1] else "application/json"
+        )
 
     # ---------------------------------------------------------------- sampling
 
@@ -353,23 +426,32 @@ class TinkerServer:
         self._check_session(body.session_id)
         self._check_base(body.base_model)
         number = _number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
-        snapshot, sampler = self._sampled_checkpoint(body.model_path), f"{body.session_id}:sample:{number}"
+        snapshot = self._sampled_checkpoint(body.model_path)
+        sampler = f"{body.session_id}:sample:{number}"
         self._store.add_sampler(sampler, body.session_id, number, snapshot)
-        return web.json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
+        return web.json_response(
+            {"type": "create_sampling_session", "sampling_session_id": sampler}
+        )
 
     def _sampled_checkpoint(self, path: str | None) -> str:
         if not path:
             return BASE
         checkpoint = self._known_checkpoint(path)
         if checkpoint.kind == "external_weights":
-            raise RequestError(f"{path} is for other programs: sample from weights or sampler_weights")
+            raise RequestError(
+                f"{path} is for other programs: sample from weights or sampler_weights"
+            )
         return checkpoint.folder
 
     async def _sampler(self, request: web.Request) -> web.Response:
         sampler = request.match_info["sampler"]
-        if (snapshot := self._store.snapshot(sampler)) is None:
+        snapshot = self._store.snapshot(sampler)
+        if snapshot is None:
             raise RequestError(f"there is no sampler {sampler}", status=404)
-        checkpoint = self._store.checkpoint(snapshot) if snapshot else None
+        if snapshot:
+            checkpoint = self._store.checkpoint(snapshot)
+        else:
+            checkpoint = None
         answer = {"sampler_id": sampler, "base_model": self._base_model}
         return web.json_response({**answer, "model_path": checkpoint.path if checkpoint else None})
 
@@ -381,7 +463,9 @@ class TinkerServer:
         else:
             snapshot = self._store.snapshot(body.sampling_session_id)
         if snapshot is None:
-            raise RequestError(f"there is no sampling session {body.sampling_session_id}", status=404)
+            raise RequestError(
+                f"there is no sampling session {body.sampling_session_id}", status=404
+            )
         name = self._sampling.submit(body, snapshot)
         sequences = [f"{name}:{number}" for number in range(body.num_samples)]
         return web.json_response({"request_id": name, "sample_sequence_ids": sequences})
@@ -417,10 +501,15 @@ class TinkerServer:
         model = request.match_info.get("model", "")
         if model:
             self._known_model(model)
-        return _list("checkpoints", [_described(each) for each in self._store.checkpoints(model, named=True)], request)
+        return _list(
+            "checkpoints",
+            [_described(each) for each in self._store.checkpoints(model, named=True)],
+            request,
+        )
 
     def _known_checkpoint(self, path: str) -> Checkpoint:
-        if (checkpoint := self._store.checkpoint(path)) is None:
+        checkpoint = self._store.checkpoint(path)
+        if checkpoint is None:
             raise RequestError(f"there is no checkpoint {path}", status=404)
         return checkpoint
 
@@ -432,7 +521,8 @@ class TinkerServer:
         return web.json_response({})
 
     async def _expire_checkpoint(self, request: web.Request) -> web.Response:
-        checkpoint, body = self._requested_checkpoint(request), await read_json(request)
+        checkpoint = self._requested_checkpoint(request)
+        body = await read_json(request)
         seconds = body.get("ttl_seconds")
         check_lifetime(seconds)
         now = datetime.now(UTC).timestamp()
@@ -442,14 +532,21 @@ class TinkerServer:
     async def _external_files(self, request: web.Request) -> web.Response:
         checkpoint = self._requested_checkpoint(request)
         folder = Path(checkpoint.folder)
-        files = await asyncio.to_thread(lambda: [path for path in folder.rglob("*") if path.is_file()])
+        files = await asyncio.to_thread(
+            lambda: [path for path in folder.rglob("*") if path.is_file()]
+        )
         urls = {str(path.relative_to(folder)): path.absolute().as_uri() for path in files}
         return web.json_response({"urls": urls, "expires": _time(checkpoint.expires or 1e11)})
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         checkpoint = self._known_checkpoint(str((await read_json(request)).get("tinker_path", "")))
         layers = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        about = {"base_model": self._base_model, "is_lora": True, "lora_rank": checkpoint.rank, **layers}
+        about = {
+            "base_model": self._base_model,
+            "is_lora": True,
+            "lora_rank": checkpoint.rank,
+            **layers,
+        }
         return web.json_response(about)
 
 
@@ -475,13 +572,18 @@ def _time(seconds: float) -> str:
 def _check_metadata(about: object) -> None:
     size = len(json.dumps(about))
     if size > MOST_METADATA:
-        raise RequestError(f"user_metadata and tags have {size} bytes as JSON; {MOST_METADATA} are the most")
+        raise RequestError(
+            f"user_metadata and tags have {size} bytes as JSON; {MOST_METADATA} are the most"
+        )
 
 
 def _page(request: web.Request) -> tuple[int, int]:
     """The first entry of a list, and how many."""
     try:
-        first, limit = (int(request.query.get(name, default)) for name, default in (("offset", "0"), ("limit", "100")))
+        first, limit = (
+            int(request.query.get(name, default))
+            for name, default in (("offset", "0"), ("limit", "100"))
+        )
     except ValueError:
         raise RequestError("offset and limit must be whole numbers") from None
     return max(0, first), min(max(0, limit), PAGE)
@@ -532,7 +634,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such address, wrong method, too long
-        problem = RequestError(f"{error.reason} ({request.method} {request.path})", status=error.status)
+        problem = RequestError(
+            f"{error.reason} ({request.method} {request.path})", status=error.status
+        )
     except RequestError as error:
         problem = error
     except UserError as error:
@@ -540,9 +644,17 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold and no database
         problem = RequestError("a text of the request is not valid Unicode")
     except Exception as error:
-        problem, category = RequestError(f"{type(error).__name__}: {error}", status=500), "server"
-    body = {"error": str(problem), "category": category, "detail": str(problem), "code": problem.code}
-    answer = web.Response(text=json.dumps(body), content_type="application/json", status=problem.status)
+        problem = RequestError(f"{type(error).__name__}: {error}", status=500)
+        category = "server"
+    body = {
+        "error": str(problem),
+        "category": category,
+        "detail": str(problem),
+        "code": problem.code,
+    }
+    answer = web.Response(
+        text=json.dumps(body), content_type="application/json", status=problem.status
+    )
     if not request.content.is_eof():
         answer.force_close()
     return answer

@@ -1,7 +1,9 @@
-"""What outlives the server: sessions, models, training requests with their results, checkpoints; one SQLite file.
+"""What outlives the server: sessions, models, training requests with their results, checkpoints;
+one SQLite file.
 
-Invariant: a training request is stored before its id is answered, and its result in the same transaction as the state
-that has it. So a server that starts again repeats what was done since a model's last state, and does nothing twice.
+Invariant: a training request is stored before its id is answered, and its result in the same
+transaction as the state that has it. So a server that starts again repeats what was done since a
+model's last state, and does nothing twice.
 """
 
 from __future__ import annotations
@@ -29,11 +31,13 @@ create table if not exists checkpoints (
     created real, expires real, about text);
 """
 RETAINED_RESULTS = 64
-"""Results that the client has retrieved stay for so many requests of their model: an answer may be lost on its way."""
+"""Results that the client has retrieved stay for so many requests of their model: an answer may be
+lost on its way."""
 
 
 class StoredRequest(NamedTuple):
-    """``attempts``: servers that have begun it; without a result, all but the present one were lost meanwhile."""
+    """``attempts``: servers that have begun it; without a result, all but the present one were lost
+    meanwhile."""
 
     id: str
     seq: int
@@ -45,7 +49,8 @@ class StoredRequest(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Saved adapters. ``kind``: weights, sampler_weights or external_weights; ``number`` is its policy version."""
+    """Saved adapters. ``kind``: weights, sampler_weights or external_weights; ``number`` is its
+    policy version."""
 
     path: str
     number: int
@@ -85,11 +90,15 @@ class Store:
     # ---------------------------------------------------------------- sessions and samplers
 
     def add_session(self, session: str, about: Mapping[str, Any]) -> None:
-        self._write("insert into sessions values (?, ?, ?)", session, json.dumps(dict(about)), time.time())
+        self._write(
+            "insert into sessions values (?, ?, ?)", session, json.dumps(dict(about)), time.time()
+        )
 
     def sessions(self, first: int, limit: int) -> list[str]:
         """The ids of a page, the newest session first."""
-        rows = self._rows("select id from sessions order by rowid desc limit ? offset ?", limit, first)
+        rows = self._rows(
+            "select id from sessions order by rowid desc limit ? offset ?", limit, first
+        )
         return [row["id"] for row in rows]
 
     def has_session(self, session: str) -> bool:
@@ -104,19 +113,27 @@ class Store:
 
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
         """Args: snapshot: the folder of its checkpoint; "" samples from the base model."""
-        self._write("insert or ignore into samplers values (?, ?, ?, ?)", sampler, session, number, snapshot)
+        self._write(
+            "insert or ignore into samplers values (?, ?, ?, ?)", sampler, session, number, snapshot
+        )
 
     def samplers(self, session: str) -> list[str]:
-        return [row["id"] for row in self._rows("select id from samplers where session = ?", session)]
+        return [
+            row["id"] for row in self._rows("select id from samplers where session = ?", session)
+        ]
 
     def snapshot(self, sampler: str) -> str | None:
         """The folder of a sampler's checkpoint; None if there is no such sampler."""
         rows = self._rows("select snapshot from samplers where id = ?", sampler)
-        return rows[0]["snapshot"] if rows else None
+        if rows:
+            return rows[0]["snapshot"]
+        return None
 
     # ---------------------------------------------------------------- models and their requests
 
-    def add_model(self, model: str, session: str, rank: int, seed: int, about: Mapping[str, Any]) -> None:
+    def add_model(
+        self, model: str, session: str, rank: int, seed: int, about: Mapping[str, Any]
+    ) -> None:
         values = model, session, rank, seed, json.dumps(dict(about)), time.time(), time.time()
         names = "id, session, rank, seed, about, created, used"
         self._write(f"insert or ignore into models ({names}) values (?, ?, ?, ?, ?, ?, ?)", *values)
@@ -124,7 +141,10 @@ class Store:
     def models(self, session: str = "") -> list[dict[str, Any]]:
         """All of them, or a session's; the newest first."""
         where, values = ("where session = ?", [session]) if session else ("", [])
-        return [_read(row) for row in self._rows(f"select * from models {where} order by rowid desc", *values)]
+        return [
+            _read(row)
+            for row in self._rows(f"select * from models {where} order by rowid desc", *values)
+        ]
 
     def model(self, model: str) -> dict[str, Any]:
         """Raises ``KeyError`` if there is no such model."""
@@ -134,18 +154,25 @@ class Store:
 
     def add_request(self, request: str, model: str, seq: int, kind: str, payload: bytes) -> None:
         values = request, model, seq, kind, payload
-        self._write("insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)", *values)
+        self._write(
+            "insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)",
+            *values,
+        )
 
     def request(self, request: str) -> StoredRequest | None:
         return next(iter(self._requests("id = ?", request)), None)
 
     def count_attempt(self, request: str, number: int) -> None:
-        """Add to the servers that have begun a request: 1, or -1 if one leaves it to the next on purpose."""
+        """Add to the servers that have begun a request: 1, or -1 if one leaves it to the next on
+        purpose."""
         self._write("update requests set attempts = attempts + ? where id = ?", number, request)
 
     def unfinished(self) -> list[str]:
         """The models that have requests without a result."""
-        return [row["model"] for row in self._rows("select distinct model from requests where result is null")]
+        return [
+            row["model"]
+            for row in self._rows("select distinct model from requests where result is null")
+        ]
 
     def since_state(self, model: str) -> list[StoredRequest]:
         """What has been done to the model since its last state, in order."""
@@ -155,7 +182,9 @@ class Store:
     def last_finished(self, model: str) -> int:
         """The sequence id of the last request that has a result; -1 if none has."""
         done = "select max(seq) from requests where model = ? and result is not null"
-        [(state, last)] = self._rows(f"select (select state_seq from models where id = ?), ({done})", model, model)
+        [(state, last)] = self._rows(
+            f"select (select state_seq from models where id = ?), ({done})", model, model
+        )
         return max(state, -1 if last is None else last)
 
     def _requests(self, where: str, *values: object) -> list[StoredRequest]:
@@ -175,20 +204,30 @@ class Store:
         """
         obsolete = ""
         with self._database as database:
-            database.execute("update requests set result = ?, ok = ? where id = ?", (result, ok, request.id))
+            database.execute(
+                "update requests set result = ?, ok = ? where id = ?", (result, ok, request.id)
+            )
             database.execute("update models set used = ? where id = ?", (time.time(), model))
             if state:
                 [[obsolete]] = self._rows("select state from models where id = ?", model)
-                database.execute("update models set state = ?, state_seq = ? where id = ?", (state, request.seq, model))
+                database.execute(
+                    "update models set state = ?, state_seq = ? where id = ?",
+                    (state, request.seq, model),
+                )
                 done = "update requests set payload = x'' where model = ? and seq <= ? and result is not null"
                 database.execute(done, (model, request.seq))
                 old = "delete from requests where model = ? and seq <= ? and retrieved = 1"
                 database.execute(old, (model, request.seq - RETAINED_RESULTS))
             if checkpoint is not None:
-                for same in self._rows("select folder from checkpoints where path = ?", checkpoint.path):
+                for same in self._rows(
+                    "select folder from checkpoints where path = ?", checkpoint.path
+                ):
                     obsolete = same["folder"]
                 values = (*checkpoint[:-1], json.dumps(checkpoint.about))
-                database.execute("insert or replace into checkpoints values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+                database.execute(
+                    "insert or replace into checkpoints values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    values,
+                )
         return str(obsolete)
 
     def retrieved(self, request: str) -> None:
@@ -197,7 +236,8 @@ class Store:
     # ---------------------------------------------------------------- checkpoints
 
     def next_version(self) -> int:
-        """Never the same one twice, also after checkpoints were removed: engines may still hold their weights."""
+        """Never the same one twice, also after checkpoints were removed: engines may still hold
+        their weights."""
         [(number,)] = self._rows("select coalesce(max(number), 0) from checkpoints")
         self._version = max(self._version, int(number)) + 1
         return self._version
@@ -206,7 +246,8 @@ class Store:
         self._write("update checkpoints set expires = ? where path = ?", expires, path)
 
     def checkpoint(self, name: str) -> Checkpoint | None:
-        """By its path, or by its folder, which no other one has if it is replaced by one of the same path."""
+        """By its path, or by its folder, which no other one has if it is replaced by one of the
+        same path."""
         rows = self._rows("select * from checkpoints where path = ? or folder = ?", name, name)
         return next(iter(self._unexpired(rows)), None)
 
@@ -214,7 +255,9 @@ class Store:
         """Those that have not expired, the oldest first; the files of others are removed."""
         return [
             checkpoint
-            for checkpoint in self._unexpired(self._rows("select * from checkpoints order by created, number"))
+            for checkpoint in self._unexpired(
+                self._rows("select * from checkpoints order by created, number")
+            )
             if model in ("", checkpoint.model) and named in (None, checkpoint.named)
         ]
 

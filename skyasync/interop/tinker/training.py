@@ -1,7 +1,8 @@
 """Training requests: each model's in the order of their sequence ids, and the models in turn.
 
-Invariant: a request is carried out once, whatever is lost (``store``, ``turns``), and one that cannot be carried out
-changes nothing: its error is its result, and the next one goes on. A gradient adds up until ``optim_step``.
+Invariant: a request is carried out once, whatever is lost (``store``, ``turns``), and one that
+cannot be carried out changes nothing: its error is its result, and the next one goes on. A gradient
+adds up until ``optim_step``.
 
 | who waits       | for what                              | woken by                                    |
 |-----------------|---------------------------------------|---------------------------------------------|
@@ -37,7 +38,8 @@ from skyasync.workers.roles import POLICY
 log = logging.getLogger(__name__)
 
 STEPS_PER_STATE = 8
-"""Optimizer steps from one saved state of a model to the next: as many are repeated after a loss, at most."""
+"""Optimizer steps from one saved state of a model to the next: as many are repeated after a loss,
+at most."""
 MOST_ATTEMPTS = 3
 """Servers that may be lost while they work on a request; the next one gives it up."""
 SNAPSHOTS = 16
@@ -48,7 +50,8 @@ _RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1
 
 
 class RequestOutcome(NamedTuple):
-    """What a request has come to. ``state``: the model's state must be saved with it; not ``ok``: it is an error."""
+    """What a request has come to. ``state``: the model's state must be saved with it; not ``ok``:
+    it is an error."""
 
     result: bytes
     checkpoint: Checkpoint | None = None
@@ -59,7 +62,9 @@ class RequestOutcome(NamedTuple):
 def check_lifetime(seconds: object) -> None:
     """Raises UserError for what cannot be a checkpoint's ``ttl_seconds``."""
     if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
-        raise UserError(f"ttl_seconds is {seconds!r:.100}, not a whole number of seconds from 0 to {INT32}")
+        raise UserError(
+            f"ttl_seconds is {seconds!r:.100}, not a whole number of seconds from 0 to {INT32}"
+        )
 
 
 class TrainingQueue:
@@ -69,12 +74,15 @@ class TrainingQueue:
     """
 
     def __init__(self, store: Store, turns: PolicyTurns, vocabulary: int, most_tokens: int) -> None:
-        self._store, self._turns = store, turns
+        self._store = store
+        self._turns = turns
         self._limits = {"vocabulary": vocabulary, "most_tokens": most_tokens}
         self._arrived: dict[str, asyncio.Event] = {}  # of a model, whose task waits for it
         self._finished: dict[str, asyncio.Event] = {}  # of a request
         self._steps: dict[str, int] = {}  # of a model since its last state
-        self._counts: dict[str, Callable[[], None]] = {}  # of a model: counts an attempt at its request
+        self._counts: dict[
+            str, Callable[[], None]
+        ] = {}  # of a model: counts an attempt at its request
         self._tasks: set[asyncio.Task[None]] = set()
         turns.restore = self._restore
         self._work: Mapping[str, Callable[[Dispatch, str, bytes], Awaitable[RequestOutcome]]] = {
@@ -125,19 +133,23 @@ class TrainingQueue:
         self._arrived[model].set()
 
     async def _serve(self, model: str) -> None:
-        following, arrived = self._store.last_finished(model) + 1, self._arrived[model]
+        following = self._store.last_finished(model) + 1
+        arrived = self._arrived[model]
         while True:
             while (request := self._store.request(f"{model}:{following}")) is None:
                 arrived.clear()
                 await arrived.wait()
             await self._carry_out(model, request)
-            if (finished := self._finished.pop(request.id, None)) is not None:
+            finished = self._finished.pop(request.id, None)
+            if finished is not None:
                 finished.set()
             following += 1
 
     async def _carry_out(self, model: str, request: StoredRequest) -> None:
         if request.attempts >= MOST_ATTEMPTS:
-            problem = f"it was given up: {request.attempts} servers were lost while they worked on it"
+            problem = (
+                f"it was given up: {request.attempts} servers were lost while they worked on it"
+            )
             log.warning("request %s of Tinker's API: %s", request.id, problem)
             self._fail(model, request, problem, "server")
             return
@@ -176,7 +188,12 @@ class TrainingQueue:
             self._fail(model, request, headline(error), "user" if mine else "server")
             return
         obsolete = self._store.finish(
-            request, model, outcome.result, ok=outcome.ok, state=state, checkpoint=outcome.checkpoint
+            request,
+            model,
+            outcome.result,
+            ok=outcome.ok,
+            state=state,
+            checkpoint=outcome.checkpoint,
         )
         if obsolete:
             shutil.rmtree(obsolete, ignore_errors=True)
@@ -200,7 +217,10 @@ class TrainingQueue:
                 await dispatch.call(POLICY, "load_adapters", row["state"], True)
         self._steps[model] = 0
         for request in self._store.since_state(model):
-            if request.kind in ("forward_backward", "optim_step"):  # all others change nothing, or come with a state
+            if request.kind in (
+                "forward_backward",
+                "optim_step",
+            ):  # all others change nothing, or come with a state
                 await self._work[request.kind](dispatch, model, request.payload)
                 self._steps[model] += request.kind == "optim_step"
 
@@ -209,7 +229,9 @@ class TrainingQueue:
     async def _create(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         return _json({"model_id": model, "type": "create_model"})
 
-    async def _forward_backward(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
+    async def _forward_backward(
+        self, dispatch: Dispatch, model: str, payload: bytes
+    ) -> RequestOutcome:
         batch = await asyncio.to_thread(lambda: loss_batch(payload, **self._limits))
         await dispatch.forward_backward(batch)
         assert batch.proximal_logprobs is not None
@@ -218,29 +240,45 @@ class TrainingQueue:
     async def _optim_step(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         params = types.OptimStepRequest.model_validate_json(payload).optim_params
         if not isinstance(params, types.AdamParams):
-            raise UserError(f"the optimizer {params.type} is not supported: models are trained by AdamW")
+            raise UserError(
+                f"the optimizer {params.type} is not supported: models are trained by AdamW"
+            )
         adam = params.model_dump(exclude={"type"})
         for name, (low, high) in _RANGES.items():
             if not low <= adam[name] <= high:
                 raise UserError(f"{name} is {adam[name]}, not from {low} to {high}")
         async with dispatch.transfer.changing():
             metrics = (await dispatch.call(POLICY, "adam_step", adam))[0]
-        if problem := metrics.pop("problem", ""):
-            failure = {"error": f"there was no step, and the gradient is dropped: {problem}", "category": "user"}
-            return _json(failure)._replace(ok=False, state=True)  # else the gradient would come back with a new rank
-        named = {"grad_norm:mean": metrics["grad_norm"]} if metrics else {}
+        problem = metrics.pop("problem", "")
+        if problem:
+            failure = {
+                "error": f"there was no step, and the gradient is dropped: {problem}",
+                "category": "user",
+            }
+            return _json(failure)._replace(
+                ok=False, state=True
+            )  # else the gradient would come back with a new rank
+        if metrics:
+            named = {"grad_norm:mean": metrics["grad_norm"]}
+        else:
+            named = {}
         return _json({"metrics": named, "type": "optim_step"})
 
     async def _load(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.LoadWeightsRequest.model_validate_json(payload)
-        checkpoint, rank = self._store.checkpoint(request.path), self._store.model(model)["rank"]
+        checkpoint = self._store.checkpoint(request.path)
+        rank = self._store.model(model)["rank"]
         if checkpoint is None or checkpoint.kind != "weights":
             raise UserError(f"there is no checkpoint {request.path} of a model's state")
         if checkpoint.rank != rank:
-            raise UserError(f"{request.path} has adapters of rank {checkpoint.rank}, the model of {rank}")
+            raise UserError(
+                f"{request.path} has adapters of rank {checkpoint.rank}, the model of {rank}"
+            )
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "load_adapters", checkpoint.folder, request.optimizer)
-        return _json({"path": request.path, "model_id": model, "type": "load_weights"})._replace(state=True)
+        return _json({"path": request.path, "model_id": model, "type": "load_weights"})._replace(
+            state=True
+        )
 
     async def _not_accepted(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         """A request whose body was no valid one; the error is its payload."""
@@ -249,30 +287,45 @@ class TrainingQueue:
     async def _save(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.SaveWeightsRequest.model_validate_json(payload)
         about = request.user_metadata
-        saved = self._named(model, "weights", request.path, request.ttl_seconds, about, overwrite=request.overwrite)
+        saved = self._named(
+            model, "weights", request.path, request.ttl_seconds, about, overwrite=request.overwrite
+        )
         checkpoint = saved._replace(folder=await self._write(dispatch, "checkpoints"))
-        return _json({"path": checkpoint.path, "type": "save_weights"})._replace(checkpoint=checkpoint)
+        return _json({"path": checkpoint.path, "type": "save_weights"})._replace(
+            checkpoint=checkpoint
+        )
 
-    async def _save_for_sampler(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
-        request, answer = types.SaveWeightsForSamplerRequest.model_validate_json(payload), dict[str, str]()
-        name, number = request.path, request.sampling_session_seq_id
+    async def _save_for_sampler(
+        self, dispatch: Dispatch, model: str, payload: bytes
+    ) -> RequestOutcome:
+        request = types.SaveWeightsForSamplerRequest.model_validate_json(payload)
+        answer = dict[str, str]()
+        name = request.path
+        number = request.sampling_session_seq_id
         saved = self._named(model, "sampler_weights", name or f"snapshot-{secrets.token_hex(8)}", request.ttl_seconds,
                             request.user_metadata)  # fmt: skip
         checkpoint = saved._replace(
-            folder=await self._write(dispatch, "checkpoints", optimizer=False), named=name is not None
+            folder=await self._write(dispatch, "checkpoints", optimizer=False),
+            named=name is not None,
         )
         if number is None:
             answer["path"] = checkpoint.path
         else:
             session = self._store.model(model)["session"]
             answer["sampling_session_id"] = f"{session}:sample:{number}"
-            self._store.add_sampler(answer["sampling_session_id"], session, number, checkpoint.folder)
+            self._store.add_sampler(
+                answer["sampling_session_id"], session, number, checkpoint.folder
+            )
         return _json({**answer, "type": "save_weights_for_sampler"})._replace(checkpoint=checkpoint)
 
-    async def _save_external(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
+    async def _save_external(
+        self, dispatch: Dispatch, model: str, payload: bytes
+    ) -> RequestOutcome:
         request = types.SaveWeightsExternalRequest.model_validate_json(payload)
         if request.age_encryption_recipients:
-            raise UserError("age_encryption_recipients is not supported: the files stay on this machine")
+            raise UserError(
+                "age_encryption_recipients is not supported: the files stay on this machine"
+            )
         saved = self._named(model, "external_weights", request.path, request.ttl_seconds, None)
         folder = self._new_folder("checkpoints")
         await dispatch.export(folder)
@@ -284,13 +337,19 @@ class TrainingQueue:
     ) -> Checkpoint:  # fmt: skip
         """A checkpoint that has no folder yet."""
         if not name or not _NAME.fullmatch(name):
-            raise UserError(f"{name!r} cannot name a checkpoint: up to 128 of letters, digits, '.', '_' and '-'")
+            raise UserError(
+                f"{name!r} cannot name a checkpoint: up to 128 of letters, digits, '.', '_' and '-'"
+            )
         check_lifetime(ttl_s)
-        path, now, rank = f"tinker://{model}/{kind}/{name}", time.time(), self._store.model(model)["rank"]
+        path = f"tinker://{model}/{kind}/{name}"
+        now = time.time()
+        rank = self._store.model(model)["rank"]
         if not overwrite and self._store.checkpoint(path) is not None:
             raise UserError(f"there is a checkpoint {path} already: choose another name")
         expires = now + ttl_s if ttl_s else None
-        return Checkpoint(path, self._store.next_version(), model, kind, "", rank, True, now, expires, about)
+        return Checkpoint(
+            path, self._store.next_version(), model, kind, "", rank, True, now, expires, about
+        )
 
     async def _write(self, dispatch: Dispatch, where: str, *, optimizer: bool = True) -> str:
         """The folder in which the active model's adapters are."""

@@ -1,4 +1,5 @@
-"""Messages of the protocol that are not JSON: requests of training, and results of training and sampling."""
+"""Messages of the protocol that are not JSON: requests of training, and results of training and
+sampling."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, LossBatch, tok
 PROTOBUF = "application/x-protobuf"
 _TOKEN_BYTES = 4  # int32
 MOST_POSITIONS = 1 << 23
-"""Tokens of a request's rows after padding to the longest, of which each takes some 200 bytes while it is computed."""
+"""Tokens of a request's rows after padding to the longest, of which each takes some 200 bytes while
+it is computed."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
@@ -39,7 +41,8 @@ def check_padding(message: pb.ForwardBackwardRequest) -> None:
 
 
 def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
-    """The rows of a request: the tokens of ``model_input`` and, after them, the last of ``target_tokens``.
+    """The rows of a request: the tokens of ``model_input`` and, after them, the last of
+    ``target_tokens``.
 
     Raises:
         UserError: for what no rank could compute, naming the datum.
@@ -54,7 +57,8 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         raise UserError("the request has no data")
     check_padding(message)
     settings = _settings(message, LOSSES[name].settings)
-    rows, inputs = list[NDArray[np.int64]](), list[dict[str, Floats]]()
+    rows = list[NDArray[np.int64]]()
+    inputs = list[dict[str, Floats]]()
     for index, datum in enumerate(message.data):
         try:
             rows.append(_tokens(datum, vocabulary, most_tokens))
@@ -80,7 +84,9 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         tokens=torch.from_numpy(tokens),
         attention_mask=mask,
         loss_mask=loss_mask,
-        group_ids=torch.zeros(len(rows), dtype=torch.int64),  # any rows may begin alike: that is computed once
+        group_ids=torch.zeros(
+            len(rows), dtype=torch.int64
+        ),  # any rows may begin alike: that is computed once
         behaviour_logprobs=column("logprobs"),
         versions=torch.zeros(mask.shape, dtype=torch.int32),
         truncated=torch.zeros(len(rows), dtype=torch.bool),
@@ -96,7 +102,9 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
     )
 
 
-def _settings(message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]) -> dict[str, float]:
+def _settings(
+    message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]
+) -> dict[str, float]:
     given = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
@@ -104,14 +112,18 @@ def _settings(message: pb.ForwardBackwardRequest, defaults: Mapping[str, float])
         given[key] = value.number
     for key, number in given.items():
         if key not in defaults:
-            raise UserError(f"loss_fn_config: {unknown('setting', key, defaults) if defaults else f'no {key} is read'}")
+            raise UserError(
+                f"loss_fn_config: {unknown('setting', key, defaults) if defaults else f'no {key} is read'}"
+            )
         if not math.isfinite(number):
             raise UserError(f"loss_fn_config: {key} is {number}")
     return {**defaults, **given}
 
 
 def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.int64]:
-    chunks = [chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")]
+    chunks = [
+        chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")
+    ]
     if len(chunks) < len(datum.model_input):
         raise ValueError("images and audio are not supported: the policy reads text")
     read = np.frombuffer(b"".join(chunks), dtype=np.int32).astype(np.int64)
@@ -119,21 +131,30 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.in
     if target is None or not len(read):
         raise ValueError("it needs tokens and target_tokens")
     if target.shape != read.shape:
-        raise ValueError(f"target_tokens has the shape {list(target.shape)}, and there are {len(read)} tokens")
+        raise ValueError(
+            f"target_tokens has the shape {list(target.shape)}, and there are {len(read)} tokens"
+        )
     target = target.astype(np.int64)
-    if different := np.flatnonzero(target[:-1] != read[1:]).tolist():
-        raise ValueError(f"target_tokens[{different[0]}] is not the token that follows in model_input, as it must be")
+    different = np.flatnonzero(target[:-1] != read[1:]).tolist()
+    if different:
+        raise ValueError(
+            f"target_tokens[{different[0]}] is not the token that follows in model_input, as it must be"
+        )
     if len(read) + 1 > most_tokens:
-        raise ValueError(f"it has {len(read) + 1} tokens with the last target; the server takes {most_tokens}")
+        raise ValueError(
+            f"it has {len(read) + 1} tokens with the last target; the server takes {most_tokens}"
+        )
     whole: NDArray[np.int64] = np.append(read, target[-1])
-    if (wrong := whole[(whole < 0) | (whole >= vocabulary)]).size:
+    wrong = whole[(whole < 0) | (whole >= vocabulary)]
+    if wrong.size:
         raise ValueError(f"there is no token {wrong[0]}: the model has {vocabulary}")
     return whole
 
 
 def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
     """float32 ``[length]`` each, of those that the datum has."""
-    loss, values = LOSSES[name], dict[str, Floats]()
+    loss = LOSSES[name]
+    values = dict[str, Floats]()
     known = {"target_tokens", *loss.required, *loss.optional}
     for key in datum.loss_fn_inputs:
         if key not in known:
@@ -145,7 +166,9 @@ def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
                 raise ValueError(f"loss_fn_inputs lacks {key}, which {name} needs")
             continue
         if array.shape != (length,):
-            raise ValueError(f"{key} has the shape {list(array.shape)}, and there are {length} target_tokens")
+            raise ValueError(
+                f"{key} has the shape {list(array.shape)}, and there are {length} target_tokens"
+            )
         if not np.isfinite(array).all():
             raise ValueError(f"{key} has NaN or an infinite number")
         values[key] = array.astype(np.float32)
@@ -163,19 +186,27 @@ def _array(inputs: Mapping[str, Any], key: str) -> np.ndarray[Any, Any] | None:
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{key} is neither float32 nor an integer")
     flat = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
-    return flat.reshape(list(tensor.shape)) if tensor.shape else flat
+    if tensor.shape:
+        return flat.reshape(list(tensor.shape))
+    return flat
 
 
 def loss_result(logprobs: Tensor, batch: LossBatch) -> bytes:
-    """What the client is answered: log-probabilities and loss of each target token, and the loss's sum."""
+    """What the client is answered: log-probabilities and loss of each target token, and the loss's
+    sum."""
     losses = token_losses(logprobs, batch)
     record = pb.ArrayRecord(num_datums=len(batch))
     lengths = (batch.attention_mask.sum(1) - 1).tolist()
     for name, values in (("logprobs", logprobs), ("elementwise_loss", losses)):
-        rows = [row[1 : length + 1].float().numpy() for row, length in zip(values, lengths, strict=True)]
+        rows = [
+            row[1 : length + 1].float().numpy() for row, length in zip(values, lengths, strict=True)
+        ]
         field = record.fields[name]
-        field.data, field.dtype = np.concatenate(rows).astype(np.float32).tobytes(), pb.DTYPE_FLOAT32
-        field.offsets = np.cumsum([0, *(4 * length for length in lengths)]).astype(np.int64).tobytes()
+        field.data = np.concatenate(rows).astype(np.float32).tobytes()
+        field.dtype = pb.DTYPE_FLOAT32
+        field.offsets = (
+            np.cumsum([0, *(4 * length for length in lengths)]).astype(np.int64).tobytes()
+        )
     output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorDict", loss_fn_outputs=[record])
     output.metrics["loss:sum"] = float(losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64))
     return bytes(output.SerializeToString())
@@ -186,7 +217,9 @@ def sample_result(outputs: Sequence[GenerationOutput], prompt_logprobs: Floats |
     response = pb.SampleResponse()
     for output in outputs:
         response.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP if output.finish_reason == "stop" else pb.STOP_REASON_LENGTH,
+            stop_reason=pb.STOP_REASON_STOP
+            if output.finish_reason == "stop"
+            else pb.STOP_REASON_LENGTH,
             tokens=output.token_ids.tobytes(),
             logprobs=output.logprobs.tobytes(),
         )

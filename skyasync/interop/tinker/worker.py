@@ -1,8 +1,10 @@
-"""The policy's ranks with the adapters of several models, of which each call is for the one that is active.
+"""The policy's ranks with the adapters of several models, of which each call is for the one that is
+active.
 
-``PolicyTurns`` decides who computes with the policy: one model at a time, also across the loss of a rank. Invariant:
-inside ``run`` the policy has the model's adapters as they are after its last finished request, whatever has failed
-before: new ranks, and those in which a request has failed, load the model's last state and repeat what was done since.
+``PolicyTurns`` decides who computes with the policy: one model at a time, also across the loss of a
+rank. Invariant: inside ``run`` the policy has the model's adapters as they are after its last
+finished request, whatever has failed before: new ranks, and those in which a request has failed,
+load the model's last state and repeat what was done since.
 
 | who waits      | for what                        | woken by                                          |
 |----------------|---------------------------------|---------------------------------------------------|
@@ -32,7 +34,8 @@ from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import POLICY
 
 BASE = ""
-"""In place of a model's id: adapters that add nothing, or what is loaded next; they are not retained."""
+"""In place of a model's id: adapters that add nothing, or what is loaded next; they are not
+retained."""
 
 
 class MultiAdapterWorker(PolicyWorker):
@@ -40,12 +43,14 @@ class MultiAdapterWorker(PolicyWorker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401  (the base's)
         super().__init__(*args, **kwargs)
-        self.loss, self.active = SummedLoss(), BASE
+        self.loss = SummedLoss()
+        self.active = BASE
         self._states: dict[str, AdapterState] = {}
         self._folder = ""  # that has the adapters which are in the policy; "" if none has
 
     def activate(self, model: str, rank: int = 0, seed: int = 0) -> None:
-        """Put a model's adapters into the policy: new ones of this rank and seed if it is not known."""
+        """Put a model's adapters into the policy: new ones of this rank and seed if it is not
+        known."""
         if model == self.active and model != BASE:
             return
         backend = self._fsdp
@@ -56,7 +61,8 @@ class MultiAdapterWorker(PolicyWorker):
         if state is None:
             assert backend.adapters is not None
             backend.adapters.initialize(seed, rank)
-        self.active, self._folder = model, ""
+        self.active = model
+        self._folder = ""
 
     def forget(self, model: str) -> None:
         """The model is not used any more."""
@@ -65,23 +71,33 @@ class MultiAdapterWorker(PolicyWorker):
             self.active = BASE
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        """The log-probabilities of the batch, and its gradient unless it is for the forward pass alone."""
+        """The log-probabilities of the batch, and its gradient unless it is for the forward pass
+        alone."""
         assert isinstance(batch, LossBatch)
         if batch.forward_only:
             return self.backend.forward(batch, OutputRequest(plain=True))[LOGPROBS]
         return self.accumulate(batch, self.loss, {LOGPROBS})
 
     def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
-        """One step of AdamW with these settings, and its metrics; ``problem`` if there was none, and why."""
-        backend, first = self._fsdp, adam["beta1"]
+        """One step of AdamW with these settings, and its metrics; ``problem`` if there was none,
+        and why."""
+        backend = self._fsdp
+        first = adam["beta1"]
         self._folder = ""
         backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
         for group in backend.optimizer.param_groups:
-            group |= {"betas": (first, adam["beta2"]), "eps": adam["eps"], "weight_decay": adam["weight_decay"]}
-        if problem := backend.examine():
+            group |= {
+                "betas": (first, adam["beta2"]),
+                "eps": adam["eps"],
+                "weight_decay": adam["weight_decay"],
+            }
+        problem = backend.examine()
+        if problem:
             backend.drop_gradient()
             return {"problem": problem}
-        return dict(backend.optimizer_step({MODEL: adam["learning_rate"]}, beta1=first).get(MODEL, {}))
+        return dict(
+            backend.optimizer_step({MODEL: adam["learning_rate"]}, beta1=first).get(MODEL, {})
+        )
 
     def load_adapters(self, folder: str, optimizer: bool) -> None:
         """What ``save`` wrote, into the active model."""
@@ -93,14 +109,16 @@ class MultiAdapterWorker(PolicyWorker):
         self._folder = folder
 
     def show_adapters(self, folder: str) -> None:
-        """Have what ``save`` wrote in the policy: in the active model, if it is unchanged since, or in none."""
+        """Have what ``save`` wrote in the policy: in the active model, if it is unchanged since, or
+        in none."""
         if folder != self._folder:
             self.activate(BASE)
             self.load_adapters(folder, optimizer=False)
 
     def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
         """Write the active model's adapters, with their optimizer state or without."""
-        adamw, state = self._fsdp.optimizer, self._fsdp.optimizer.state
+        adamw = self._fsdp.optimizer
+        state = self._fsdp.optimizer.state
         adamw.state = state if optimizer else defaultdict(dict)
         try:
             saved = self.save(folder)
@@ -119,8 +137,9 @@ class MultiAdapterWorker(PolicyWorker):
 class AdapterState:
     """This rank's part of a model's adapters, in the order of the parameters that are trained.
 
-    Adapters that come back are bitwise what they were, with their gradient, optimizer state and count of steps. So what
-    is computed with them is what would be computed if the others were not there.
+    Adapters that come back are bitwise what they were, with their gradient, optimizer state and
+    count of steps. So what is computed with them is what would be computed if the others were not
+    there.
     """
 
     weights: list[Tensor]
@@ -137,7 +156,8 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
     Args:
         state: None leaves the weights, without gradient and optimizer state.
     """
-    part, steps = backend.trained[MODEL], backend.optimizer.state
+    part = backend.trained[MODEL]
+    steps = backend.optimizer.state
     parameters = [p for p in backend.model.parameters() if p.requires_grad]
     taken = AdapterState(
         [local(p.detach()).clone() for p in parameters],
@@ -156,7 +176,9 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
             parameter.grad = gradient
             if own:
                 steps[parameter] = own
-        part.totals, backend.step, backend.passes = state.totals, state.step, state.passes
+        part.totals = state.totals
+        backend.step = state.step
+        backend.passes = state.passes
     return taken
 
 
@@ -176,8 +198,10 @@ class PolicyTurns:
     restore: Callable[[str, Dispatch], Awaitable[None]]
 
     def __init__(self, dispatch: Dispatch, replace: Replace) -> None:
-        self.dispatch, self._replace = dispatch, replace
-        self._turn, self._resident = asyncio.Lock(), set[str]()
+        self.dispatch = dispatch
+        self._replace = replace
+        self._turn = asyncio.Lock()
+        self._resident = set[str]()
         self._active = BASE  # the model that is in the policy, if it is known
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -189,13 +213,17 @@ class PolicyTurns:
         """
         async with self._turn:
             while True:
-                if (lost := self.dispatch.lost) is None:
+                lost = self.dispatch.lost
+                if lost is None:
                     try:
                         await self._activate(model)
                         return await work(self.dispatch)
                     except Exception as error:
-                        if (lost := self.dispatch.lost) is None:
-                            if not isinstance(error, UserError):  # it may have changed a part of the model
+                        lost = self.dispatch.lost
+                        if lost is None:
+                            if not isinstance(
+                                error, UserError
+                            ):  # it may have changed a part of the model
                                 self._resident.discard(model)
                                 self._active = BASE
                             raise
@@ -208,7 +236,8 @@ class PolicyTurns:
                 self._active = BASE
 
     async def watch(self) -> None:
-        """Replace ranks that were lost while no model needed them: an engine that starts gets its weights from them."""
+        """Replace ranks that were lost while no model needed them: an engine that starts gets its
+        weights from them."""
         while True:
             await asyncio.sleep(WATCH_S)
             if self.dispatch.lost is not None and not self._turn.locked():

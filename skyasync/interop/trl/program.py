@@ -1,6 +1,7 @@
 """A TRL program as keys: the arguments of its ``GRPOConfig`` and ``GRPOTrainer``, or RLOO's.
 
-Invariant: the program is parsed, never run; an argument that is not a literal stays as it is written.
+Invariant: the program is parsed, never run; an argument that is not a literal stays as it is
+written.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from skyasync.config.values import Value
 from skyasync.errors import UserError
@@ -35,9 +37,10 @@ _OWN_ROWS = "data.train_data=[module:function]"
 class SourceProgram:
     """The training settings of a program.
 
-    ``settings``: keyword arguments by name, where reward functions that the file defines are ``path:function``.
-    ``trainer``: the trainer that it makes, or its configuration. ``example``: the docstring of a program that reads its
-    command line, which shows one. ``remarks``: key -> what the program does that is not carried out here.
+    ``settings``: keyword arguments by name, where reward functions that the file defines are
+    ``path:function``. ``trainer``: the trainer that it makes, or its configuration. ``example``:
+    the docstring of a program that reads its command line, which shows one. ``remarks``: key ->
+    what the program does that is not carried out here.
     """
 
     settings: dict[str, Value] = field(default_factory=dict)
@@ -71,7 +74,10 @@ def read(text: str, path: Path) -> SourceProgram:
     for call, name in zip(calls, made, strict=True):
         if not _CALLS.fullmatch(name):
             continue
-        positional = ["model", "reward_funcs"] if name.endswith("Trainer") else ["output_dir"]
+        if name.endswith("Trainer"):
+            positional = ["model", "reward_funcs"]
+        else:
+            positional = ["output_dir"]
         named = {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
         if name == "LoraConfig":
             positional = []
@@ -84,14 +90,20 @@ def read(text: str, path: Path) -> SourceProgram:
             value = expressions.value(node)
             changes = expressions.changes.pop("", "")
             if changes:
-                program.remarks[key] = f"{changes} is not applied: a function that returns the rows is {_OWN_ROWS}"
+                program.remarks[key] = (
+                    f"{changes} is not applied: a function that returns the rows is {_OWN_ROWS}"
+                )
             if isinstance(value, dict) and key == "model_init_kwargs":
                 settings |= {f"{key}.{entry}": inner for entry, inner in value.items()}
             elif key not in ("args", "peft_config", "task_type"):
                 settings[key] = value
-    parses = any(name in ("TrlParser", "HfArgumentParser", "parse_args_and_config") for name in made)
+    parses = any(
+        name in ("TrlParser", "HfArgumentParser", "parse_args_and_config") for name in made
+    )
     if parses:  # args.model is a setting of the command line
-        for key in [key for key, value in settings.items() if re.search(r"\bargs\.|_args\b", str(value))]:
+        for key in [
+            key for key, value in settings.items() if re.search(r"\bargs\.|_args\b", str(value))
+        ]:
             settings.pop(key)
         program.example = ast.get_docstring(tree) or ""
     trainers = [name for name in made if re.fullmatch(r"\w*(GRPO|RLOO)(Config|Trainer)", name)]
@@ -109,19 +121,23 @@ def _options(calls: Iterable[ast.Call]) -> Iterator[tuple[str, ast.expr]]:
         given = {keyword.arg: keyword.value for keyword in call.keywords}
         default = given.get("default")
         if default is None and isinstance(action := given.get("action"), ast.Constant):
-            default = {"store_true": ast.Constant(False), "store_false": ast.Constant(True)}.get(str(action.value))
+            default = {"store_true": ast.Constant(False), "store_false": ast.Constant(True)}.get(
+                str(action.value)
+            )
         name = given.get("dest", ast.Constant(flags[0][2:].replace("-", "_")))
         if default is not None and isinstance(name, ast.Constant):
             yield str(name.value), default
 
 
 def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
-    """What names stand for where they are first assigned; functions and imports as ``module:name``."""
+    """What names stand for where they are first assigned; functions and imports as
+    ``module:name``."""
     assigned: dict[str, ast.expr] = {}
     for node in list(ast.walk(tree)):  # before expressions are joined
         if isinstance(node, ast.ImportFrom):
             yield from (
-                (alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")) for alias in node.names
+                (alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}"))
+                for alias in node.names
             )
         if not isinstance(node, ast.Assign):
             continue
@@ -140,7 +156,8 @@ def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _continues(node: ast.expr, name: str, before: ast.expr) -> bool:
-    """Whether a name is assigned again, by calls on its value, ``x = x.map(f)`` or ``x = f(x)``, which is put in then.
+    """Whether a name is assigned again, by calls on its value, ``x = x.map(f)`` or ``x = f(x)``,
+    which is put in then.
 
     Other later assignments do not count: a name has the value that it begins with.
     """
@@ -163,7 +180,9 @@ def _continues(node: ast.expr, name: str, before: ast.expr) -> bool:
 def _name(node: ast.expr) -> str:
     if isinstance(node, ast.Attribute):
         return node.attr
-    return node.id if isinstance(node, ast.Name) else ""
+    if isinstance(node, ast.Name):
+        return node.id
+    return ""
 
 
 @dataclass
@@ -175,8 +194,12 @@ class _Expressions:
 
     names: dict[str, ast.expr]
     options: dict[str, ast.expr] = field(default_factory=dict)
-    changes: dict[str, str] = field(default_factory=dict)  # of "": what was done to the rows of the data set just read
-    _open: list[str] = field(default_factory=list)  # names that are being replaced, so that x = f(x) ends
+    changes: dict[str, str] = field(
+        default_factory=dict
+    )  # of "": what was done to the rows of the data set just read
+    _open: list[str] = field(
+        default_factory=list
+    )  # names that are being replaced, so that x = f(x) ends
     _budget: Budget = field(default_factory=lambda: Budget("the program"))
 
     def value(self, node: ast.expr) -> Value:
@@ -191,11 +214,16 @@ class _Expressions:
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(entry) for entry in node.elts]
         if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-            return {key.value: self.value(value) for key, value in zip(node.keys, node.values, strict=True)}  # type: ignore[union-attr]
+            keys: list[Any] = [key.value for key in node.keys if isinstance(key, ast.Constant)]
+            return dict(zip(keys, map(self.value, node.values), strict=True))
         if isinstance(node, ast.Attribute):
             if node.attr in ("bfloat16", "float16", "float32"):
                 return node.attr
-            if isinstance(node.value, ast.Name) and node.value.id == "args" and node.attr in self.options:
+            if (
+                isinstance(node.value, ast.Name)
+                and node.value.id == "args"
+                and node.attr in self.options
+            ):
                 return self.value(self.options[node.attr])
         if isinstance(node, ast.IfExp) and (equal := self._is_equal(node.test)) is not None:
             return self.value(node.body if equal else node.orelse)
@@ -204,7 +232,8 @@ class _Expressions:
         dataset = self._dataset(node)
         if dataset is not None:
             return dataset
-        if replaced := self._replaced(node):
+        replaced = self._replaced(node)
+        if replaced:
             self._open.append(node.id)  # type: ignore[attr-defined]
             value = self.value(replaced)
             self._open.pop()
@@ -214,7 +243,8 @@ class _Expressions:
         return text
 
     def _is_equal(self, test: ast.expr) -> bool | None:
-        """Whether a flag's default is the text that it is compared with; None for any other condition."""
+        """Whether a flag's default is the text that it is compared with; None for any other
+        condition."""
         if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq) or test.ops[1:]:
             return None
         if not isinstance(test.left, ast.Attribute) or test.left.attr not in self.options:
@@ -236,25 +266,36 @@ class _Expressions:
         if not whole or function is None or (function is operator.floordiv and not right):
             return ast.unparse(node)
         result = function(left, right)  # type: ignore[arg-type]
-        return result if abs(result) < _LARGEST_NUMBER else ast.unparse(node)
+        if abs(result) < _LARGEST_NUMBER:
+            return result
+        return ast.unparse(node)
 
     def _dataset(self, node: ast.expr) -> Value:
-        """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None for anything else."""
+        """``owner/name#config:split`` of a loaded data set, whatever is done to its rows; None for
+        anything else."""
         self._budget.spend(50)
         if isinstance(node, ast.IfExp):
             return self._dataset(node.body)
-        if replaced := self._replaced(node):
+        replaced = self._replaced(node)
+        if replaced:
             self._open.append(node.id)  # type: ignore[attr-defined]
             dataset = self._dataset(replaced)
             self._open.pop()
             return dataset
         if isinstance(node, ast.Subscript):
             dataset = self._dataset(node.value)
-            index = node.slice.value if isinstance(node.slice, ast.Constant) else None
+            if isinstance(node.slice, ast.Constant):
+                index = node.slice.value
+            else:
+                index = None
             if isinstance(dataset, list):
-                return dataset[index] if isinstance(index, int) and index < len(dataset) else None
+                if isinstance(index, int) and index < len(dataset):
+                    return dataset[index]
+                return None
             bare = isinstance(dataset, str) and ":" not in dataset
-            return f"{dataset}:{index}" if bare and isinstance(index, str) else dataset
+            if bare and isinstance(index, str):
+                return f"{dataset}:{index}"
+            return dataset
         if not isinstance(node, ast.Call):
             return None
         if isinstance(node.func, ast.Attribute) and node.func.attr != "load_dataset":
@@ -269,12 +310,18 @@ class _Expressions:
             return dataset
         given = dict(zip(("path", "name"), node.args, strict=False))
         given |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
-        read = {key: self.value(value) for key, value in given.items() if key in ("path", "name", "split")}
+        read = {
+            key: self.value(value)
+            for key, value in given.items()
+            if key in ("path", "name", "split")
+        }
         whole = "#".join(str(read[key]) for key in ("path", "name") if read.get(key))
         split = read.get("split")
         if isinstance(split, list):
             return [f"{whole}:{part}" for part in split]
-        return f"{whole}:{split}" if split else whole
+        if split:
+            return f"{whole}:{split}"
+        return whole
 
     def _note(self, call: ast.Call) -> None:
         """Note a method, or a function, that changes the rows of a data set."""
@@ -285,4 +332,7 @@ class _Expressions:
         else:
             text = f"{name}(...)"
         before = self.changes.get("", "")
-        self.changes[""] = before + text if len(before) < 120 else before
+        if len(before) < 120:
+            self.changes[""] = before + text
+        else:
+            self.changes[""] = before

@@ -7,7 +7,14 @@ from dataclasses import replace
 from math import ceil
 
 from skyasync.config.values import Value
-from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError, as_list
+from skyasync.interop.conversion import (
+    BATCH,
+    Conversion,
+    ConversionContext,
+    N,
+    NoCounterpartError,
+    as_list,
+)
 from skyasync.interop.draft import MINI, PLACEMENT, PLAN, SAMPLING, A, Draft
 
 
@@ -22,7 +29,8 @@ CONVERSIONS: dict[str, Conversion] = {"rewards": _rewards}
 
 
 def finish(draft: Draft) -> None:
-    """Batches from per-device sizes, the loss's reduction, what scales rewards, evaluation, other trainers."""
+    """Batches from per-device sizes, the loss's reduction, what scales rewards, evaluation, other
+    trainers."""
     loss = draft.theirs("loss_type")
     if draft.theirs("importance_sampling_level") == "sequence":
         draft.put(f"{A}policy_loss_type", "gspo", "importance_sampling_level", "loss_type")
@@ -32,7 +40,9 @@ def finish(draft: Draft) -> None:
                 draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
         targets = "trainer.policy.lora.target_modules"
         if targets not in draft.ours:
-            draft.put(targets, ["q_proj", "v_proj"], "use_peft", note="peft's choice for most models")
+            draft.put(
+                targets, ["q_proj", "v_proj"], "use_peft", note="peft's choice for most models"
+            )
     else:
         draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
     rloo = re.search(r"RLOO|\brloo\b", draft.recipe.command) is not None
@@ -52,28 +62,46 @@ def finish(draft: Draft) -> None:
         draft.left["eval_steps"] = "it has no effect there without eval_strategy=steps"
     if draft.value(f"{A}policy_loss_type") == "cispo":
         _cispo(draft)
-    reductions = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "seq_mean_token_sum_norm"}
-    reduction = "sequence_mean" if rloo else reductions.get(str(loss), "token_mean")
+    reductions = {
+        "grpo": "sequence_mean",
+        "sapo": "sequence_mean",
+        "dr_grpo": "seq_mean_token_sum_norm",
+    }
+    if rloo:
+        reduction = "sequence_mean"
+    else:
+        reduction = reductions.get(str(loss), "token_mean")
     draft.put(f"{A}loss_reduction", reduction, "loss_type")
     if loss == "dr_grpo":
         draft.put(f"{A}max_seq_len", draft.value(f"{SAMPLING}.max_generate_length"), "loss_type")
     if draft.value(f"{A}advantage_estimator") == "normalized":
         draft.put(f"{A}reward_norm_mean", "group")
-    corrects = bool(draft.theirs("vllm_importance_sampling_correction")) and bool(draft.theirs("use_vllm"))
+    corrects = bool(draft.theirs("vllm_importance_sampling_correction")) and bool(
+        draft.theirs("use_vllm")
+    )
     enabled = corrects and not rloo and not asynchronous
-    mode, low, high, cap = (f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap"))
-    bounds: list[Value] = [draft.theirs(low) or 0.0, draft.given.get(cap, draft.given.get(high, 3.0))]
+    mode, low, high, cap = (
+        f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap")
+    )
+    bounds: list[Value] = [
+        draft.theirs(low) or 0.0,
+        draft.given.get(cap, draft.given.get(high, 3.0)),
+    ]
     draft.set_correction(enabled, bounds, mode, low, high, cap)
-    device, generation = "per_device_train_batch_size", "steps_per_generation"
+    device = "per_device_train_batch_size"
+    generation = "steps_per_generation"
     accumulation = "gradient_accumulation_steps"
-    per_device, steps = draft.theirs(device), draft.given.get(accumulation, 1)
+    per_device = draft.theirs(device)
+    steps = draft.given.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
         per_device *= _processes(draft)
         generations = draft.theirs(generation) or steps
         if "generation_batch_size" not in draft.given and isinstance(generations, int):
             draft.set_prompts(BATCH, per_device * generations, device, generation)
         draft.set_prompts(MINI, per_device * steps, device, accumulation)
-    elif not any(isinstance(draft.given.get(name), int) for name in (generation, "generation_batch_size")):
+    elif not any(
+        isinstance(draft.given.get(name), int) for name in (generation, "generation_batch_size")
+    ):
         draft.left[accumulation] = f"write {BATCH} and {MINI} by hand, in prompts"
     _count_steps(draft)
     if draft.number("trainer.max_training_steps") > 0:  # which has precedence over epochs there
@@ -81,25 +109,39 @@ def finish(draft: Draft) -> None:
     if {"environment_factory", "reward_funcs"} <= {*draft.given}:
         draft.silent.pop("environment_factory", None)
         draft.carried.pop("environment_factory", None)
-        draft.left["environment_factory"] = "write it as environment.env_class, which judges as well: module:Class"
+        draft.left["environment_factory"] = (
+            "write it as environment.env_class, which judges as well: module:Class"
+        )
     config = draft.given.get("dataset_config")
     if config and isinstance(sources := draft.value("data.train_data"), list):
-        draft.put("data.train_data", [f"{name}#{config}" for name in sources], "dataset_name", "dataset_config")
+        draft.put(
+            "data.train_data",
+            [f"{name}#{config}" for name in sources],
+            "dataset_name",
+            "dataset_config",
+        )
         draft.left.pop("dataset_config", None)
     draft.set_split("data.train_data", "dataset_train_split")
     draft.remark_filters()
     if "max_prompt_length" not in draft.given:
         longest = int(draft.number("trainer.max_prompt_length"))
-        draft.remarks.append(f"trainer.max_prompt_length: prompts above {longest} tokens are left out, there none is")
+        draft.remarks.append(
+            f"trainer.max_prompt_length: prompts above {longest} tokens are left out, there none is"
+        )
     _scale(draft, asynchronous)
 
 
 def _processes(draft: Draft) -> int:
-    """How many processes the launcher starts, each with its share of a batch and, colocated, of the engines."""
-    per_node, nodes = f"{PLACEMENT}policy_num_gpus_per_node", int(draft.number(f"{PLACEMENT}policy_num_nodes"))
-    processes, names = int(draft.number(per_node)), draft.origin(per_node)
+    """How many processes the launcher starts, each with its share of a batch and, colocated, of the
+    engines."""
+    per_node = f"{PLACEMENT}policy_num_gpus_per_node"
+    nodes = int(draft.number(f"{PLACEMENT}policy_num_nodes"))
+    processes = int(draft.number(per_node))
+    names = draft.origin(per_node)
     if not names:
-        draft.left["num_processes"] = "the recipe names no number: batch sizes are those of one process"
+        draft.left["num_processes"] = (
+            "the recipe names no number: batch sizes are those of one process"
+        )
     if "num_processes" in names:  # of all machines
         draft.put(per_node, max(processes // max(nodes, 1), 1), *names)
     else:
@@ -112,14 +154,19 @@ def _processes(draft: Draft) -> int:
 
 def _cispo(draft: Draft) -> None:
     """The upper bound of a weight there is 1 + ours; a lower bound is in neither."""
-    name = "epsilon" if draft.theirs("epsilon_high") is None else "epsilon_high"
+    if draft.theirs("epsilon_high") is None:
+        name = "epsilon"
+    else:
+        name = "epsilon_high"
     bound = draft.theirs(name)
     for end in ("low", "high"):
         draft.ours.pop(f"{A}eps_clip_{end}", None)
     if isinstance(bound, int | float) and bound > 1:
         draft.put(f"{A}cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
     elif isinstance(bound, int | float):
-        draft.left[name] = f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
+        draft.left[name] = (
+            f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
+        )
 
 
 def _rloo(draft: Draft) -> None:
@@ -131,7 +178,8 @@ def _rloo(draft: Draft) -> None:
         draft.ours.pop(f"{A}{name}", None)
     if "num_generations" not in draft.given:
         draft.put(N, 2)
-    if beta := draft.given.get("beta", 0.05):
+    beta = draft.given.get("beta", 0.05)
+    if beta:
         draft.put(f"{A}use_kl_in_reward", True, "beta")
         draft.put(f"{A}kl_loss_coef", beta, "beta")
         draft.put(f"{A}kl_estimator_type", "k1")
@@ -146,21 +194,27 @@ _ASYNC_DEFAULTS: dict[str, Value] = {
 
 
 def _asynchronous(draft: Draft) -> None:
-    """TRL's asynchronous GRPO: the ratio is to the engine's log-probabilities, its engines are servers."""
+    """TRL's asynchronous GRPO: the ratio is to the engine's log-probabilities, its engines are
+    servers."""
     draft.put(PLAN, "fully_async")
     draft.put("generator.backend", "vllm")
     draft.put(f"{A}ratio_anchor", "behaviour")
     for path, value in _ASYNC_DEFAULTS.items():
         if path not in draft.ours or not draft.ours[path].given:
             draft.put(path, value, *draft.origin(path))
-    for path in ("generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size"):
+    for path in (
+        "generator.gpu_memory_utilization",
+        "generator.inference_engine_tensor_parallel_size",
+    ):
         if not draft.named(*draft.origin(path)):
             draft.ours.pop(path, None)
 
 
 def _passes(draft: Draft) -> None:
     """The type of the passes: without mixed precision it is that of the weights."""
-    weights = draft.theirs("model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype")
+    weights = draft.theirs(
+        "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype"
+    )
     if draft.given.get("bf16") is False and not draft.given.get("fp16") and weights == "bfloat16":
         draft.put("trainer.policy.model.dtype", "bfloat16", "bf16")
 
@@ -184,9 +238,12 @@ _STEPS = (
 
 
 def _count_steps(draft: Draft) -> None:
-    """A step here is a batch of generated responses, with several optimizer steps where it has mini-batches."""
+    """A step here is a batch of generated responses, with several optimizer steps where it has
+    mini-batches."""
     mini = draft.number(MINI) or draft.number(BATCH)
-    updates = ceil(draft.number(BATCH) / mini) * int(draft.number("trainer.update_epochs_per_batch"))
+    updates = ceil(draft.number(BATCH) / mini) * int(
+        draft.number("trainer.update_epochs_per_batch")
+    )
     for path in _STEPS if updates > 1 else ():
         steps = draft.value(path)
         if path in draft.ours and isinstance(steps, int) and steps > 0:
@@ -196,7 +253,8 @@ def _count_steps(draft: Draft) -> None:
 
 
 def _scale(draft: Draft, asynchronous: bool) -> None:
-    """What is added to the standard deviation that divides the advantages: 1e-4, and 1e-8 in the asynchronous GRPO."""
+    """What is added to the standard deviation that divides the advantages: 1e-4, and 1e-8 in the
+    asynchronous GRPO."""
     estimator = draft.value(f"{A}advantage_estimator")
     if estimator not in ("grpo", "normalized") or draft.value(f"{A}reward_norm_std") == "none":
         return

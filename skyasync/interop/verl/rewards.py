@@ -11,15 +11,24 @@ from skyasync.rewards.signature import Signature, single_value
 
 
 class VerlSignature(Signature):
-    """``(data_source, solution_str, ground_truth, extra_info)`` give a number, or a dictionary with ``score``."""
+    """``(data_source, solution_str, ground_truth, extra_info)`` give a number, or a dictionary with
+    ``score``."""
 
     name = "verl"
 
     def matches(self, parameters: Mapping[str, Parameter]) -> bool:
-        return "solution_str" in parameters and not parameters.keys() & {"response", "completions", "queries"}
+        return "solution_str" in parameters and not parameters.keys() & {
+            "response",
+            "completions",
+            "queries",
+        }
 
     def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
-        usual: dict[str, Any] = {"data_source": None, "ground_truth": known.get("label"), "extra_info": {}}
+        usual: dict[str, Any] = {
+            "data_source": None,
+            "ground_truth": known.get("label"),
+            "extra_info": {},
+        }
         return usual | dict(known) | {"solution_str": known.get("response")}
 
     def answer(self, returned: object) -> object:
@@ -27,4 +36,8 @@ class VerlSignature(Signature):
             return single_value(returned)
         values = {name: single_value(value) for name, value in returned.items()}
         # verl allows values besides the score that are no numbers: they are left out
-        return {name: value for name, value in values.items() if isinstance(value, Real) or name == "score"}
+        return {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, Real) or name == "score"
+        }

@@ -12,13 +12,18 @@ from skyasync.interop.draft import CORRECTION, MINI, PLACEMENT, PLAN, SAMPLING, 
 _ACTOR = "actor_rollout_ref.actor."
 _FUNCTION = "custom_reward_function.name"
 _CORRECTION = "algorithm.rollout_correction."
-_BYPASS, _LOSS_TYPE = f"{_CORRECTION}bypass_mode", f"{_CORRECTION}loss_type"
-_STALENESS, _SYNC = "async_training.staleness_threshold", "async_training.trigger_parameter_sync_step"
+_BYPASS = f"{_CORRECTION}bypass_mode"
+_LOSS_TYPE = f"{_CORRECTION}loss_type"
+_STALENESS = "async_training.staleness_threshold"
+_SYNC = "async_training.trigger_parameter_sync_step"
 
 
 def _reward_file(value: Value, context: ConversionContext) -> list[Value]:
     """Files, whose function another key names."""
-    name = next((value for key, value in context.theirs.items() if key.endswith(_FUNCTION) and value), "compute_score")
+    name = next(
+        (value for key, value in context.theirs.items() if key.endswith(_FUNCTION) and value),
+        "compute_score",
+    )
     return [[file if ":" in file else f"{file}:{name}" for file in map(str, as_list(value))]]
 
 
@@ -37,10 +42,16 @@ _PROGRAM_DEFAULTS: dict[str, dict[str, Value]] = {
 
 
 def finish(draft: Draft) -> None:
-    """Which KL is meant, the number of engines, the correction's bounds, the plan of its program."""
-    in_loss, in_reward = draft.theirs(f"{_ACTOR}use_kl_loss"), draft.theirs("algorithm.use_kl_in_reward")
-    draft.set_one_of(f"{A}kl_loss_coef", f"{_ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef")
-    draft.set_one_of(f"{A}kl_estimator_type", f"{_ACTOR}kl_loss_type" if in_loss else "algorithm.kl_penalty")
+    """Which KL is meant, the number of engines, the correction's bounds, the plan of its
+    program."""
+    in_loss = draft.theirs(f"{_ACTOR}use_kl_loss")
+    in_reward = draft.theirs("algorithm.use_kl_in_reward")
+    draft.set_one_of(
+        f"{A}kl_loss_coef", f"{_ACTOR}kl_loss_coef" if in_loss else "algorithm.kl_ctrl.kl_coef"
+    )
+    draft.set_one_of(
+        f"{A}kl_estimator_type", f"{_ACTOR}kl_loss_type" if in_loss else "algorithm.kl_penalty"
+    )
     draft.set_kl(bool(in_loss), draft.number(f"{A}kl_loss_coef") if in_loss or in_reward else 0)
     draft.set_kl_clamp("k3", "k3_straight_through")
     draft.remark_filters()
@@ -63,8 +74,15 @@ def finish(draft: Draft) -> None:
     length = f"{A}max_seq_len"
     if draft.value(f"{A}loss_reduction") == "seq_mean_token_sum_norm" and length not in draft.ours:
         note = "the width of a padded response there"
-        draft.put(length, draft.value(f"{SAMPLING}.max_generate_length"), f"{_ACTOR}loss_agg_mode", note=note)
-    for name in [name for name in draft.given if re.search(r"overlong_buffer(_cfg)?\.enable$", name)]:
+        draft.put(
+            length,
+            draft.value(f"{SAMPLING}.max_generate_length"),
+            f"{_ACTOR}loss_agg_mode",
+            note=note,
+        )
+    for name in [
+        name for name in draft.given if re.search(r"overlong_buffer(_cfg)?\.enable$", name)
+    ]:
         if not draft.given[name]:
             draft.drop_group(f"{A}overlong_buffer.", f"it has no effect there with {name}=false")
     rewards = "environment.reward_funcs"
@@ -77,11 +95,14 @@ def finish(draft: Draft) -> None:
         draft.left.setdefault("custom_reward_function.path", why)
     # As many engines as fit on the devices: those of the rollout alone, or else the policy's.
     own = ("rollout.nnodes", "rollout.n_gpus_per_node")
-    devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
+    devices = draft.number(f"{PLACEMENT}policy_num_nodes") * draft.number(
+        f"{PLACEMENT}policy_num_gpus_per_node"
+    )
     theirs = draft.named("trainer.n_gpus_per_node")
     nodes, per_node = (draft.given.get(name) for name in own)
     if isinstance(nodes, int) and isinstance(per_node, int) and nodes and per_node:
-        devices, theirs = float(nodes * per_node), draft.named(*own)
+        devices = float(nodes * per_node)
+        theirs = draft.named(*own)
     engines = devices // draft.number("generator.inference_engine_tensor_parallel_size")
     if engines >= 1:
         draft.put("generator.num_inference_engines", int(engines), *theirs)
@@ -99,7 +120,8 @@ def finish(draft: Draft) -> None:
 
 def _correction(draft: Draft) -> None:
     """The correction and its bounds; two bounds drop the tokens outside them."""
-    kind, threshold = f"{_CORRECTION}rollout_is", f"{_CORRECTION}rollout_is_threshold"
+    kind = f"{_CORRECTION}rollout_is"
+    threshold = f"{_CORRECTION}rollout_is_threshold"
     bounds = re.findall(r"[\d.]+", str(draft.theirs(threshold)))
     limits: list[Value] = [0, draft.theirs(threshold)]
     if len(bounds) == 2:
@@ -130,9 +152,11 @@ def _clip(draft: Draft, mode: str) -> None:
 
 
 def _loss_of_bypass(draft: Draft) -> None:
-    """The loss whose ratio is to the engine's log-probabilities: PPO without weights, or REINFORCE with them."""
+    """The loss whose ratio is to the engine's log-probabilities: PPO without weights, or REINFORCE
+    with them."""
     loss = f"{A}policy_loss_type"
-    mode, kind = f"{_ACTOR}policy_loss.loss_mode", f"{_CORRECTION}rollout_is"
+    mode = f"{_ACTOR}policy_loss.loss_mode"
+    kind = f"{_CORRECTION}rollout_is"
     reinforce = draft.theirs(_LOSS_TYPE) == "reinforce"
     if draft.value(f"{A}ratio_anchor") != "behaviour":
         if reinforce:
@@ -184,8 +208,10 @@ _MASKS: dict[str, tuple[str, str, dict[str, Value]]] = {
 
 
 def _masks(draft: Draft) -> None:
-    """Masks and their bounds; those of k1 are of behaviour over proximal there, the other way round here."""
-    rejection, threshold = f"{_CORRECTION}rollout_rs", f"{_CORRECTION}rollout_rs_threshold"
+    """Masks and their bounds; those of k1 are of behaviour over proximal there, the other way round
+    here."""
+    rejection = f"{_CORRECTION}rollout_rs"
+    threshold = f"{_CORRECTION}rollout_rs_threshold"
     options = str(draft.theirs(rejection) or "").replace(" ", "").split(",")
     bounds = str(draft.theirs(threshold) or "").replace(" ", "").split(",")
     if len(bounds) == 1:
@@ -197,11 +223,16 @@ def _masks(draft: Draft) -> None:
     for option, bound in zip(options, bounds, strict=True):
         _, key, extra = _MASKS[option]
         limits = bound.split("_")
-        if not all(re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", end) and float(end) > 0 for end in limits):
+        if not all(
+            re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", end) and float(end) > 0 for end in limits
+        ):
             return
         highest = float(limits[-1])
         if option.endswith("k1"):
-            lowest = float(limits[0]) if len(limits) == 2 else 1 / highest
+            if len(limits) == 2:
+                lowest = float(limits[0])
+            else:
+                lowest = 1 / highest
             draft.put(f"{key}_low", round(1 / highest, 9), threshold)
             draft.put(f"{key}_high", round(1 / lowest, 9), threshold)
         else:
@@ -226,13 +257,16 @@ def _sequence_ratio(draft: Draft, mode: str) -> None:
     """GSPO: gradients where advantages differ within a response, and the bound of the ratio."""
     if draft.value(f"{A}advantage_estimator") in ("gae", "reinforce++"):
         draft.put(f"{A}extra.token_gradient", True, mode)
-    draft.remarks.append(f"{A}policy_loss_type=gspo: a response's ratio is bounded by exp(20), there by exp(10)")
+    draft.remarks.append(
+        f"{A}policy_loss_type=gspo: a response's ratio is bounded by exp(20), there by exp(10)"
+    )
 
 
 def _staleness(draft: Draft) -> None:
     """How far the asynchronous program generates ahead, and what it counts in weight syncs.
 
-    Prompts in flight and in its queue are at most 1 + threshold times those of the steps between two weight syncs.
+    Prompts in flight and in its queue are at most 1 + threshold times those of the steps between
+    two weight syncs.
     """
     threshold = draft.given.get(_STALENESS, _PROGRAM_DEFAULTS["fully_async"][_STALENESS])
     between = draft.number("trainer.sync_interval")
@@ -248,9 +282,11 @@ def _staleness(draft: Draft) -> None:
 
 
 def _separate(draft: Draft) -> None:
-    """The mode whose step is a weight sync there: a batch is divided among the updates between two of them."""
+    """The mode whose step is a weight sync there: a batch is divided among the updates between two
+    of them."""
     prefix = "trainer.v1.separate_async."
-    interval, warmup = f"{prefix}parameter_sync_step", f"{prefix}num_warmup_batches"
+    interval = f"{prefix}parameter_sync_step"
+    warmup = f"{prefix}num_warmup_batches"
     between = draft.given.get(interval, 4)
     warmup_batches = draft.given.get(warmup, 1)
     if not isinstance(between, int) or not isinstance(warmup_batches, int) or between < 1:
@@ -267,11 +303,14 @@ def _separate(draft: Draft) -> None:
     bound = "trainer.v1.sampler.max_off_policy_threshold"
     if bound in draft.given:
         draft.left[bound] = f"the batches that are generated ahead bound it: {warmup}"
-    _count_syncs(draft, "trainer.eval_interval", "trainer.ckpt_interval", "trainer.max_training_steps")
+    _count_syncs(
+        draft, "trainer.eval_interval", "trainer.ckpt_interval", "trainer.max_training_steps"
+    )
 
 
 def _count_syncs(draft: Draft, *paths: str) -> None:
-    """What is counted in weight syncs there, in steps here, and whose policy the proximal one is."""
+    """What is counted in weight syncs there, in steps here, and whose policy the proximal one
+    is."""
     between = draft.number("trainer.sync_interval")
     for path in paths:
         syncs = draft.value(path)
@@ -286,10 +325,16 @@ def _count_syncs(draft: Draft, *paths: str) -> None:
 
 def _batches(draft: Draft) -> None:
     """Batches are counted in mini-batches there, and the run in prompts."""
-    batches, mini = "async_training.require_batches", f"{_ACTOR}ppo_mini_batch_size"
+    batches = "async_training.require_batches"
+    mini = f"{_ACTOR}ppo_mini_batch_size"
     if draft.given.get("data.train_batch_size", 0) == 0:
         count = draft.given.get(batches, 1)
-        draft.put(BATCH, int(draft.number(MINI) * count) if isinstance(count, int) else None, mini, batches)
+        draft.put(
+            BATCH,
+            int(draft.number(MINI) * count) if isinstance(count, int) else None,
+            mini,
+            batches,
+        )
         draft.left.pop(batches, None)
         draft.silent["data.train_batch_size"] = f"{mini} times {batches}"
     for name in draft.named("rollout.total_rollout_steps", "trainer.total_rollout_steps"):
@@ -310,14 +355,20 @@ def _program_defaults(draft: Draft, plan: str) -> None:
 
 
 def _warm_up(draft: Draft, section: str, optimizer: str) -> None:
-    """Steps of the warm-up have precedence over a ratio there, and count whole batches: here optimizer steps."""
+    """Steps of the warm-up have precedence over a ratio there, and count whole batches: here
+    optimizer steps."""
     name = f"{optimizer}lr_warmup_steps"
     steps = draft.given.get(name)
     if isinstance(steps, int) and steps >= 0:
-        draft.drop(f"trainer.{section}.optimizer_config.warmup_ratio", f"it has no effect there: {name} decides")
+        draft.drop(
+            f"trainer.{section}.optimizer_config.warmup_ratio",
+            f"it has no effect there: {name} decides",
+        )
     draft.remark_warm_up(section)
     mini = draft.number(MINI) or draft.number(BATCH)
-    updates = ceil(draft.number(BATCH) / mini) * int(draft.number("trainer.update_epochs_per_batch"))
+    updates = ceil(draft.number(BATCH) / mini) * int(
+        draft.number("trainer.update_epochs_per_batch")
+    )
     path = f"trainer.{section}.optimizer_config.num_warmup_steps"
     if updates > 1 and isinstance(steps, int) and steps > 0 and path in draft.ours:
         note = f"optimizer steps, {updates} of them in a step there, whose first step has no rate"

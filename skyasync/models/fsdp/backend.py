@@ -1,8 +1,9 @@
-"""The backend of ``trainer.strategy=fsdp2``: a model of transformers, sharded by FSDP2, one process per rank.
+"""The backend of ``trainer.strategy=fsdp2``: a model of transformers, sharded by FSDP2, one process
+per rank.
 
-Invariant: all ranks run the same collectives in the same order. What depends on a rank's own rows (how many
-micro-batches it has) is agreed on first. Between calls every parameter is the one that the optimizer knows, sharded if
-the model is.
+Invariant: all ranks run the same collectives in the same order. What depends on a rank's own rows
+(how many micro-batches it has) is agreed on first. Between calls every parameter is the one that
+the optimizer knows, sharded if the model is.
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import Shard
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -105,12 +112,17 @@ class FSDPBackend(ModelBackend):
     _file_layout: FileLayout | None = None
 
     def load(self, spec: ModelSpec, ranks: RankContext) -> None:
-        self.spec, self.ranks, self.device = spec, ranks, ranks.device
+        self.spec = spec
+        self.ranks = ranks
+        self.device = ranks.device
         if self.device.type == "cuda" and spec.trainer.placement.colocate_all:
             use_fixed_segments()
         elif self.device.type == "cuda":
             use_expandable_segments()
-        self.dtype = torch.float32 if self.device.type == "cpu" else torch.bfloat16
+        if self.device.type == "cpu":
+            self.dtype = torch.float32
+        else:
+            self.dtype = torch.bfloat16
         if spec.dtype != "auto":
             self.dtype = attrgetter(spec.dtype)(torch)
         self.trained: dict[str, TrainedPart] = {}
@@ -125,7 +137,10 @@ class FSDPBackend(ModelBackend):
             interface = interface_towards(ranks.host)
             if interface:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            self._form_group(ranks.store or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False))
+            self._form_group(
+                ranks.store
+                or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False)
+            )
         torch.manual_seed(spec.trainer.seed)
         disable_progress_bar()
         if self.device.type == "cuda":
@@ -140,7 +155,8 @@ class FSDPBackend(ModelBackend):
     # ---------------------------------------------------------------- building
 
     def master_dtype(self) -> torch.dtype:
-        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is stochastic.
+        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is
+        stochastic.
 
         Raises:
             UserError: if weights shall be rounded to a dtype that is not the model's.
@@ -158,9 +174,11 @@ class FSDPBackend(ModelBackend):
         return torch.bfloat16
 
     def is_sharded(self) -> bool:
-        """One rank gains nothing from FSDP in float32, or on a CPU: its hooks and copies cost a tenth of an update."""
+        """One rank gains nothing from FSDP in float32, or on a CPU: its hooks and copies cost a
+        tenth of an update."""
         quantized = bool(self.spec.lora.rank and self.spec.lora.base_dtype)  # FSDP dequantizes
-        several, mixed = self.ranks.world_size > 1, self.dtype != self.master_dtype()
+        several = self.ranks.world_size > 1
+        mixed = self.dtype != self.master_dtype()
         copied = self.on_cpu and not self.spec.lora.rank
         return several or quantized or self.spec.cpu_offload == PARAMETERS or (mixed and not copied)
 
@@ -169,9 +187,12 @@ class FSDPBackend(ModelBackend):
         return self.device.type == "cpu"
 
     def recomputes(self) -> bool | str:
-        """Whether the backward pass recomputes activations; a CPU has memory enough and no time to spare."""
+        """Whether the backward pass recomputes activations; a CPU has memory enough and no time to
+        spare."""
         setting = self.spec.gradient_checkpointing
-        return not self.on_cpu if setting == "auto" else setting
+        if setting == "auto":
+            return not self.on_cpu
+        return setting
 
     def _build(self) -> TokenModel:
         """Load, wrap, place and shard. Frozen weights with adapters need no master weights."""
@@ -183,11 +204,15 @@ class FSDPBackend(ModelBackend):
 
         def wrap(model: PreTrainedModel) -> TokenModel:
             nonlocal value_head
-            mesh, context, vocabulary = self.mesh, None, None
+            mesh = self.mesh
+            context = None
+            vocabulary = None
             if mesh and mesh.context_group:
                 from skyasync.models.parallel.context import split_sequences
 
-                context = split_sequences(model, mesh, spec.trainer.parallel.context_kind, self.dtype)
+                context = split_sequences(
+                    model, mesh, spec.trainer.parallel.context_kind, self.dtype
+                )
             if mesh and mesh.tensor:
                 from skyasync.models.parallel.tensor import split
 
@@ -206,14 +231,20 @@ class FSDPBackend(ModelBackend):
                 freeze(model, spec.freeze)
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.attends_in_float32 = self.on_cpu
-            wrapper.context, wrapper.vocabulary = context, vocabulary
-            wrapper.routers = Routers(model) if spec.router_replay != "none" else None
+            wrapper.context = context
+            wrapper.vocabulary = vocabulary
+            if spec.router_replay != "none":
+                wrapper.routers = Routers(model)
+            else:
+                wrapper.routers = None
             if mesh and mesh.pipeline:
                 from skyasync.models.parallel.pipeline import Stage
 
                 self.stage = wrapper.stage = Stage(model, mesh.pipeline, self.dtype)
             if VALUE_HEAD in spec.optimizers:
-                value_head = nn.Linear(model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32)
+                value_head = nn.Linear(
+                    model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32
+                )
                 wrapper.value_head = value_head
             return wrapper
 
@@ -250,7 +281,9 @@ class FSDPBackend(ModelBackend):
     def _form_group(self, store: dist.Store) -> None:
         trainer = self.spec.trainer
         dist.init_process_group(
-            process_group_backend(self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all),
+            process_group_backend(
+                self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all
+            ),
             store=store,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
@@ -260,33 +293,51 @@ class FSDPBackend(ModelBackend):
     def _make_mesh(self) -> Mesh:
         return Mesh.make(self.device.type, self.spec.mesh_shape, self.spec.fsdp_size)
 
-    def _read(self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard) -> TokenModel:
-        """The model of the files after ``prepare``, which gets a model without memory if there is a mesh."""
+    def _read(
+        self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard
+    ) -> TokenModel:
+        """The model of the files after ``prepare``, which gets a model without memory if there is a
+        mesh."""
         if self.mesh is None:
             return prepare(head.load(self.spec.path, dtype))
         stages = self.mesh.shape.pipeline
         divided = self.mesh.tensor or self.mesh.expert  # two dimensions divide rows evenly
         min_chunks = self.ranks.world_size // stages if divided else 1
-        return load_sharded(self.spec.path, head, dtype, device, prepare, self._placement(), min_chunks, stages=stages)
+        return load_sharded(
+            self.spec.path,
+            head,
+            dtype,
+            device,
+            prepare,
+            self._placement(),
+            min_chunks,
+            stages=stages,
+        )
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
         """How FSDP2 cuts a parameter; None: by rows."""
         assert self.mesh is not None
         optimizers = self.spec.optimizers
-        by_rows = bool(optimizers) and is_low_precision(optimizers[MODEL])  # it counts a rank's rows from its first
+        by_rows = bool(optimizers) and is_low_precision(
+            optimizers[MODEL]
+        )  # it counts a rank's rows from its first
         by_rows = by_rows or self.mesh.tensor is not None or self.mesh.expert is not None
         return shard_placement(1 if by_rows else self.mesh.shard.size(-1))
 
     def _shard(self, wrapper: TokenModel) -> TokenModel:
-        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones stay tied)."""
+        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones
+        stay tied)."""
         assert self.mesh is not None
-        mesh, master = self.mesh.shard, self.master_dtype()
+        mesh = self.mesh.shard
+        master = self.master_dtype()
         param_dtype = None if self.dtype == master else self.dtype
         offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {
             "mesh": mesh,
             "shard_placement_fn": self._placement(),
-            "mp_policy": MixedPrecisionPolicy(param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)),
+            "mp_policy": MixedPrecisionPolicy(
+                param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)
+            ),
             "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
         }
         if self.mesh.expert:
@@ -299,29 +350,43 @@ class FSDPBackend(ModelBackend):
         fully_shard(wrapper, **options)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
-                # The loss weights hold the whole batch's denominators: gradients of ranks are summed, not averaged.
+                # The loss weights hold the whole batch's denominators: gradients of ranks are
+                # summed, not averaged.
                 module.set_force_sum_reduction_for_comms(True)
-                if self.ranks.world_size > 1:  # alone, FSDP2 would divide by 1, in a copy as large as the gradients
+                if (
+                    self.ranks.world_size > 1
+                ):  # alone, FSDP2 would divide by 1, in a copy as large as the gradients
                     module.set_gradient_divide_factor(1.0)
         return wrapper
 
     def _prepare_training(self, wrapper: TokenModel) -> None:
-        spec, model = self.spec, wrapper.model
+        spec = self.spec
+        model = wrapper.model
         if spec.torch_compile:
             compile_layers(decoder_layers(wrapper), self.device)
-        if recomputes := self.recomputes():
-            model.gradient_checkpointing_enable(checkpointing_options(selective=recomputes == "selective"))
+        recomputes = self.recomputes()
+        if recomputes:
+            model.gradient_checkpointing_enable(
+                checkpointing_options(selective=recomputes == "selective")
+            )
             for module in model.modules():
-                if isinstance(module, GradientCheckpointingLayer):  # and no part of it: routers may add noise then
+                if isinstance(
+                    module, GradientCheckpointingLayer
+                ):  # and no part of it: routers may add noise then
                     module.training = True
         learnt = [p for p in model.parameters() if p.requires_grad]
         copy = None
         if self.stage:
             self.stage.check_trained(learnt)
-            copy = None if self.stage.is_first else self.stage.embeddings()
+            if self.stage.is_first:
+                copy = None
+            else:
+                copy = self.stage.embeddings()
         settings = spec.optimizers[MODEL]
         self.optimizer = make_optimizer(wrapper, learnt, settings, spec.trainer.seed)
-        self.trained[MODEL] = TrainedPart(model, self.optimizer, settings.max_grad_norm, settings.max_grad_cosine, copy)
+        self.trained[MODEL] = TrainedPart(
+            model, self.optimizer, settings.max_grad_norm, settings.max_grad_cosine, copy
+        )
         if wrapper.value_head is not None:
             settings = spec.optimizers[VALUE_HEAD]
             optimizer = make_optimizer(wrapper, wrapper.value_head.parameters(), settings)
@@ -335,32 +400,47 @@ class FSDPBackend(ModelBackend):
     # ---------------------------------------------------------------- forward and backward
 
     def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
-        whole = {name: torch.zeros(batch.tokens.shape) for name in request.names - {TOP_K, TOKEN_LOGPROBS}}
-        frozen = nullcontext() if request.adapters or self.adapters is None else self.adapters.detached()
+        whole = {
+            name: torch.zeros(batch.tokens.shape)
+            for name in request.names - {TOP_K, TOKEN_LOGPROBS}
+        }
+        frozen = (
+            nullcontext() if request.adapters or self.adapters is None else self.adapters.detached()
+        )
         with frozen, torch.no_grad(), self._gathered():
-            for micro in self._micro_batches(batch, self.spec.trainer.micro_forward_batch_size_per_gpu):
+            for micro in self._micro_batches(
+                batch, self.spec.trainer.micro_forward_batch_size_per_gpu
+            ):
                 outputs = self.model(micro.layout.to(self.device), request)
                 if self.stage and not self.stage.is_last:
                     self.stage.send_states(outputs[STATES])
                 else:
                     put_rows(whole, request.names, micro, outputs, batch)
-        return self.stage.from_last(whole) if self.stage else whole
+        if self.stage:
+            return self.stage.from_last(whole)
+        return whole
 
-    def forward_backward(self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()) -> dict[str, Tensor]:
+    def forward_backward(
+        self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()
+    ) -> dict[str, Tensor]:
         whole = {name: torch.zeros(batch.tokens.shape) for name in returns}
         dropout: AbstractContextManager[None] = nullcontext()
         self.passes += 1
         if self.adapters:  # their dropout draws what a resumed run draws again
-            group = self.ranks.rank // self.spec.mesh_shape.tensor  # ranks that split matrices drop the same inputs
+            group = (
+                self.ranks.rank // self.spec.mesh_shape.tensor
+            )  # ranks that split matrices drop the same inputs
             seed = hash((self.spec.trainer.seed, self.step, self.passes, group))
             dropout = self.adapters.dropping(seed)
         with self._gathered(), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
             following = next(micros, None)
-            warmup, pending = self.stage.warmup if self.stage else 0, deque[tuple[Tensor, Tensor | None]]()
+            warmup = self.stage.warmup if self.stage else 0
+            pending = deque[tuple[Tensor, Tensor | None]]()
             while following is not None or pending:
                 if following is not None:
-                    micro, following = following, next(micros, None)
+                    micro = following
+                    following = next(micros, None)
                     outputs, result = self._compute(micro, loss)
                     if STATES not in outputs:
                         put_rows(whole, returns, micro, outputs, batch)
@@ -369,13 +449,17 @@ class FSDPBackend(ModelBackend):
                         continue
                 result, received = pending.popleft()
                 if self.spec.reduce_gradients == "update" and isinstance(self.model, FSDPModule):
-                    last = following is None and not pending  # over ranks: after the last micro-batch
+                    last = (
+                        following is None and not pending
+                    )  # over ranks: after the last micro-batch
                     self.model.set_requires_gradient_sync(last)
                 if self.stage:
                     self.stage.backward(result, received)
                 else:
                     result.backward()
-        return self.stage.from_last(whole) if self.stage else whole
+        if self.stage:
+            return self.stage.from_last(whole)
+        return whole
 
     def _gathered(self) -> AbstractContextManager[None]:
         """A pass's context: afterwards every parameter is the one that the optimizer knows."""
@@ -383,8 +467,11 @@ class FSDPBackend(ModelBackend):
             return sharded_afterwards(self.model)
         return computing_in(self.dtype, self.model.model)
 
-    def _compute(self, micro: MicroBatch[UpdateBatch], loss: LossFn) -> tuple[dict[str, Tensor], Tensor]:
-        """The outputs of a micro-batch, and its loss; of a stage before the last: the states, which it sends."""
+    def _compute(
+        self, micro: MicroBatch[UpdateBatch], loss: LossFn
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """The outputs of a micro-batch, and its loss; of a stage before the last: the states, which
+        it sends."""
         own = micro.batch.each(lambda tensor: tensor.to(self.device))
         outputs = self.model(micro.layout.to(self.device), loss.request(own))
         if self.stage and not self.stage.is_last:
@@ -403,12 +490,16 @@ class FSDPBackend(ModelBackend):
     @property
     def shares_prefixes(self) -> bool:
         parallel = self.spec.trainer.parallel
-        masks = self.spec.mesh_shape.context == 1 or parallel.context_kind != "ring"  # which takes none
+        masks = (
+            self.spec.mesh_shape.context == 1 or parallel.context_kind != "ring"
+        )  # which takes none
         return can_share_prefixes(self.model.model.config) and masks
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
-        """This rank's micro-batches, followed by empty ones until it has as many as every other rank."""
-        trainer, context = self.spec.trainer, self.spec.mesh_shape.context
+        """This rank's micro-batches, followed by empty ones until it has as many as every other
+        rank."""
+        trainer = self.spec.trainer
+        context = self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
         vision = self.model.vision
         micro_batches = MicroBatches(
@@ -435,7 +526,9 @@ class FSDPBackend(ModelBackend):
             if self.stage and self.passes:
                 self.stage.add_embedding_gradients()
             for name, part in self.trained.items():
-                if part.totals.sums or (self.stage and self.passes):  # the last stage has the totals
+                if part.totals.sums or (
+                    self.stage and self.passes
+                ):  # the last stage has the totals
                     problems += self._examine(name, part, scale)
             self._problem = "; ".join(problems)
         return self._problem
@@ -458,16 +551,21 @@ class FSDPBackend(ModelBackend):
         metrics["grad_norm"] = float(part.measure(scale, self.mesh))
         if math.isfinite(metrics["grad_norm"]):
             return []
-        gradients = ((name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None)
+        gradients = (
+            (name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None
+        )
         bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        shown = ", ".join(bad[:5] or ["another rank's shard"]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
+        shown = ", ".join(bad[:5] or ["another rank's shard"]) + (
+            f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        )
         return [f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"]
 
     def optimizer_step(
         self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
     ) -> dict[str, dict[str, float]]:
         try:
-            if problem := self.examine(scale):
+            problem = self.examine(scale)
+            if problem:
                 raise NonFiniteError(problem)
             metrics = self._metrics
             offloaded = MODEL in metrics and self.spec.cpu_offload == OPTIMIZER
@@ -480,7 +578,10 @@ class FSDPBackend(ModelBackend):
                 optimizer = self.trained[name].optimizer
                 for group in optimizer.param_groups:
                     group["lr"] = lr[name]
-                    first = self.spec.optimizers[name].adam_betas[0] if beta1 is None or name != MODEL else beta1
+                    if beta1 is None or name != MODEL:
+                        first = self.spec.optimizers[name].adam_betas[0]
+                    else:
+                        first = beta1
                     group["betas"] = (first, group["betas"][1])
                 optimizer.step()
                 self.step += name == MODEL
@@ -497,8 +598,11 @@ class FSDPBackend(ModelBackend):
 
     def drop_gradient(self) -> None:
         for part in self.trained.values():
-            part.drop_gradient()  # gradients are as large as the weights: none stays until the next update
-        self.passes, self._problem, self._metrics = 0, None, {}
+            # gradients are as large as the weights: none stays until the next update
+            part.drop_gradient()
+        self.passes = 0
+        self._problem = None
+        self._metrics = {}
         if self.spec.trainer.placement.colocate_all and self.device.type == "cuda":
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
 
@@ -536,7 +640,9 @@ class FSDPBackend(ModelBackend):
         if self.adapters:
             return self.adapters.merged()
         own = checkpoint.own_tensors(self.model.model)
-        return self.stage.weights(own) if self.stage else own
+        if self.stage:
+            return self.stage.weights(own)
+        return own
 
     def file_layout(self) -> FileLayout | None:
         if self._file_layout is None and FileLayout.differs(self.model.model):
@@ -548,7 +654,11 @@ class FSDPBackend(ModelBackend):
         """The model with the layers of all stages, which have no memory then."""
         if self.stage is None:
             return self.model.model
-        return HEADS[self.spec.head].with_config(self.spec.config_kwargs).empty(self.spec.path, self.dtype)
+        return (
+            HEADS[self.spec.head]
+            .with_config(self.spec.config_kwargs)
+            .empty(self.spec.path, self.dtype)
+        )
 
     def adapter(self) -> Adapter:
         assert self.adapters is not None, "the policy has no adapters"
@@ -559,7 +669,8 @@ class FSDPBackend(ModelBackend):
 
     def begin_save(self, folder: Path) -> None:
         if self._checkpoint_group is None and dist.is_initialized():
-            # Of its own: in the group that trains, its messages would get between the others' in no fixed order.
+            # Of its own: in the group that trains, its messages would get between the others' in no
+            # fixed order.
             self._checkpoint_group = dist.new_group(backend="gloo")
         self._saving = checkpoint.begin(
             self.model.model, self.optimizer, self.step, folder, self._checkpoint_group, self._extra
@@ -569,29 +680,38 @@ class FSDPBackend(ModelBackend):
         return self._saving()
 
     def restore(self, folder: Path) -> None:
-        role, key = self.spec.role, f"{self.spec.section}.model.path"
+        role = self.spec.role
+        key = f"{self.spec.section}.model.path"
         all_names = self.stage.union if self.stage else None
-        self.step = checkpoint.load(self.model.model, self.optimizer, folder, role, key, self._extra, all_names)
+        self.step = checkpoint.load(
+            self.model.model, self.optimizer, folder, role, key, self._extra, all_names
+        )
         if self.spec.cpu_offload == OPTIMIZER:
             self._offloaded.move_optimizer_state(self.optimizer, HOST)
 
     def export(self, folder: Path, part: str = MODEL) -> None:
-        path, adapters = self.spec.path, self.adapters
+        path = self.spec.path
+        adapters = self.adapters
         if adapters and self.spec.lora.export == "adapter" and part == MODEL:
             tensors = adapters.adapter_weights()
             if self.ranks.rank == 0:
                 adapters.export(tensors, folder)
                 checkpoint.export_tokenizer(path, folder)
             return
-        model, weights, whole = self.model.model, self.sharded_weights(), self._whole_model()
+        model = self.model.model
+        weights = self.sharded_weights()
+        whole = self._whole_model()
         if part == VALUE_HEAD:
-            critic, adapters = HEADS[VALUE].with_config(self.spec.value_head_kwargs), None
+            critic = HEADS[VALUE].with_config(self.spec.value_head_kwargs)
+            adapters = None
             model = whole = critic.empty(path, self.dtype)
             names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
             assert self.model.value_head is not None
             head = {f"{SCORE_LAYER}.weight": self.model.value_head.weight.detach()}
             weights = {name: value for name, value in weights.items() if name in names} | head
-        full = FullTensors(weights, self.dtype, FileLayout(whole, specs_in(weights, self.dtype), adapters))
+        full = FullTensors(
+            weights, self.dtype, FileLayout(whole, specs_in(weights, self.dtype), adapters)
+        )
         if self.ranks.rank != 0:
             full.only_gather()
             return
@@ -601,7 +721,8 @@ class FSDPBackend(ModelBackend):
 
 @contextmanager
 def sharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole for a backward that may not follow."""
+    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole for a backward
+    that may not follow."""
     try:
         yield
     finally:
@@ -612,24 +733,35 @@ def sharded_afterwards(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
-    """The modules have copies of their parameters in ``dtype``, as under FSDP2's mixed precision of one rank.
+    """The modules have copies of their parameters in ``dtype``, as under FSDP2's mixed precision of
+    one rank.
 
     The gradients of the copies are added to those of the parameters, in the parameters' dtype.
     """
-    own = [(module, name, parameter) for module in model.modules() for name, parameter in module._parameters.items()]
+    own = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module._parameters.items()
+    ]
     copies: dict[nn.Parameter, nn.Parameter] = {}  # one of what layers share
 
     def add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
         assert copy.grad is not None
-        gradient, copy.grad = copy.grad.to(parameter.dtype), None
-        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        gradient = copy.grad.to(parameter.dtype)
+        copy.grad = None
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            parameter.grad = parameter.grad.add_(gradient)
 
     try:
         for module, name, parameter in own:
             if parameter is None or parameter.dtype == dtype:
                 continue
             if parameter not in copies:
-                copies[parameter] = copy = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                copies[parameter] = copy = nn.Parameter(
+                    parameter.detach().to(dtype), parameter.requires_grad
+                )
                 if copy.requires_grad:
                     copy.register_post_accumulate_grad_hook(partial(add_gradient, parameter))
             module._parameters[name] = copies[parameter]

@@ -1,8 +1,9 @@
 """Checkpoints and exported folders of a model that trains.
 
-Invariant: only tensors are written, as safetensors, so that reading a checkpoint can never run code. State is
-stored by parameter name and shard offset: any number of ranks reads what any other number wrote. The optimizer decides
-which state a parameter has; learning rates and the like are in the configuration.
+Invariant: only tensors are written, as safetensors, so that reading a checkpoint can never run
+code. State is stored by parameter name and shard offset: any number of ranks reads what any other
+number wrote. The optimizer decides which state a parameter has; learning rates and the like are in
+the configuration.
 """
 
 from __future__ import annotations
@@ -56,18 +57,21 @@ STEP = "step"
 RANDOM = "random_state"
 NO_GROUP = "torch.distributed is disabled"
 FILE_BYTES = 1 << 27
-"""A file is assembled in memory, twice, before it is written, so a shard is split into files of this size."""
+"""A file is assembled in memory, twice, before it is written, so a shard is split into files of
+this size."""
 SINGLE_FILE = "model.safetensors"
 EXPORTED_FILE = "50GB"
 """Largest file of an exported folder, transformers' default."""
 PYTORCH = {"format": "pt"}
 
 ADAPTER = ".lora_"
-"""In the names of adapters' weights, which are all that a checkpoint holds of a model with adapters."""
+"""In the names of adapters' weights, which are all that a checkpoint holds of a model with
+adapters."""
 
 
 class ExtraPart(NamedTuple):
-    """A module that is trained on a model's layers and saved with the model, under a name of its own."""
+    """A module that is trained on a model's layers and saved with the model, under a name of its
+    own."""
 
     name: str
     module: nn.Module
@@ -76,7 +80,8 @@ class ExtraPart(NamedTuple):
 
 
 def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once. All ranks call it.
+    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once. All
+    ranks call it.
 
     Args:
         tensors: what ``own_tensors`` or ``Adapters.merged`` gives.
@@ -95,7 +100,11 @@ def own_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def save(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, folder: Path, extra: ExtraPart | None = None
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    folder: Path,
+    extra: ExtraPart | None = None,
 ) -> SaveResult:
     """Every rank writes its shard of everything that the next optimizer step depends on.
 
@@ -105,7 +114,11 @@ def save(
     state = _state(model, optimizer, step, extra)
     writer = CheckpointWriter(folder, state)
     with _without_warnings():
-        return writer.result(lambda: dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized()))
+        return writer.result(
+            lambda: dcp.save(
+                state, storage_writer=writer.storage, no_dist=not dist.is_initialized()
+            )
+        )
 
 
 def begin(
@@ -130,7 +143,9 @@ def begin(
     with _without_warnings():
         future = cast(
             "Future[Any]",
-            dcp.async_save(state, storage_writer=writer.storage, process_group=group, no_dist=group is None),
+            dcp.async_save(
+                state, storage_writer=writer.storage, process_group=group, no_dist=group is None
+            ),
         )
     return lambda: writer.result(future.result) if future.done() else None
 
@@ -149,7 +164,8 @@ def load(
     Args:
         role, key: the role, and the key that chose its model, for errors.
         extra: what was saved with them.
-        all_names: of all ranks together, by those of this one: stages of a pipeline have tensors of their own.
+        all_names: of all ranks together, by those of this one: stages of a pipeline have tensors of
+            their own.
 
     Returns:
         The number of optimizer steps taken.
@@ -169,22 +185,38 @@ def load(
     for prefix, module, own_optimizer in _modules(model, optimizer, extra):
         own_optimizer.state.clear()
         own_optimizer.zero_grad()
-        empty: dict[str, Any] = get_optimizer_state_dict(module, own_optimizer)  # made by a step of length 0
+        empty: dict[str, Any] = get_optimizer_state_dict(
+            module, own_optimizer
+        )  # made by a step of length 0
         names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
-        # A parameter that never had a gradient has no saved state; a run without max_grad_cosine has no previous ones.
+        # A parameter that never had a gradient has no saved state; a run without max_grad_cosine
+        # has no previous ones.
         empty["state"] = {
-            parameter: {k: v for k, v in values.items() if k != PREVIOUS or f"optimizer.{parameter}.{k}" in names}
+            parameter: {
+                k: v
+                for k, v in values.items()
+                if k != PREVIOUS or f"optimizer.{parameter}.{k}" in names
+            }
             for parameter, values in empty["state"].items()
             if any(f"optimizer.{parameter}.{kind}" in names for kind in values)
         }
         optimizer_states.append(empty)
         state |= _tensors(prefix, module, empty["state"])
     different = saved ^ (all_names(state.keys()) if all_names else state.keys())
-    if strange := sorted(name for name in different if not name.endswith(f".{PREVIOUS}")):
-        where = "the checkpoint" if strange[0] in saved else f"the {role}"
+    strange = sorted(name for name in different if not name.endswith(f".{PREVIOUS}"))
+    if strange:
+        if strange[0] in saved:
+            where = "the checkpoint"
+        else:
+            where = f"the {role}"
         if strange[0].startswith("critic."):
-            setting = extra.setting if extra else "trainer.critic.backbone=own, or without a critic"
-            raise UserError(f"{folder} was not saved by a run with {setting}: only {where} has {strange[0]}")
+            if extra:
+                setting = extra.setting
+            else:
+                setting = "trainer.critic.backbone=own, or without a critic"
+            raise UserError(
+                f"{folder} was not saved by a run with {setting}: only {where} has {strange[0]}"
+            )
         raise UserError(
             f"{folder} was saved by another model ({key}), or another version: only {where} has {strange[0]}"
         )
@@ -198,7 +230,9 @@ def load(
     with weights_of(folder), _without_warnings():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
     lenient = StateDictOptions(strict=False)
-    for (_, module, own_optimizer), values in zip(_modules(model, optimizer, extra), optimizer_states, strict=True):
+    for (_, module, own_optimizer), values in zip(
+        _modules(model, optimizer, extra), optimizer_states, strict=True
+    ):
         set_optimizer_state_dict(module, own_optimizer, values, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
@@ -208,7 +242,10 @@ def _modules(
     model: nn.Module, optimizer: torch.optim.Optimizer, extra: ExtraPart | None
 ) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
     """What a checkpoint holds, each with the prefix of its names."""
-    return [("", model, optimizer), *([(f"{extra.name}.", extra.module, extra.optimizer)] if extra else [])]
+    return [
+        ("", model, optimizer),
+        *([(f"{extra.name}.", extra.module, extra.optimizer)] if extra else []),
+    ]
 
 
 def _state(
@@ -216,25 +253,34 @@ def _state(
 ) -> dict[str, Tensor]:
     state = {STEP: torch.tensor([step]), RANDOM: torch.get_rng_state()}
     for prefix, module, own_optimizer in _modules(model, optimizer, extra):
-        values = get_optimizer_state_dict(module, own_optimizer)["state"] if own_optimizer.state else {}
+        if own_optimizer.state:
+            values = get_optimizer_state_dict(module, own_optimizer)["state"]
+        else:
+            values = {}
         state |= _tensors(prefix, module, cast("dict[str, dict[str, Tensor]]", values))
     return state
 
 
-def _tensors(prefix: str, module: nn.Module, optimizer_state: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The tensors of a module and of its optimizer by name; not copies, so that they can be read into."""
+def _tensors(
+    prefix: str, module: nn.Module, optimizer_state: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """The tensors of a module and of its optimizer by name; not copies, so that they can be read
+    into."""
     own = own_tensors(module)
     if hasattr(module, "peft_config"):
         own = {name: value for name, value in own.items() if ADAPTER in name}
     tensors = {f"{prefix}model.{name}": value for name, value in own.items()}
     for parameter, values in optimizer_state.items():
-        tensors |= {f"{prefix}optimizer.{parameter}.{kind}": value for kind, value in values.items()}
+        tensors |= {
+            f"{prefix}optimizer.{parameter}.{kind}": value for kind, value in values.items()
+        }
     return tensors
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Without the warning about one rank without a process group, and a debug line per tensor (on Ray's stderr)."""
+    """Without the warning about one rank without a process group, and a debug line per tensor (on
+    Ray's stderr)."""
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_GROUP)
@@ -242,18 +288,24 @@ def _without_warnings() -> Iterator[None]:
 
 
 def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Path) -> None:
-    """Write weights, one at a time, into a Hugging Face folder, with the configuration and the tokenizer of
-    ``origin``."""
+    """Write weights, one at a time, into a Hugging Face folder, with the configuration and the
+    tokenizer of ``origin``."""
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder, state_dict={})  # all but the weights: it would need all of these at once
+    model.save_pretrained(
+        folder, state_dict={}
+    )  # all but the weights: it would need all of these at once
     ignored = set(model._keys_to_ignore_on_save or ())
     specs = {name: spec for name, spec in tensors.specs.items() if name not in ignored}
     split = split_torch_state_dict_into_shards(
-        meta_tensors(specs), filename_pattern="model{suffix}.safetensors", max_shard_size=EXPORTED_FILE
+        meta_tensors(specs),
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=EXPORTED_FILE,
     )
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(writing(folder / name, {tensor: specs[tensor] for tensor in names}, PYTORCH))
+            name: stack.enter_context(
+                writing(folder / name, {tensor: specs[tensor] for tensor in names}, PYTORCH)
+            )
             for name, names in split.filename_to_tensors.items()
         }
         for name, tensor in tensors:
@@ -262,7 +314,9 @@ def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Pa
     if split.is_sharded:
         (folder / SINGLE_FILE).unlink(missing_ok=True)
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{SINGLE_FILE}.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        (folder / f"{SINGLE_FILE}.index.json").write_text(
+            json.dumps(index, indent=2, sort_keys=True) + "\n"
+        )
     export_tokenizer(origin, folder)
     if is_vision(model.config):
         AutoProcessor.from_pretrained(origin).save_pretrained(folder)
@@ -275,7 +329,8 @@ def export_tokenizer(origin: str, folder: Path) -> None:
 
 
 class _SummingFiles(FileSystem):
-    """Computes the sums of what is written. torch syncs files before the last of their bytes have left its buffer."""
+    """Computes the sums of what is written. torch syncs files before the last of their bytes have
+    left its buffer."""
 
     def __init__(self) -> None:
         self.sums: Sums = {}
@@ -287,9 +342,12 @@ class _SummingFiles(FileSystem):
 
 
 class _OwnFiles(HuggingFaceStorageWriter):
-    """Which tensor goes into which file is each rank's own: torch's takes rank 0's for all, which may lack tensors."""
+    """Which tensor goes into which file is each rank's own: torch's takes rank 0's for all, which
+    may lack tensors."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+    def write_data(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> torch.futures.Future[list[WriteResult]]:
         storage = {**plan.storage_data, "fqn_to_index_mapping": self.fqn_to_index_mapping}
         return super().write_data(replace(plan, storage_data=storage), planner)
 
@@ -299,15 +357,20 @@ class CheckpointWriter:
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
         numbers: dict[str, int] = {}
-        number, filled = 1, 0
+        number = 1
+        filled = 0
         for name, value in state.items():
             size = (value.to_local() if isinstance(value, DTensor) else value).nbytes
             if filled and filled + size > FILE_BYTES:
-                number, filled = number + 1, 0
-            numbers[name], filled = number, filled + size
-        self._folder, self._files = folder, _SummingFiles()
+                number = number + 1
+                filled = 0
+            numbers[name] = number
+            filled = filled + size
+        self._folder = folder
+        self._files = _SummingFiles()
         self.storage = _OwnFiles(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
-        self.storage.fs, self.storage.sync_files = self._files, False
+        self.storage.fs = self._files
+        self.storage.sync_files = False
 
     def result(self, write: Callable[[], Any]) -> SaveResult:
         """The result of ``write()``, which returns when this rank's tensors are written.

@@ -1,15 +1,18 @@
 """The cosine of the gradients of consecutive optimizer steps, and a projection that limits it.
 
-If samples are stale, consecutive gradients may repeat one direction, and their steps overshoot. The idea to measure
-their cosine and to project aligned gradients is that of GAC (arXiv 2603.01501). The formula is this library's own. With
-the gradient g, the previous one p, their cosine c and the limit L, where c > L:
+If samples are stale, consecutive gradients may repeat one direction, and their steps overshoot. The
+idea to measure their cosine and to project aligned gradients is that of GAC (arXiv 2603.01501). The
+formula is this library's own. With the gradient g, the previous one p, their cosine c and the limit
+L, where c > L:
 
     g' = g - f p,    f = |g| / |p| * (c - sqrt(1 - c^2) * L / sqrt(1 - L^2))
 
-The component of g that is orthogonal to p stays, and the one along p shrinks until the cosine of g' and p is L. As both
-components of g' have the signs of those of g, g' still descends: g' . g >= 0. At c = 1 nothing of g remains.
+The component of g that is orthogonal to p stays, and the one along p shrinks until the cosine of g'
+and p is L. As both components of g' have the signs of those of g, g' still descends: g' . g >= 0.
+At c = 1 nothing of g remains.
 
-Invariant: p is the gradient before projection and clipping, and part of the optimizer's state: checkpoints have it.
+Invariant: p is the gradient before projection and clipping, and part of the optimizer's state:
+checkpoints have it.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ def products(pairs: Pairs, device: torch.device) -> Tensor:
     """``[3]``, float64: g . p, g . g and p . p of these shards."""
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for gradient, previous in _rows(pairs):
-        g, p = gradient.double().flatten(), previous.double().flatten()
+        g = gradient.double().flatten()
+        p = previous.double().flatten()
         sums += torch.stack([g.dot(p), g.dot(g), p.dot(p)])
     return sums
 
@@ -58,7 +62,8 @@ def factor_of_previous(cosine: float, limit: float) -> float:
 
 
 def project(pairs: Pairs, factor: float) -> None:
-    """Subtract the previous gradient times ``factor``; what the gradient was is the previous one from now on."""
+    """Subtract the previous gradient times ``factor``; what the gradient was is the previous one
+    from now on."""
     for gradient, previous in _rows(pairs):
         before = gradient.clone()
         if factor:

@@ -1,17 +1,19 @@
 """A model's weights, from its files into the ranks that train it.
 
-Invariant: a rank's shards are bitwise its part of what ``from_pretrained`` gives (parameters, tied or not, and
-buffers). While the model loads, all ranks together hold it about once. The model is built and sharded without memory
-(on torch's meta device); then each rank reads its own slices of the files:
+Invariant: a rank's shards are bitwise its part of what ``from_pretrained`` gives (parameters, tied
+or not, and buffers). While the model loads, all ranks together hold it about once. The model is
+built and sharded without memory (on torch's meta device); then each rank reads its own slices of
+the files:
 
-    config ──▶ empty model ──▶ sharded, still empty ──▶ slices from the files, renamed and merged by transformers
+    config ──▶ empty model ──▶ sharded, still empty ──▶ slices from the files, renamed and merged by
+    transformers
 
-Some models' files must be joined in ways that slices cannot: there rank 0 reads one parameter after the other, whole,
-and sends the shards of each before it reads the next.
+Some models' files must be joined in ways that slices cannot: there rank 0 reads one parameter after
+the other, whole, and sends the shards of each before it reads the next.
 
-Decoder layers are compiled, and recomputed in the backward pass. Neither changes what is computed: recomputing is
-bitwise, compiling up to rounding. Equal layers share compiled code, lengths may change without compiling again, and
-FSDP's hooks and checkpointing stay outside.
+Decoder layers are compiled, and recomputed in the backward pass. Neither changes what is computed:
+recomputing is bitwise, compiling up to rounding. Equal layers share compiled code, lengths may
+change without compiling again, and FSDP's hooks and checkpointing stay outside.
 """
 
 from __future__ import annotations
@@ -80,7 +82,9 @@ def load_sharded(
     """
     with ONE_AT_A_TIME, head.loading():
         empty = head.empty(path, dtype)
-        converters = [c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)]
+        converters = [
+            c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)
+        ]
         if not can_be_sliced(empty, converters, place, min_chunks):
             if stages > 1:
                 raise UserError(
@@ -103,7 +107,9 @@ def load_sharded(
         for parameter in wrapper.parameters():
             assert isinstance(parameter, DTensor)
             if _is_view_of_file(parameter._local_tensor):
-                parameter._local_tensor = parameter._local_tensor.clone()  # as FSDP does; DTensors ignore ``.data = ``
+                parameter._local_tensor = (
+                    parameter._local_tensor.clone()
+                )  # as FSDP does; DTensors ignore ``.data = ``
         for buffer in wrapper.buffers():
             if _is_view_of_file(buffer):
                 buffer.data = buffer.data.clone()
@@ -111,17 +117,25 @@ def load_sharded(
 
 
 def can_be_sliced(
-    model: PreTrainedModel, converters: Sequence[WeightConverter], place: Placement, min_chunks: int = 1
+    model: PreTrainedModel,
+    converters: Sequence[WeightConverter],
+    place: Placement,
+    min_chunks: int = 1,
 ) -> bool:
     """Whether each rank can read its shards out of the files.
 
     Args:
-        converters: what joins several tensors of the files. Slices can be joined if they are slices of the result:
-            experts that are stacked, and tensors that are joined along another dimension than the shards'.
+        converters: what joins several tensors of the files. Slices can be joined if they are slices
+            of the result: experts that are stacked, and tensors that are joined along another
+                dimension than the shards'.
     """
     for converter in converters:
         targets = [re.compile(pattern) for pattern in converter.target_patterns]
-        parameters = [p for name, p in model.named_parameters() if any(target.search(name) for target in targets)]
+        parameters = [
+            p
+            for name, p in model.named_parameters()
+            if any(target.search(name) for target in targets)
+        ]
         if any(len(parameter.chunk(min_chunks)) < min_chunks for parameter in parameters):
             return False
         cut = {(place(parameter) or Shard(0)).dim for parameter in parameters}
@@ -134,7 +148,9 @@ def can_be_sliced(
 
 
 def _is_view_of_file(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()  # torch's own memory is resizable
+    return (
+        tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
+    )  # torch's own memory is resizable
 
 
 def _read(
@@ -146,24 +162,34 @@ def _read(
     *,
     sequential: bool,
 ) -> PreTrainedModel:
-    """A model with the weights of the files, by transformers' own loader with our sharding instead of its own.
+    """A model with the weights of the files, by transformers' own loader with our sharding instead
+    of its own.
 
     Args:
         begin: called with the model before anything is read.
         sequential: read one parameter at a time.
     """
 
-    def prepare(settings: DistributedConfig, device_map: object = None) -> tuple[DistributedConfig, Any, None]:
+    def prepare(
+        settings: DistributedConfig, device_map: object = None
+    ) -> tuple[DistributedConfig, Any, None]:
         return settings, device_map, None
 
-    def distribute(model: PreTrainedModel, settings: DistributedConfig, mesh: None) -> PreTrainedModel:
+    def distribute(
+        model: PreTrainedModel, settings: DistributedConfig, mesh: None
+    ) -> PreTrainedModel:
         del model.config.distributed_config
         begin(model)
         return model
 
     model_class = type(empty)
-    hooks = {"prepare_distribute_model": staticmethod(prepare), "maybe_distribute_model": staticmethod(distribute)}
-    hooked: Any = type(model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__})
+    hooks = {
+        "prepare_distribute_model": staticmethod(prepare),
+        "maybe_distribute_model": staticmethod(distribute),
+    }
+    hooked: Any = type(
+        model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__}
+    )
     with _one_parameter_at_a_time() if sequential else nullcontext(), _ranks_without_experts():
         model = head.load(path, dtype, hooked, distributed_config=DistributedConfig())
     model.__class__ = model_class
@@ -174,7 +200,8 @@ def _read(
 def _one_parameter_at_a_time() -> Iterator[None]:
     """The tensors that make a parameter are read when they are joined, and freed after it.
 
-    transformers' threads would read all of them at once, and C's allocator would not return their memory.
+    transformers' threads would read all of them at once, and C's allocator would not return their
+    memory.
     """
     before = os.environ.get(SEQUENTIAL)
     os.environ[SEQUENTIAL] = "1"
@@ -190,7 +217,8 @@ def _one_parameter_at_a_time() -> Iterator[None]:
 
 @contextmanager
 def _ranks_without_experts() -> Iterator[None]:
-    """A rank whose shard of stacked experts is empty stacks nothing; transformers would stack an empty list."""
+    """A rank whose shard of stacked experts is empty stacks nothing; transformers would stack an
+    empty list."""
     convert: Callable[..., dict[str, Tensor]] = MergeModulelist.convert
 
     def convert_any(
@@ -207,7 +235,9 @@ def _ranks_without_experts() -> Iterator[None]:
             if len(tensors) == 0:
                 shard = local(model.get_parameter(full_layer_name))
                 _, width, *rest = shard.shape  # the width is that of all that is joined afterwards
-                input_dict[name] = torch.empty(0, width // len(input_dict), *rest, dtype=shard.dtype)
+                input_dict[name] = torch.empty(
+                    0, width // len(input_dict), *rest, dtype=shard.dtype
+                )
         options |= {"model": model, "full_layer_name": full_layer_name}
         return convert(operation, input_dict, source_patterns, target_patterns, **options)
 
@@ -219,12 +249,19 @@ def _ranks_without_experts() -> Iterator[None]:
 
 
 def _from_rank_zero(
-    path: str, head: Head, empty: PreTrainedModel, dtype: torch.dtype, device: torch.device, shard: WrapAndShard
+    path: str,
+    head: Head,
+    empty: PreTrainedModel,
+    dtype: torch.dtype,
+    device: torch.device,
+    shard: WrapAndShard,
 ) -> TokenModel:
-    """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it reads the next."""
+    """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it
+    reads the next."""
     wrapper = shard(empty)
     wrapper.to_empty(device=device)
-    sender, source = _ShardSender(wrapper.model, device), None
+    sender = _ShardSender(wrapper.model, device)
+    source = None
     if dist.get_rank() == 0:
         source = sender.send(lambda begin: _read(path, head, empty, dtype, begin, sequential=True))
         _check_ties(path, len(list(wrapper.model.parameters())), source)
@@ -238,34 +275,46 @@ def _from_rank_zero(
 
 
 class _ShardSender:
-    """Whole parameters from rank 0 into the shards of all ranks, each once; rank 0 sends its number first.
+    """Whole parameters from rank 0 into the shards of all ranks, each once; rank 0 sends its number
+    first.
 
     Args:
         model: sharded; this rank's shards are filled in.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device, self._shards = device, dict(model.named_parameters())
+        self._device = device
+        self._shards = dict(model.named_parameters())
         self._names = list(self._shards)
         of_each = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
         self._tied = {name for name, p in self._shards.items() if of_each[id(p)] > 1}
 
-    def send(self, read: Callable[[Callable[[PreTrainedModel], None]], PreTrainedModel]) -> PreTrainedModel:
+    def send(
+        self, read: Callable[[Callable[[PreTrainedModel], None]], PreTrainedModel]
+    ) -> PreTrainedModel:
         """On rank 0: what ``read`` returns, each parameter freed once it has been sent."""
         prefixes: dict[nn.Module, str] = {}
         sent: set[str] = set()
 
         def begin(model: PreTrainedModel) -> None:
-            prefixes.update({module: f"{name}." if name else "" for name, module in model.named_modules()})
+            prefixes.update(
+                {module: f"{name}." if name else "" for name, module in model.named_modules()}
+            )
 
-        def send_registered(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        def send_registered(
+            module: nn.Module, name: str, parameter: nn.Parameter
+        ) -> nn.Parameter | None:
             full = prefixes.get(module, "") + name
-            loaded = module in prefixes and getattr(parameter, "_is_hf_initialized", False)  # else it is to be drawn
+            loaded = module in prefixes and getattr(
+                parameter, "_is_hf_initialized", False
+            )  # else it is to be drawn
             if not loaded or full in sent or full not in self._shards or full in self._tied:
                 return None  # tied ones are compared first, by transformers
             self._send(full, parameter)
             sent.add(full)
-            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+            empty = nn.Parameter(
+                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
+            )
             empty._is_hf_initialized = True  # type: ignore[attr-defined]
             return empty
 
@@ -298,12 +347,15 @@ def _send_shards(whole: Tensor | None, parameter: Tensor, device: torch.device) 
     *above, last = parameter.placements
     by_rows = last.is_shard(0) and all(placement.is_replicate() for placement in above)
     if parameter.device_mesh.size() < dist.get_world_size() or not by_rows:
-        # Not sharded along the first dimension alone: every rank gets the whole parameter for a moment.
+        # Not sharded along the first dimension alone: every rank gets the whole parameter for a
+        # moment.
         if whole is None:
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         whole = whole.to(device).contiguous()
         dist.broadcast(whole, src=0)
-        shard = DtensorShardOperation(parameter).shard_tensor(whole, device=device, dtype=parameter.dtype)
+        shard = DtensorShardOperation(parameter).shard_tensor(
+            whole, device=device, dtype=parameter.dtype
+        )
         assert shard is not None
         own.copy_(shard)
     elif whole is None:
@@ -319,7 +371,8 @@ def _send_shards(whole: Tensor | None, parameter: Tensor, device: torch.device) 
 
 
 def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
-    """transformers leaves weights untied if a file has different ones for both names; FSDP has tied them already."""
+    """transformers leaves weights untied if a file has different ones for both names; FSDP has tied
+    them already."""
     if parameters != len(list(loaded.parameters())):
         raise UserError(
             f"{path}: config.json ties the embeddings to the head, but the files hold two different tensors for them: "
@@ -328,7 +381,8 @@ def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
 
 
 def decoder_layers(wrapper: TokenModel) -> list[nn.Module]:
-    """By the names of classes that transformers would not split; FSDP gives each sharded one a class of its own."""
+    """By the names of classes that transformers would not split; FSDP gives each sharded one a
+    class of its own."""
     names = set(wrapper.model._no_split_modules or ())
     return [m for m in wrapper.modules() if any(base.__name__ in names for base in type(m).__mro__)]
 
@@ -361,14 +415,17 @@ def check_compiler(device: torch.device) -> None:
     try:
         import triton  # noqa: F401
     except ImportError as error:
-        raise UserError(f"{COMPILE_KEY}=true needs Triton on a GPU, which is not installed here: {error}") from error
+        raise UserError(
+            f"{COMPILE_KEY}=true needs Triton on a GPU, which is not installed here: {error}"
+        ) from error
 
 
 def check_attention_compiler(device: torch.device) -> None:
-    """Raise ``UserError`` if Triton, which compiles the attention of packed sequences on a GPU, cannot build a kernel.
+    """Raise ``UserError`` if Triton, which compiles the attention of packed sequences on a GPU,
+    cannot build a kernel.
 
-    Triton builds the launcher of each kernel with a C compiler and Python's headers (``triton.runtime.build``), at the
-    first update, when a batch has already been generated.
+    Triton builds the launcher of each kernel with a C compiler and Python's headers
+    (``triton.runtime.build``), at the first update, when a batch has already been generated.
     """
     if device.type != "cuda":
         return

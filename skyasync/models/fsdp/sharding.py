@@ -1,8 +1,10 @@
-"""The mesh of a model's ranks: which of them shard weights among each other, split sequences, split matrices.
+"""The mesh of a model's ranks: which of them shard weights among each other, split sequences, split
+matrices.
 
-Invariant: there is one mesh, and every process group comes from it. All ranks of the default process group make it
-together. Weights are sharded (FSDP2) over the ranks that differ in rows or in their slice of a sequence: FSDP2's
-reduction is then the sum of the gradient over these ranks. A matrix that is split is split over ``tensor``.
+Invariant: there is one mesh, and every process group comes from it. All ranks of the default
+process group make it together. Weights are sharded (FSDP2) over the ranks that differ in rows or in
+their slice of a sequence: FSDP2's reduction is then the sum of the gradient over these ranks. A
+matrix that is split is split over ``tensor``.
 """
 
 from __future__ import annotations
@@ -22,11 +24,18 @@ from torch.distributed.tensor import DTensor, Shard
 from skyasync.models import MeshShape
 from skyasync.weight_sync.full_tensors import Quantized
 
-PIPELINE, DATA, CONTEXT, TENSOR, EXPERT = "pipeline", "data", "context", "tensor", "expert"
-REPLICA, SHARD = "replica", "shard"
+PIPELINE = "pipeline"
+DATA = "data"
+CONTEXT = "context"
+TENSOR = "tensor"
+EXPERT = "expert"
+REPLICA = "replica"
+SHARD = "shard"
 
-OPTIMIZER, PARAMETERS = "optimizer", "parameters"
-"""What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is sharded, always."""
+OPTIMIZER = "optimizer"
+PARAMETERS = "parameters"
+"""What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is
+sharded, always."""
 
 HOST = torch.device("cpu")
 
@@ -35,10 +44,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """The ranks that have one coordinate in all other dimensions, one per stage, in the order of the stages.
+    """The ranks that have one coordinate in all other dimensions, one per stage, in the order of
+    the stages.
 
-    States and gradients travel in groups of their own. NCCL runs what a group sends in the order of the calls. A stage
-    that waits for a gradient must not hold up the states that the next stage needs first.
+    States and gradients travel in groups of their own. NCCL runs what a group sends in the order of
+    the calls. A stage that waits for a gradient must not hold up the states that the next stage
+    needs first.
     """
 
     ranks: tuple[int, ...]
@@ -74,7 +85,9 @@ class Mesh:
     context_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     pipeline: PipelineGroups | None = None
-    expert: DeviceMesh | None = None  # of the ranks that divide experts, and of those that shard each one
+    expert: DeviceMesh | None = (
+        None  # of the ranks that divide experts, and of those that shard each one
+    )
     expert_shard: DeviceMesh | None = None
 
     @classmethod
@@ -82,65 +95,96 @@ class Mesh:
         if shape.expert > 1:
             whole = init_device_mesh(device_type, (shape.ranks,))
             mesh = init_device_mesh(
-                device_type, (shape.data // shape.expert, shape.expert), mesh_dim_names=(SHARD, EXPERT)
+                device_type,
+                (shape.data // shape.expert, shape.expert),
+                mesh_dim_names=(SHARD, EXPERT),
             )
             silence_mesh_warning()
-            return cls(shape, whole, data_group=dist.group.WORLD, expert=mesh[EXPERT], expert_shard=mesh[SHARD])
+            return cls(
+                shape,
+                whole,
+                data_group=dist.group.WORLD,
+                expert=mesh[EXPERT],
+                expert_shard=mesh[SHARD],
+            )
         if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))
-            else:  # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among replicas
+            # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among
+            # replicas
+            else:
                 replicas = shape.ranks // fsdp_size
-                mesh = init_device_mesh(device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD))
+                mesh = init_device_mesh(
+                    device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD)
+                )
             return cls(shape, mesh, data_group=dist.group.WORLD if shape.ranks > 1 else None)
-        sizes, names = (shape.data, shape.context, shape.tensor), (DATA, CONTEXT, TENSOR)
+        sizes = (shape.data, shape.context, shape.tensor)
+        names = (DATA, CONTEXT, TENSOR)
         stages, outer = ((shape.pipeline,), (PIPELINE,)) if shape.pipeline > 1 else ((), ())
         mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
         silence_mesh_warning()
-        groups = [mesh[name].get_group() if size > 1 else None for name, size in zip(names, sizes, strict=True)]
+        groups = [
+            mesh[name].get_group() if size > 1 else None
+            for name, size in zip(names, sizes, strict=True)
+        ]
         data_group, context_group, tensor_group = groups
-        pipeline = PipelineGroups.of(mesh) if shape.pipeline > 1 else None
-        shard, tensor = mesh[DATA, CONTEXT]._flatten(SHARD), mesh[TENSOR] if shape.tensor > 1 else None
+        if shape.pipeline > 1:
+            pipeline = PipelineGroups.of(mesh)
+        else:
+            pipeline = None
+        shard = mesh[DATA, CONTEXT]._flatten(SHARD)
+        tensor = mesh[TENSOR] if shape.tensor > 1 else None
         return cls(shape, shard, tensor, data_group, context_group, tensor_group, pipeline)
 
 
 def silence_mesh_warning() -> None:
-    """torch warns of every kind of parameter that two dimensions shard: gathering it takes two collectives."""
+    """torch warns of every kind of parameter that two dimensions shard: gathering it takes two
+    collectives."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """How FSDP2 cuts a parameter: by rows, but stacked experts that are fewer than the shards within each of them.
+    """How FSDP2 cuts a parameter: by rows, but stacked experts that are fewer than the shards
+    within each of them.
 
-    By rows every rank would hold as much as the one with most: of 8 experts over 32 ranks, four times what there is.
-    The last dimension comes first: matrices of the files that are joined along the other one can be read in slices.
+    By rows every rank would hold as much as the one with most: of 8 experts over 32 ranks, four
+    times what there is. The last dimension comes first: matrices of the files that are joined along
+    the other one can be read in slices.
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
         few = parameter.dim() == 3 and parameter.shape[0] < shards
-        return next((Shard(dim) for dim in (2, 1) if few and parameter.shape[dim] % shards == 0), None)
+        return next(
+            (Shard(dim) for dim in (2, 1) if few and parameter.shape[dim] % shards == 0), None
+        )
 
     return place
 
 
 def local(tensor: Tensor) -> Tensor:
     """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor
 
 
 def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool = False) -> str:
     """NCCL takes tensors of GPUs alone; weights in host memory are gathered by gloo.
 
     Args:
-        colocated: weights are in host memory while engines use the GPUs, and an engine may join late.
+        colocated: weights are in host memory while engines use the GPUs, and an engine may join
+            late.
     """
     if device_type != "cuda":
         return "gloo"
-    return "cpu:gloo,cuda:nccl" if cpu_offload == PARAMETERS or colocated else "nccl"
+    if cpu_offload == PARAMETERS or colocated:
+        return "cpu:gloo,cuda:nccl"
+    return "nccl"
 
 
 class OffloadBuffers:
-    """Host memory of what is offloaded, which every offload uses again: pages are pinned and faulted in once.
+    """Host memory of what is offloaded, which every offload uses again: pages are pinned and
+    faulted in once.
 
     Copies are queued on the device's stream: the caller synchronizes it.
     """
@@ -155,19 +199,22 @@ class OffloadBuffers:
                     module._buffers[name] = self.moved(buffer, device, (module_name, name))
 
     def move_weights(self, model: nn.Module, device: torch.device) -> None:
-        """Parameters and buffers. FSDP2 frees gathered parameters first, and registers its shards again."""
+        """Parameters and buffers. FSDP2 frees gathered parameters first, and registers its shards
+        again."""
         numbers = count()
         model._apply(lambda tensor: self.moved(tensor, device, ("weights", next(numbers))))
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters' device."""
+        """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters'
+        device."""
         for number, state in enumerate(optimizer.state.values()):
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = self.moved(value, device, (id(optimizer), number, name))
 
     def moved(self, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
-        """A tensor that is on the device already is not copied. ``place`` names the tensor in every offload."""
+        """A tensor that is on the device already is not copied. ``place`` names the tensor in every
+        offload."""
         if tensor.device.type == device.type:
             return tensor
         if device.type != HOST.type or isinstance(local(tensor), Quantized):

@@ -1,20 +1,23 @@
-"""Context parallelism: each rank of the context dimension has a slice of every row's sequence dimension.
+"""Context parallelism: each rank of the context dimension has a slice of every row's sequence
+dimension.
 
-With ``context_kind=ulysses`` (arXiv 2309.14509) the ranks exchange sequence slices for heads around attention, which
-needs whole sequences:
+With ``context_kind=ulysses`` (arXiv 2309.14509) the ranks exchange sequence slices for heads around
+attention, which needs whole sequences:
 
-    a slice of all heads on each rank ──all-to-all──▶ whole sequences of some heads ──attention──▶ all-to-all back
+    a slice of all heads on each rank ──all-to-all──▶ whole sequences of some heads ──attention──▶
+    all-to-all back
 
-With ``context_kind=ring`` heads stay whole and keys and values travel from rank to rank, so there may be any number of
-ranks. The rounds, their sums and the backward pass are torch's (``torch.distributed.tensor.experimental``). torch's own
-entry point replaces sdpa for the whole process and knows CUDA alone; here its rounds get a kernel for CPU and one for
-CUDA. Each rank has two slices, one from each end of the sequence, so that causal attention is as much work on each:
+With ``context_kind=ring`` heads stay whole and keys and values travel from rank to rank, so there
+may be any number of ranks. The rounds, their sums and the backward pass are torch's
+(``torch.distributed.tensor.experimental``). torch's own entry point replaces sdpa for the whole
+process and knows CUDA alone; here its rounds get a kernel for CPU and one for CUDA. Each rank has
+two slices, one from each end of the sequence, so that causal attention is as much work on each:
 
     rank 0: slices 0 and 3          rank 1: slices 1 and 2
 
-Invariant: attention is computed by the same function on the same rows as on one rank, for a part of the heads;
-everything else is done per token. Results for the loss tokens are summed over the dimension: all of its ranks compute
-the same loss, and the sum of their gradients is the gradient.
+Invariant: attention is computed by the same function on the same rows as on one rank, for a part of
+the heads; everything else is done per token. Results for the loss tokens are summed over the
+dimension: all of its ranks compute the same loss, and the sum of their gradients is the gradient.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ from skyasync.models.packing import Layout
 from skyasync.models.token_model import can_share_prefixes
 
 KEY = "trainer.parallel.context"
-ULYSSES, RING = "ulysses", "ring"
+ULYSSES = "ulysses"
+RING = "ring"
 ATTENTION = "skyasync_ulysses"
 
 
@@ -65,12 +69,16 @@ class Context:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ring=kind == RING)
 
     def slice(self, layout: Layout) -> Layout:
-        """This rank's part of the sequence dimension, and the loss tokens that it predicts; ``visible_until`` stays
-        that of whole rows.
+        """This rank's part of the sequence dimension, and the loss tokens that it predicts;
+        ``visible_until`` stays that of whole rows.
 
         Rows are padded to a multiple of the slices; padding comes last, where no token sees it.
         """
-        slices = [self.rank, 2 * self.size - 1 - self.rank] if self.ring else [self.rank]  # of all ranks' slices
+        # of all ranks' slices
+        if self.ring:
+            slices = [self.rank, 2 * self.size - 1 - self.rank]
+        else:
+            slices = [self.rank]
         rows, width = layout.tokens.shape
         count = self.size * len(slices)
         share = -(-width // count)
@@ -78,12 +86,15 @@ class Context:
 
         def own(values: Tensor) -> Tensor:
             whole = torch.cat([values, values.new_zeros(rows, missing, *values.shape[2:])], 1)
-            return torch.cat([whole[:, number * share : (number + 1) * share] for number in slices], 1)
+            return torch.cat(
+                [whole[:, number * share : (number + 1) * share] for number in slices], 1
+            )
 
         positions = layout.positions
         if positions is None:
             positions = torch.arange(width, device=layout.tokens.device).expand(rows, width)
-        row, index = layout.predictors // width, layout.predictors % width
+        row = layout.predictors // width
+        index = layout.predictors % width
         own_number = torch.full((count,), -1, device=index.device)
         own_number[slices] = torch.arange(len(slices), device=index.device)
         number = own_number[index // share]
@@ -123,9 +134,12 @@ def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYS
     """Raises ``UserError`` for a model whose heads or layers cannot be divided so."""
     if kind == RING:
         if not can_share_prefixes(config):
-            raise UserError(f"{RING_KEY} has no sliding windows, which {config.model_type} has: use ulysses")
+            raise UserError(
+                f"{RING_KEY} has no sliding windows, which {config.model_type} has: use ulysses"
+            )
         return
-    text, key = config.get_text_config(), KEY + f"={size}" + (f" times trainer.parallel.tensor={tensor}" * (tensor > 1))
+    text = config.get_text_config()
+    key = KEY + f"={size}" + (f" times trainer.parallel.tensor={tensor}" * (tensor > 1))
     heads = text.num_attention_heads
     if heads % (size * tensor):
         fits = [str(n) for n in range(1, heads + 1) if heads % (n * tensor) == 0]
@@ -150,30 +164,45 @@ def attention(
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in, ``[rows, slice, heads, size]`` out."""
-    context, spec = attention_plan.context, attention_plan.spec
+    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in,
+    ``[rows, slice, heads, size]`` out."""
+    context = attention_plan.context
+    spec = attention_plan.spec
     assert context is not None
     exchange = context.group, context.size, 1, 2
     few = key.shape[1] % context.size != 0
     if few:  # as sdpa would, but before the exchange
         groups = query.shape[1] // key.shape[1]
-        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
     query, key, value = (_Exchanged.apply(states, *exchange) for states in (query, key, value))
-    length, device = query.shape[2], query.device
-    window = sliding_window if sliding_window and sliding_window < length else 0
+    length = query.shape[2]
+    device = query.device
+    if sliding_window and sliding_window < length:
+        window = sliding_window
+    else:
+        window = 0
     if attention_plan.flexible and (spec or (window and attention_mask is None)):
-        squares = spec.mask(window) if spec else window_mask(length, window, device)
+        if spec:
+            squares = spec.mask(window)
+        else:
+            squares = window_mask(length, window, device)
         output, _ = flex_attention_forward(module, query, key, value, squares, **options)
         return _Exchanged.apply(output, *exchange), None
     if window:
         index = torch.arange(length, device=device)
         distance = index[:, None] - index[None, :]
         near = ((distance >= 0) & (distance < window))[None, None]
-        attention_mask = near if attention_mask is None else attention_mask & near
+        if attention_mask is None:
+            attention_mask = near
+        else:
+            attention_mask = attention_mask & near
     options["is_causal"] = attention_mask is None
     dtype = query.dtype
     query, key, value = attention_plan.exact(query, key, value)
-    output, _ = sdpa_attention_forward(_OneHeadEach() if few else module, query, key, value, attention_mask, **options)
+    output, _ = sdpa_attention_forward(
+        _OneHeadEach() if few else module, query, key, value, attention_mask, **options
+    )
     return _Exchanged.apply(output.to(dtype), *exchange), None
 
 
@@ -185,10 +214,13 @@ class _OneHeadEach(nn.Module):
 
 
 class _Exchanged(Function):
-    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient the other way."""
+    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient the
+    other way."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int
+    ) -> Tensor:
         ctx.inverse = (group, size, join, split)  # type: ignore[attr-defined]
         return _exchange(tensor, group, size, split, join)
 
@@ -216,8 +248,11 @@ _BACKWARD_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_ba
 _ON_CUDA = torch.ops.aten._scaled_dot_product_flash_attention
 _BACKWARD_ON_CUDA = torch.ops.aten._scaled_dot_product_flash_attention_backward
 _DTYPES = (torch.bfloat16, torch.float16)
-_LARGEST, _STEP, _OLDEST = 256, 8, (8, 0)
-"""Limits of CUDA's flash kernel: largest head size, its step, and the oldest compute capability (Ampere)."""
+_LARGEST = 256
+_STEP = 8
+_OLDEST = (8, 0)
+"""Limits of CUDA's flash kernel: largest head size, its step, and the oldest compute capability
+(Ampere)."""
 
 
 def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type: str) -> None:
@@ -236,9 +271,7 @@ def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type:
     elif torch.cuda.is_available() and (can := torch.cuda.get_device_capability()) < _OLDEST:
         problem = f"this GPU can {can[0]}.{can[1]}, and the kernel needs {_OLDEST[0]}.{_OLDEST[1]}"
     elif dtype not in _DTYPES:
-        problem = (
-            f"on a GPU its kernel takes bfloat16, and the model is computed in {str(dtype).removeprefix('torch.')}"
-        )
+        problem = f"on a GPU its kernel takes bfloat16, and the model is computed in {str(dtype).removeprefix('torch.')}"
     elif size > _LARGEST or size % _STEP:
         problem = f"on a GPU its kernel takes heads of up to {_LARGEST} in steps of {_STEP}, and {text.model_type}'s"
         problem += f" have {size}"
@@ -257,9 +290,12 @@ def ring_attention(
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in, ``[rows, slice, heads, size]`` out."""
+    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in,
+    ``[rows, slice, heads, size]`` out."""
     if attention_mask is not None or sliding_window:
-        raise UserError(f"{RING_KEY} is for causal attention without masks and windows: use ulysses")
+        raise UserError(
+            f"{RING_KEY} is for causal attention without masks and windows: use ulysses"
+        )
     assert attention_plan.context is not None
     states = attention_plan.exact(query, key, value)
     output: Tensor = _Ring.apply(*states, attention_plan.context.group, scaling).to(query.dtype)
@@ -289,12 +325,21 @@ class _Ring(Function):
         group, scale = ctx.options
         with _load_balanced():
             results = _ROUNDS._templated_ring_attention_backward(
-                group, 2, _attend_backward, gradients[0], "grad_out", *ctx.saved_tensors, is_causal=True, scale=scale
+                group,
+                2,
+                _attend_backward,
+                gradients[0],
+                "grad_out",
+                *ctx.saved_tensors,
+                is_causal=True,
+                scale=scale,
             )
         return (*results[:3], None, None)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None) -> tuple[Tensor, ...]:
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+) -> tuple[Tensor, ...]:
     """The output and the log-sum-exp of its scores."""
     key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
     kernel = _ON_CUDA if query.device.type == "cuda" else _ON_CPU
@@ -319,16 +364,21 @@ def _attend_backward(
     if query.device.type == "cuda":
         lengths = query.shape[2], key.shape[2]
         seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # unused without dropout
-        results = _BACKWARD_ON_CUDA(*inputs, None, None, *lengths, 0.0, is_causal, seed, seed, scale=scale)
+        results = _BACKWARD_ON_CUDA(
+            *inputs, None, None, *lengths, 0.0, is_causal, seed, seed, scale=scale
+        )
     else:
         results = _BACKWARD_ON_CPU(*inputs, 0.0, is_causal, scale=scale)
     of_query, *others = results
-    return of_query, *(each.view(key.shape[0], key.shape[1], -1, *key.shape[2:]).sum(2) for each in others)
+    return of_query, *(
+        each.view(key.shape[0], key.shape[1], -1, *key.shape[2:]).sum(2) for each in others
+    )
 
 
 @contextmanager
 def _load_balanced() -> Iterator[None]:
-    """Each rank has a slice from each end of the sequence; torch's own entry point may have set another order."""
+    """Each rank has a slice from each end of the sequence; torch's own entry point may have set
+    another order."""
     before = _ROUNDS._cp_options.enable_load_balance
     _ROUNDS._cp_options.enable_load_balance = True
     try:

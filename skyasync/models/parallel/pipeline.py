@@ -1,18 +1,21 @@
-"""Pipeline parallelism: each rank of the pipeline dimension, a stage, has consecutive layers of the model.
+"""Pipeline parallelism: each rank of the pipeline dimension, a stage, has consecutive layers of the
+model.
 
     first stage: embeddings, layers  ──states──▶  layers  ──states──▶  last stage: layers, norm, head, loss
                                     ◀─gradients─         ◀─gradients─
 
-All stages get the same rows and cut them into the same micro-batches, so each knows the shapes of what it receives:
-micro-batches may differ in width. The order is 1F1B: a stage is ahead of its backward passes by as many forward
-passes as there are stages after it, then a backward pass follows each forward pass:
+All stages get the same rows and cut them into the same micro-batches, so each knows the shapes of
+what it receives: micro-batches may differ in width. The order is 1F1B: a stage is ahead of its
+backward passes by as many forward passes as there are stages after it, then a backward pass follows
+each forward pass:
 
     first of 3 stages   F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
     last                F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
 
-Invariant: a stage computes what one rank computes with these layers: transformers' own forward pass runs on every
-stage, with the layers of other stages passed over. Embeddings that are tied to the head are on the first and the last
-stage; their gradients are added up before the optimizer step, so that both stay bitwise equal.
+Invariant: a stage computes what one rank computes with these layers: transformers' own forward pass
+runs on every stage, with the layers of other stages passed over. Embeddings that are tied to the
+head are on the first and the last stage; their gradients are added up before the optimizer step, so
+that both stay bitwise equal.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ T = TypeVar("T")
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has; the last one, which has the head, is not among those with one more."""
+    """How many layers each stage has; the last one, which has the head, is not among those with one
+    more."""
     return [layers // stages + (number < layers % stages) for number in range(stages)]
 
 
@@ -53,7 +57,8 @@ class Stage:
         dtype: that the model computes in.
 
     Attributes:
-        received: states from the stage before, of the last forward pass; their gradient goes back there.
+        received: states from the stage before, of the last forward pass; their gradient goes back
+            there.
         warmup: forward passes before the first backward pass.
 
     Raises:
@@ -61,9 +66,13 @@ class Stage:
     """
 
     def __init__(self, model: PreTrainedModel, groups: PipelineGroups, dtype: torch.dtype) -> None:
-        self._model, self._groups, self._dtype = model, groups, dtype
-        self._ranks, self._sent = groups.ranks, deque[tuple[dist.Work, Tensor]]()
-        size, self._number = len(groups.ranks), groups.ranks.index(dist.get_rank())
+        self._model = model
+        self._groups = groups
+        self._dtype = dtype
+        self._ranks = groups.ranks
+        self._sent = deque[tuple[dist.Work, Tensor]]()
+        size = len(groups.ranks)
+        self._number = groups.ranks.index(dist.get_rank())
         check(model, size)
         self.is_first, self.warmup = self._number == 0, size - 1 - self._number
         self.is_last = self.warmup == 0
@@ -87,14 +96,21 @@ class Stage:
         part, _, rest = name.removeprefix(f"{self._model.base_model_prefix}.").partition(".")
         if part == "layers":
             return bisect(self._boundaries, int(rest.partition(".")[0]))
-        return 0 if part == "embed_tokens" else len(self._ranks) - 1
+        if part == "embed_tokens":
+            return 0
+        return len(self._ranks) - 1
 
     def _cut(self, base: Any) -> None:  # noqa: ANN401
-        """Layers of other stages are passed over; this stage's first one is given what was received."""
-        model, first = self._model, ([0, *self._boundaries])[self._number]
+        """Layers of other stages are passed over; this stage's first one is given what was
+        received."""
+        model = self._model
+        first = ([0, *self._boundaries])[self._number]
         for number in range(len(base.layers)):
             if not first <= number < self._boundaries[self._number]:
-                base.layers[number] = self._entry if number == first - 1 else PipelineIdentityLayer()
+                if number == first - 1:
+                    base.layers[number] = self._entry
+                else:
+                    base.layers[number] = PipelineIdentityLayer()
         if not self.is_first and not (self._tied and self.is_last):
             base.embed_tokens = PipelineIdentityLayer()
         if not self.is_last:
@@ -106,15 +122,21 @@ class Stage:
         # What is missing here is not unexpected in the files.
         there = {name for name, _ in model.named_parameters()}
         patterns = {f"^{name.replace('.', '[.]')}$" for name in self._specs if name not in there}
-        model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *patterns}
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *patterns,
+        }
 
     # ---------------------------------------------------------------- computing
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model for a batch of tokens: these, or the states that the stage before has computed."""
+        """Arguments of the model for a batch of tokens: these, or the states that the stage before
+        has computed."""
         if self.is_first:
             return {"input_ids": tokens}
-        states = torch.empty(*tokens.shape, self._hidden_size, dtype=self._dtype, device=tokens.device)
+        states = torch.empty(
+            *tokens.shape, self._hidden_size, dtype=self._dtype, device=tokens.device
+        )
         dist.recv(states, src=self._ranks[self._number - 1], group=self._groups.states)
         self.received = self._entry.states = states.requires_grad_(torch.is_grad_enabled())
         return {"inputs_embeds": states.detach()}  # for masks and positions
@@ -124,7 +146,8 @@ class Stage:
         self._send(states.detach(), self._number + 1, self._groups.states)
 
     def backward(self, result: Tensor, received: Tensor | None) -> None:
-        """The backward pass of a loss, or of the states that were sent, whose gradient the next stage has.
+        """The backward pass of a loss, or of the states that were sent, whose gradient the next
+        stage has.
 
         Args:
             received: of the same forward pass; their gradient is sent to the stage before.
@@ -170,10 +193,13 @@ class Stage:
             return None
         weight = self._model.get_input_embeddings().weight
         assert isinstance(weight, nn.Parameter)
-        return weight if weight.requires_grad else None
+        if weight.requires_grad:
+            return weight
+        return None
 
     def add_embedding_gradients(self) -> None:
-        """Of tied embeddings: those of the first and the last stage. Once before each optimizer step."""
+        """Of tied embeddings: those of the first and the last stage. Once before each optimizer
+        step."""
         weight = self.embeddings()
         if weight is not None and weight.grad is not None:
             dist.all_reduce(local(weight.grad), group=self._groups.first_and_last)
@@ -187,7 +213,11 @@ class Stage:
         device = next(iter(own.values())).device
         return {
             name: StageTensor(
-                spec, own[name] if stage == self._number else None, device, self._ranks[stage], self._groups.states
+                spec,
+                own[name] if stage == self._number else None,
+                device,
+                self._ranks[stage],
+                self._groups.states,
             )
             for name, (spec, stage) in self._specs.items()
         }
@@ -210,13 +240,23 @@ class _Entry(nn.Module):
 
 def check(model: PreTrainedModel, stages: int) -> None:
     """Raises ``UserError`` for a model that cannot be cut into so many stages."""
-    base, family = model.base_model, type(model).__name__
+    base = model.base_model
+    family = type(model).__name__
     config: Any = model.config.get_text_config()
     if set(config.base_model_pp_plan or ()) != PARTS:
-        raise UserError(f"{KEY}={stages}: transformers has no plan by which {family} can be cut: set {KEY}=1")
-    strange = sorted({name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS})
+        raise UserError(
+            f"{KEY}={stages}: transformers has no plan by which {family} can be cut: set {KEY}=1"
+        )
+    strange = sorted(
+        {name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS}
+    )
     if strange or config_value(config, "num_kv_shared_layers"):
-        what = f"{strange[0]} outside its layers" if strange else "layers that share keys and values"
-        raise UserError(f"{KEY}={stages}: {family} has {what}, which stages cannot have: set {KEY}=1")
+        if strange:
+            what = f"{strange[0]} outside its layers"
+        else:
+            what = "layers that share keys and values"
+        raise UserError(
+            f"{KEY}={stages}: {family} has {what}, which stages cannot have: set {KEY}=1"
+        )
     if len(base.layers) < stages:  # type: ignore[arg-type]
         raise UserError(f"{KEY}={stages} is more than the {len(base.layers)} layers of {family}")  # type: ignore[arg-type]

@@ -1,11 +1,13 @@
-"""A model's matrices split over the tensor dimension, by the plan that transformers has for its family.
+"""A model's matrices split over the tensor dimension, by the plan that transformers has for its
+family.
 
-Invariant: the model's gradient is that of the whole model. Embeddings, norms and routers are whole on every rank of the
-dimension, which computes the same with them. A linear head is split by vocabulary, if the dimension divides it, and
-returns this rank's part of the logits; embeddings tied to it are split too.
+Invariant: the model's gradient is that of the whole model. Embeddings, norms and routers are whole
+on every rank of the dimension, which computes the same with them. A linear head is split by
+vocabulary, if the dimension divides it, and returns this rank's part of the logits; embeddings tied
+to it are split too.
 
-A split product is a sum over ranks. transformers' styles round each rank's part to bfloat16 before the sum; here the
-parts are sent as float32 and their sum is rounded once, as on one rank:
+A split product is a sum over ranks. transformers' styles round each rank's part to bfloat16 before
+the sum; here the parts are sent as float32 and their sum is rounded once, as on one rank:
 
     column-wise: y = x W' + b by this rank's rows of W;  dx = round(sum over ranks of dy W)
     row-wise:    y = round(sum over ranks of x W' + b) by its columns;  dx = dy W
@@ -47,8 +49,11 @@ if TYPE_CHECKING:
 
 
 KEY = "trainer.parallel.tensor"
-COLUMNS, ROWS = "skyasync_columns", "skyasync_rows"
-NORM, EMBEDDING, EXPERTS = "skyasync_norm_of_own_heads", "skyasync_vocabulary_embedding", "skyasync_whole_experts"
+COLUMNS = "skyasync_columns"
+ROWS = "skyasync_rows"
+NORM = "skyasync_norm_of_own_heads"
+EMBEDDING = "skyasync_vocabulary_embedding"
+EXPERTS = "skyasync_whole_experts"
 _SUPPORTED = {
     COLUMNS,
     ROWS,
@@ -59,7 +64,8 @@ _SUPPORTED = {
     EXPERTS,
     EMBEDDING,
 }
-"""Styles whose parts are slices of a weight, as checkpoints of shards need; those of packed weights are not."""
+"""Styles whose parts are slices of a weight, as checkpoints of shards need; those of packed weights
+are not."""
 
 _OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
 """Replacements of transformers' styles."""
@@ -69,15 +75,20 @@ _ADAPTED = {COLUMNS: attrgetter("lora_B"), ROWS: attrgetter("lora_A")}
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
-    """Split a model that has no memory yet; returns which part of the logits its head computes, None for all.
+    """Split a model that has no memory yet; returns which part of the logits its head computes,
+    None for all.
 
     Raises:
         UserError: for a family without a plan, or a size that does not divide its heads or experts.
     """
-    size, head = mesh.size(), model.get_output_embeddings()
-    config, family = model.config.get_text_config(), type(model).__name__
+    size = mesh.size()
+    head = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    family = type(model).__name__
     if len(model.tp_plan) < 2:  # a head alone is no plan
-        raise UserError(f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1")
+        raise UserError(
+            f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1"
+        )
     others = set(config_value(config, "layer_types", ())) - ATTENDING
     if others:
         raise UserError(
@@ -87,7 +98,9 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
         count = config_value(config, name)
         if isinstance(count, int) and count % size:
             fits = [str(n) for n in range(1, count + 1) if count % n == 0]
-            raise UserError(f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}")
+            raise UserError(
+                f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}"
+            )
     plan = _plan(model)
     by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
     embeddings = model.get_input_embeddings()
@@ -112,7 +125,9 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
     return Vocabulary(mesh.get_group(), size, share * mesh.get_local_rank(), share)
 
 
-def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh) -> None:
+def split_adapters(
+    layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh
+) -> None:
     """Split the halves of adapters of split layers: B with the outputs, A with the inputs.
 
     The other half is whole on every rank, which computes all of its gradient.
@@ -125,11 +140,15 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
     """
     from peft.tuners.lora.model import add_lora_tp_hooks_dtensor
 
-    plan, head = _plan(model), model.get_output_embeddings()
+    plan = _plan(model)
+    head = model.get_output_embeddings()
     for name, layer in layers:
         style = plan.get(str(replace_layer_number_by_wildcard(name)))
         if layer.get_base_layer() is head:
-            style = COLUMNS if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0 else None
+            if isinstance(head, nn.Linear) and head.out_features % mesh.size() == 0:
+                style = COLUMNS
+            else:
+                style = None
         if style is None:
             continue
         if style not in _ADAPTED:
@@ -139,7 +158,9 @@ def split_adapters(layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedMod
             )
         (half,) = _ADAPTED[style](layer).values()
         theirs = next(library for library, ours in _OURS.items() if ours == style)
-        add_lora_tp_hooks_dtensor(half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name)
+        add_lora_tp_hooks_dtensor(
+            half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name
+        )
         ALL_PARALLEL_STYLES[style].install_forward(half, mesh)
 
 
@@ -168,14 +189,18 @@ def _key(model: PreTrainedModel, module: nn.Module) -> str:
 class NormOfOwnHeads(TensorParallelLayer):
     """A norm that each rank applies to its own heads, with weights that all ranks have.
 
-    transformers' style sums the accumulated gradient over ranks in every backward pass: with several micro-batches that
-    is too much.
+    transformers' style sums the accumulated gradient over ranks in every backward pass: with
+    several micro-batches that is too much.
     """
 
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
         own = dict(module._parameters)
-        shared = {name: sum_gradients_over_group(p, mesh.get_group()) for name, p in own.items() if p is not None}
+        shared = {
+            name: sum_gradients_over_group(p, mesh.get_group())
+            for name, p in own.items()
+            if p is not None
+        }
         module._parameters.update(shared)  # type: ignore[arg-type]
         try:
             yield
@@ -184,7 +209,8 @@ class NormOfOwnHeads(TensorParallelLayer):
 
 
 class VocabularyEmbedding(TensorParallelLayer):
-    """Embeddings of which each rank holds a part of the vocabulary, like a head that is tied to them."""
+    """Embeddings of which each rank holds a part of the vocabulary, like a head that is tied to
+    them."""
 
     def shard_param(self, module: nn.Embedding, param: str, mesh: DeviceMesh) -> None:
         whole = module._parameters[param]
@@ -193,12 +219,16 @@ class VocabularyEmbedding(TensorParallelLayer):
         module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
 
     def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
-        look_up, group = module.forward, mesh.get_group()
+        look_up = module.forward
+        group = mesh.get_group()
         size = module.num_embeddings // mesh.size()
         first = size * mesh.get_local_rank()
         padding = module.padding_idx
         if padding is not None:
-            module.padding_idx = padding - first if first <= padding < first + size else None
+            if first <= padding < first + size:
+                module.padding_idx = padding - first
+            else:
+                module.padding_idx = None
 
         def forward(tokens: Tensor) -> Tensor:
             own = tokens - first
@@ -212,13 +242,20 @@ class VocabularyEmbedding(TensorParallelLayer):
 
 
 class WholeExperts(MoeExpertsParallel):
-    """Experts of which each rank has some, whole; all ranks see all tokens, and their outputs are summed.
+    """Experts of which each rank has some, whole; all ranks see all tokens, and their outputs are
+    summed.
 
-    A token's experts on other ranks get the number after the last of this rank's, which transformers' experts skip.
+    A token's experts on other ranks get the number after the last of this rank's, which
+    transformers' experts skip.
     """
 
     def transform_inputs_pre_forward(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mesh: DeviceMesh, **options: object
+        self,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        mesh: DeviceMesh,
+        **options: object,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden, chosen, weights, *more = args
         group, own = mesh.get_group(), int(module.num_experts)  # type: ignore[arg-type]
@@ -258,7 +295,13 @@ class _Float32Sum:
 
 class _ColumnProduct(Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.save_for_backward(states, weight)
         ctx.group = group
         return F.linear(states, weight, bias)
@@ -267,13 +310,26 @@ class _ColumnProduct(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         states, weight = ctx.saved_tensors
         own = gradients[0].flatten(0, -2)
-        of_states = sum_over_group(_wide(own, weight), ctx.group).to(states.dtype) if ctx.needs_input_grad[0] else None
-        return (None if of_states is None else of_states.view(states.shape), *_of_parameters(ctx, own, states), None)
+        if ctx.needs_input_grad[0]:
+            of_states = sum_over_group(_wide(own, weight), ctx.group).to(states.dtype)
+        else:
+            of_states = None
+        return (
+            None if of_states is None else of_states.view(states.shape),
+            *_of_parameters(ctx, own, states),
+            None,
+        )
 
 
 class _RowProduct(Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup) -> Tensor:  # noqa: ANN401
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup,
+    ) -> Tensor:
         ctx.save_for_backward(states, weight)
         whole = sum_over_group(_wide(states.flatten(0, -2), weight.t()), group)
         if bias is not None:
@@ -284,13 +340,24 @@ class _RowProduct(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         states, weight = ctx.saved_tensors
         own = gradients[0].flatten(0, -2)
-        of_states = (own @ weight).view(states.shape) if ctx.needs_input_grad[0] else None
+        if ctx.needs_input_grad[0]:
+            of_states = (own @ weight).view(states.shape)
+        else:
+            of_states = None
         return (of_states, *_of_parameters(ctx, own, states), None)
 
 
-def _of_parameters(ctx: Any, gradient: Tensor, states: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
-    """Gradients of this rank's part of the weight, and of its part of the bias or of a bias that all ranks have."""
-    of_weight = gradient.t() @ states.flatten(0, -2) if ctx.needs_input_grad[1] else None
+def _of_parameters(
+    ctx: Any,  # noqa: ANN401
+    gradient: Tensor,
+    states: Tensor,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of this rank's part of the weight, and of its part of the bias or of a bias that
+    all ranks have."""
+    if ctx.needs_input_grad[1]:
+        of_weight = gradient.t() @ states.flatten(0, -2)
+    else:
+        of_weight = None
     return of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -1,7 +1,9 @@
-"""Log-probabilities from logits of which each rank of the tensor dimension has a part of the vocabulary.
+"""Log-probabilities from logits of which each rank of the tensor dimension has a part of the
+vocabulary.
 
-Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which need all of it: then the
-logits are gathered, as many as one rank without tensor parallelism would hold. All results are the same on every rank.
+Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which need all
+of it: then the logits are gathered, as many as one rank without tensor parallelism would hold. All
+results are the same on every rank.
 """
 
 from __future__ import annotations
@@ -114,4 +116,5 @@ sum_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOverGroup.ap
 """The sum over ranks; each rank's tensor gets the gradient of the sum."""
 
 sum_gradients_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOfGradients.apply
-"""The same tensor, which all ranks have and each uses in its part of the work: its gradient is the ranks' sum."""
+"""The same tensor, which all ranks have and each uses in its part of the work: its gradient is the
+ranks' sum."""

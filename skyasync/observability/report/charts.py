@@ -1,6 +1,8 @@
-"""Which pictures a report has: metrics, what they mean together, and what would fill a picture that has none.
+"""Which pictures a report has: metrics, what they mean together, and what would fill a picture that
+has none.
 
-Invariant: data only; a metric that a run does not log leaves its line out, a picture without lines its sentence.
+Invariant: data only; a metric that a run does not log leaves its line out, a picture without lines
+its sentence.
 """
 
 from __future__ import annotations
@@ -56,7 +58,10 @@ class Section:
 
 _REWARD = Chart(
     "Reward and score",
-    (Line("reward/mean", "training reward", smooth=True), Line("eval/score", "held-out score", markers=True)),
+    (
+        Line("reward/mean", "training reward", smooth=True),
+        Line("eval/score", "held-out score", markers=True),
+    ),
     says="The mean reward of the trained samples, and the score of the held-out prompts.",
     large=True,
 )
@@ -99,8 +104,14 @@ _ENTROPY = Chart(
     (Line("policy/entropy", "of the policy, per token"),),
     missing="Set trainer.algorithm.use_entropy_loss=true (trainer.algorithm.entropy_loss_coef=0 only measures).",
 )
-_GRADIENT = Chart("Gradient norm", (Line("policy/grad_norm", "before clipping"),), missing="No update was logged yet.")
-_RATE = Chart("Learning rate", (Line("policy/lr", "learning rate"),), missing="No update has been logged yet.")
+_GRADIENT = Chart(
+    "Gradient norm",
+    (Line("policy/grad_norm", "before clipping"),),
+    missing="No update was logged yet.",
+)
+_RATE = Chart(
+    "Learning rate", (Line("policy/lr", "learning rate"),), missing="No update has been logged yet."
+)
 _CRITIC = Chart(
     "Critic",
     (Line("critic/explained_variance", "explained variance of the returns"),),
@@ -159,11 +170,16 @@ _LENGTHS = Chart(
 )
 _TRUNCATED = Chart(
     "Truncated responses",
-    (Line("response/truncated", "in training"), Line("eval/response_truncated", "in evaluation", markers=True)),
+    (
+        Line("response/truncated", "in training"),
+        Line("eval/response_truncated", "in evaluation", markers=True),
+    ),
     says="Cut by generator.sampling_params.max_generate_length or generator.max_model_len.",
     percent=True,
 )
-_THROUGHPUT = Chart("Throughput", (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),))
+_THROUGHPUT = Chart(
+    "Throughput", (Line("throughput/tokens_per_s", "generated tokens/s", smooth=True),)
+)
 _IDLE = Chart(
     "Idle shares",
     (Line("idle/trainer", "trainer", smooth=True), Line("idle/engines", "engines", smooth=True)),
@@ -174,13 +190,20 @@ _STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),)
 
 
 def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
-    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer lines of each."""
+    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer
+    lines of each."""
     names = {name for row in rows for name, value in row.items() if value is not None}
     rewarded = sorted(name for name in names if name.startswith("reward/mean/"))
     evaluated = sorted(name for name in names if name.startswith("eval/score/"))
-    stale = sorted(int(m[1]) for name in names if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name)))
+    stale = sorted(
+        int(m[1])
+        for name in names
+        if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name))
+    )
     reported = sorted(name for name in names if name.startswith("env/"))
-    shares = [n for n in reported if all(0 <= row[n] <= 1 for row in rows if row.get(n) is not None)]
+    shares = [
+        n for n in reported if all(0 <= row[n] <= 1 for row in rows if row.get(n) is not None)
+    ]
     rewards = Chart(
         "Reward by domain",
         tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
@@ -193,7 +216,10 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     )
     by_staleness = Chart(
         "Log-ratio by staleness",
-        tuple(Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old") for n in stale),
+        tuple(
+            Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old")
+            for n in stale
+        ),
         says="Mean |log(trainer / engine)| of the tokens of each staleness, before the correction.",
         missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
     )
@@ -222,9 +248,17 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     aim = _SUPERVISED if "sft/loss" in names else _REWARD
     return [
         Section("reward", "Reward and evaluation", (aim, rewards, scores)),
-        Section("policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)),
-        Section("staleness", "Staleness and correction", (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP)),
-        Section("responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *environments)),
+        Section(
+            "policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)
+        ),
+        Section(
+            "staleness",
+            "Staleness and correction",
+            (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP),
+        ),
+        Section(
+            "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *environments)
+        ),
         Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else steps)),
     ]
 
@@ -240,7 +274,8 @@ def tokens_by_staleness(rows: Sequence[Row]) -> dict[int, float]:
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Seconds of a step by what its trainer did or waited for: disjoint parts, which add up to ``time/step_s``."""
+    """Seconds of a step by what its trainer did or waited for: disjoint parts, which add up to
+    ``time/step_s``."""
     step = row.get("time/step_s")
     if step is None:
         return {}
@@ -249,10 +284,16 @@ def step_parts(row: Row) -> dict[str, float]:
     rest = (row.get("time/train_s") or 0.0) - sum(training.values())
     seconds = {**training, "training, the rest": rest}
     seconds |= {name: row.get(name) or 0.0 for name in ("time/sync_s", "time/counters_s")}
-    seconds |= {name: row.get(name) or 0.0 for name in waits}  # last: what overlaps with training is no wait
-    parts, left = {}, float(step)
+    seconds |= {
+        name: row.get(name) or 0.0 for name in waits
+    }  # last: what overlaps with training is no wait
+    parts = {}
+    left = float(step)
     for name, value in seconds.items():
-        if (taken := min(max(value, 0.0), left)) > 0:
+        taken = min(max(value, 0.0), left)
+        if taken > 0:
             parts[re.sub(r"^time/(.*)_s$", r"\1", name).replace("_", " ")] = taken
             left -= taken
-    return {**parts, "other": left} if left > 0.005 * step else parts
+    if left > 0.005 * step:
+        return {**parts, "other": left}
+    return parts

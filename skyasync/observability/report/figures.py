@@ -1,7 +1,8 @@
 """Pictures as SVG for a page: matplotlib draws, the page's style sheet colours.
 
-Invariant: a picture holds no colour of its own but variables of the page (``--ink``, ``--c0``, ...), so light and dark
-are the page's business; text stays text. Nothing is drawn of data that is not there.
+Invariant: a picture holds no colour of its own but variables of the page (``--ink``, ``--c0``,
+...), so light and dark are the page's business; text stays text. Nothing is drawn of data that is
+not there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ _LARGE = 5000  # numbers of this size have their thousands apart
 _LONG = 22  # characters of a label that needs a line of the legend to itself
 
 # Colours that stand for the page's variables; a picture has no others.
-_INK, _PALE, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
+_INK = "#010101"
+_PALE = "#020202"
+_GRID = "#030303"
+_PAPER = "#040404"
 _SERIES = [f"#0{n}0{n}1{n}" for n in range(COLOURS)]
 _VARIABLES = {_INK: "--ink", _PALE: "--pale", _GRID: "--grid", _PAPER: "--card"} | {
     colour: f"--c{n}" for n, colour in enumerate(_SERIES)
@@ -82,8 +86,14 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
     shown = list(dict.fromkeys(line for _, line, _ in logged))
     with canvas(chart.title, LARGE if chart.large else SIZE) as (figure, ax, out):
         for count, (run, line, number) in enumerate(logged):
-            label = (run if len(shown) == 1 else "") if several else line.label
-            style = _STYLES[shown.index(line) % len(_STYLES)] if several else "-"
+            if several:
+                label = run if len(shown) == 1 else ""
+            else:
+                label = line.label
+            if several:
+                style = _STYLES[shown.index(line) % len(_STYLES)]
+            else:
+                style = "-"
             colour = colour_of(number if several else count)
             steps, values = thinned(*series(runs[run], line.metric))
             if line.low and line.high:
@@ -94,11 +104,23 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
             if line.smooth and len(values) > 8:
                 ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
                 values = smooth(values)
-            dots: Any = {"marker": "o", "markersize": 4.5} if line.markers or len(values) == 1 else {}
-            ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7, label=_literal(label) or "_", **dots)
+            dots: Any = (
+                {"marker": "o", "markersize": 4.5} if line.markers or len(values) == 1 else {}
+            )
+            ax.plot(
+                steps,
+                values,
+                color=colour,
+                linestyle=style,
+                linewidth=1.7,
+                label=_literal(label) or "_",
+                **dots,
+            )
         if several and len(shown) > 1:  # colours are runs, as the page says; styles are lines
             for line, style in zip(shown, itertools.cycle(_STYLES), strict=False):
-                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=_literal(line.label))
+                ax.plot(
+                    [], [], color=_INK, linestyle=style, linewidth=1.5, label=_literal(line.label)
+                )
         _finish(figure, ax, chart, len(logged), "training step")
     return out.getvalue()
 
@@ -113,12 +135,28 @@ def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
             total = sum(tokens.values()) or 1.0
             at = [staleness + (number - (len(counts) - 1) / 2) * width for staleness in tokens]
             shares = [count / total for count in tokens.values()]
-            bars = ax.bar(at, shares, width * 0.92, color=colour_of(list(runs).index(run)), label=_literal(run))
+            bars = ax.bar(
+                at,
+                shares,
+                width * 0.92,
+                color=colour_of(list(runs).index(run)),
+                label=_literal(run),
+            )
             if len(counts) == 1 and len(tokens) <= 12:
-                ax.bar_label(bars, [f"{share:.0%}" if share >= 0.005 else "" for share in shares], fontsize=10.5)
+                ax.bar_label(
+                    bars,
+                    [f"{share:.0%}" if share >= 0.005 else "" for share in shares],
+                    fontsize=10.5,
+                )
         ax.set_xticks(sorted({staleness for tokens in counts.values() for staleness in tokens}))
         ax.grid(visible=False, axis="x")
-        _finish(figure, ax, Chart(chart.title, (), percent=True), len(counts) if len(runs) > 1 else 1, "versions")
+        _finish(
+            figure,
+            ax,
+            Chart(chart.title, (), percent=True),
+            len(counts) if len(runs) > 1 else 1,
+            "versions",
+        )
     return out.getvalue()
 
 
@@ -134,7 +172,15 @@ def _stack(chart: Chart, rows: Sequence[Row]) -> str:
         bottom = [0.0] * len(at)
         for number, line in enumerate(chart.lines):
             heights = [fmean(parts.get(line.metric, 0.0) for _, parts in part) for part in slices]
-            ax.bar(at, heights, 0.9 * size, bottom=bottom, color=colour_of(number), label=line.label, linewidth=0)
+            ax.bar(
+                at,
+                heights,
+                0.9 * size,
+                bottom=bottom,
+                color=colour_of(number),
+                label=line.label,
+                linewidth=0,
+            )
             bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
         ax.grid(visible=False, axis="x")
         _finish(figure, ax, chart, len(chart.lines), "training step")
@@ -147,7 +193,8 @@ def colour_of(number: int) -> str:
 
 
 def _literal(label: str) -> str:
-    """The label as it is: Matplotlib hides one that begins with an underscore, and reads dollars as formulas."""
+    """The label as it is: Matplotlib hides one that begins with an underscore, and reads dollars as
+    formulas."""
     return " " * label.startswith("_") + label.replace("$", r"\$")
 
 
@@ -178,25 +225,38 @@ def _finish(figure: Figure, ax: Axes, chart: Chart, lines: int, below: str) -> N
         texts = ax.get_legend_handles_labels()[1]
         columns = 1 if max(map(len, texts)) > _LONG or lines < 2 else 2
         figure.legend(
-            *ax.get_legend_handles_labels(), loc="outside upper left", ncols=columns, handlelength=1.6, borderpad=0.1
+            *ax.get_legend_handles_labels(),
+            loc="outside upper left",
+            ncols=columns,
+            handlelength=1.6,
+            borderpad=0.1,
         )
 
 
 @contextmanager
-def canvas(title: str, size: tuple[float, float] = SIZE) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
+def canvas(
+    title: str, size: tuple[float, float] = SIZE
+) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
     """A figure, its axes, and a buffer that holds the SVG after the block."""
-    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here: it takes a second.
+    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here:
+    # it takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
-    with rc_context({**_STYLE, "svg.hashsalt": title}):  # pictures of one page must not share the names of their parts
+    with rc_context(
+        {**_STYLE, "svg.hashsalt": title}
+    ):  # pictures of one page must not share the names of their parts
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
         yield figure, figure.subplots(), out
         raw = io.StringIO()
-        figure.savefig(raw, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            raw,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     # The ``<svg>`` alone, as wide as its column, with the page's colours.
     svg = raw.getvalue()
     svg = svg[svg.index("<svg") :]
@@ -218,7 +278,9 @@ def read_spans(path: Path) -> list[Span]:
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if '"ph": "X"' in line and not any(f'"name": "{name}"' in line for name in (IDLE, END)):
+                if '"ph": "X"' in line and not any(
+                    f'"name": "{name}"' in line for name in (IDLE, END)
+                ):
                     newest.append(line)
                 elif '"thread_name"' in line and (event := _event(line)):
                     lanes[event["pid"], event["tid"]] = str(event["args"]["name"])
@@ -244,7 +306,9 @@ def _event(line: str) -> dict[str, Any] | None:
         event = json.loads(line.strip().strip(","))
     except json.JSONDecodeError:  # torn by a crash, or being written
         return None
-    return event if isinstance(event, dict) and "pid" in event else None
+    if isinstance(event, dict) and "pid" in event:
+        return event
+    return None
 
 
 def last_steps(spans: Sequence[Span], steps: int = STEPS) -> list[Span]:
@@ -273,8 +337,12 @@ def draw_timeline(spans: Sequence[Span]) -> str:
         for row, track in enumerate(tracks):
             own = sorted((s for s in spans if s.track == track), key=lambda s: s.start_s - s.end_s)
             for span in own:  # the longest first: what lies within it is drawn on it, and less high
-                inside = any(o is not span and o.start_s <= span.start_s and span.end_s <= o.end_s for o in own[:50])
-                height, width_s = 0.5 if inside else 0.8, max(span.end_s - span.start_s, 1e-4)
+                inside = any(
+                    o is not span and o.start_s <= span.start_s and span.end_s <= o.end_s
+                    for o in own[:50]
+                )
+                height = 0.5 if inside else 0.8
+                width_s = max(span.end_s - span.start_s, 1e-4)
                 bar = [(span.start_s - start, width_s)], (row - height / 2, height)
                 ax.broken_barh(*bar, color=colour_of(names.index(span.name)), linewidth=0)
         for number, name in enumerate(names):
@@ -283,5 +351,7 @@ def draw_timeline(spans: Sequence[Span]) -> str:
         ax.set_ylim(len(tracks) - 0.4, -0.6)
         ax.grid(visible=False, axis="y")
         ax.set_xlabel("seconds")
-        figure.legend(loc="outside upper left", ncols=min(len(names), 8), handlelength=1, columnspacing=1.2)
+        figure.legend(
+            loc="outside upper left", ncols=min(len(names), 8), handlelength=1, columnspacing=1.2
+        )
     return out.getvalue()

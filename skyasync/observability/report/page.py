@@ -1,6 +1,8 @@
-"""From runs' folders to one page, findings first: how the run ended, and figures that rarely are as they should be.
+"""From runs' folders to one page, findings first: how the run ended, and figures that rarely are as
+they should be.
 
-Then what the run wrote: its first, a middle and its last samples, token by token where they are recorded.
+Then what the run wrote: its first, a middle and its last samples, token by token where they are
+recorded.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ _WARNINGS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """``grave`` for what ended the run, or spoils it; ``nothing_learned`` for an alarm after which speed is nothing."""
+    """``grave`` for what ended the run, or spoils it; ``nothing_learned`` for an alarm after which
+    speed is nothing."""
 
     text: str
     grave: bool = False
@@ -62,13 +65,21 @@ def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]
         result.append(Finding(message, grave=True))
     elif status.state == STOPPED:
         result.append(Finding("The run was stopped before its end."))
-    for name in sorted({name for row in rows for name in row if name.startswith("warnings/") and row[name]}):
+    for name in sorted(
+        {name for row in rows for name in row if name.startswith("warnings/") and row[name]}
+    ):
         steps = [row["step"] for row in rows if row.get(name)]
-        when = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
+        if len(steps) == 1:
+            when = f"step {steps[0]}"
+        else:
+            when = f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
         result.append(Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})"))
 
     restarts = jsonl.read_rows(folder / RESTARTS)
-    result += [Finding(alarm.text, nothing_learned=alarm.nothing_learned) for alarm in alarms(rows, restarts)]
+    result += [
+        Finding(alarm.text, nothing_learned=alarm.nothing_learned)
+        for alarm in alarms(rows, restarts)
+    ]
     return sorted(result, key=lambda finding: not finding.grave)
 
 
@@ -76,9 +87,11 @@ class Run:
     """The data of one run that a page shows."""
 
     def __init__(self, folder: Path, label: str) -> None:
-        self.folder, self.label = folder, label
+        self.folder = folder
+        self.label = label
         self.rows: list[Row] = list(jsonl.read_rows(folder / "metrics.jsonl"))
-        self.status, self.settings = read_status(folder), settings.read(folder / "config.yaml")
+        self.status = read_status(folder)
+        self.settings = settings.read(folder / "config.yaml")
         self.plan = str(self.settings.get("trainer.plan", ""))
         self.model = Path(str(self.settings.get("trainer.policy.model.path", ""))).name
         self.summary = summarise(self.rows)
@@ -92,11 +105,14 @@ class Run:
         *before, last = self.rows or [{}]
         if last.get("throughput/tokens_per_s") == 0:
             last = {k: v for k, v in last.items() if not k.startswith(("throughput/", "idle/"))}
-        return [*before, last] if self.rows else []
+        if self.rows:
+            return [*before, last]
+        return []
 
     def tiles(self) -> list[tuple[str, str, str]]:
         """Name, figure, and a word about it."""
-        summary, means = self.summary, self.summary.means
+        summary = self.summary
+        means = self.summary.means
         rewards = series(self.rows, "reward/mean")[1]
         tiles: list[tuple[str, str, str]] = []
         if summary.first and summary.last and summary.best:
@@ -118,7 +134,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Token:
-    """``version`` is the number of a colour, -1 for text of the environment; ``gap`` is trainer minus engine."""
+    """``version`` is the number of a colour, -1 for text of the environment; ``gap`` is trainer
+    minus engine."""
 
     text: str
     version: int
@@ -129,7 +146,8 @@ class Token:
 
     @property
     def strength(self) -> float:
-        """Strength of the gap's colour, from 0 to 1: a square root, so that small gaps are visible."""
+        """Strength of the gap's colour, from 0 to 1: a square root, so that small gaps are
+        visible."""
         if self.gap is None or abs(self.gap) < NEGLIGIBLE:
             return 0.0
         return round(min(1.0, math.sqrt(abs(self.gap) / FULL_GAP)), 2)
@@ -160,21 +178,25 @@ class Step:
 
 
 def chosen(rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False) -> list[Step]:
-    """The samples of the first, the last, and steps evenly between; or of the newest steps, the last one first."""
+    """The samples of the first, the last, and steps evenly between; or of the newest steps, the
+    last one first."""
     steps = sorted({row["step"] for row in rows})
     if not steps:
         return []
     if newest:
         shown = steps[: -columns - 1 : -1]
     else:
-        shown = sorted({steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)})
+        shown = sorted(
+            {steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)}
+        )
     return [Step(step, [sample_of(row) for row in rows if row["step"] == step]) for step in shown]
 
 
 def sample_of(row: Row) -> PageSample:
     """The sample of a row of ``samples.jsonl`` or ``eval_samples.jsonl``."""
     columns = row.get("tokens") or {}
-    texts, versions = columns.get("text") or [], columns.get("versions") or []
+    texts = columns.get("text") or []
+    versions = columns.get("versions") or []
     engine = columns.get("logprobs") or [None] * len(texts)
     trainer = columns.get("trainer_logprobs") or [None] * len(texts)
     tokens = []
@@ -183,8 +205,14 @@ def sample_of(row: Row) -> PageSample:
         words = [f"version {version}" + (f", {staleness} old" if staleness > 0 else "")]
         words += [f"engine {theirs:.3f}"] if theirs is not None else []
         words += [f"trainer {ours:.3f}"] if ours is not None else []
-        gap = ours - theirs if ours is not None and theirs is not None else None
-        title = "from the environment" if version < 0 else " · ".join(words)
+        if ours is not None and theirs is not None:
+            gap = ours - theirs
+        else:
+            gap = None
+        if version < 0:
+            title = "from the environment"
+        else:
+            title = " · ".join(words)
         tokens.append(Token(text, version, gap, title, theirs, ours))
     return PageSample(
         name=" ".join(str(row[key]) for key in ("eval_set", "prompt_id") if key in row),
@@ -215,7 +243,8 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
 
     Args:
         refresh_s: seconds after which the browser reloads the page of a run that goes on; 0: never.
-        live: a server sends the page; its script fetches the next one, and the newest samples are shown.
+        live: a server sends the page; its script fetches the next one, and the newest samples are
+            shown.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -243,16 +272,25 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
             "timeline": figures.draw_timeline(spans),
             "samples": {
                 kind: chosen(jsonl.read_rows(folder / name), newest=live)
-                for kind, name in (("training", "samples.jsonl"), ("evaluation", "eval_samples.jsonl"))
+                for kind, name in (
+                    ("training", "samples.jsonl"),
+                    ("evaluation", "eval_samples.jsonl"),
+                )
             },
-            "changed": settings.changed(runs[0].settings, settings.read_origins(folder / "origins.json")),
+            "changed": settings.changed(
+                runs[0].settings, settings.read_origins(folder / "origins.json")
+            ),
             "all_settings": runs[0].settings,
         }
     else:
         context["differing"] = settings.differing([run.settings for run in runs])
     loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     templates.filters["written"] = written
     return templates.get_template("page.html.j2").render(context)

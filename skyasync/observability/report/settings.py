@@ -17,13 +17,18 @@ from skyasync.config.values import dotted, written
 
 Values = dict[str, Any]
 MODEL = "trainer.policy.model.path"
-_WHERE = {"trainer.run_name", "trainer.runs_dir", "trainer.terminal"}  # where a run is, not what it does
+_WHERE = {
+    "trainer.run_name",
+    "trainer.runs_dir",
+    "trainer.terminal",
+}  # where a run is, not what it does
 _SETTLED = {"trainer.resume_mode"}  # settings that the program resolves if they are not given
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's own.
+    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's
+    own.
 
     ``origin`` is who has set it, "" where that is not known.
     """
@@ -38,12 +43,17 @@ class Setting:
 def read(config: Path) -> Values:
     """A run's ``config.yaml`` by dotted key; empty where it cannot be read."""
     try:
-        loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
+        if yaml.__with_libyaml__:
+            loader = yaml.CSafeLoader
+        else:
+            loader = yaml.SafeLoader
         whole = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, yaml.YAMLError):
         return {}
     keys = Keys.of(Config)
-    return dict(dotted(whole, lambda path, group: path not in keys)) if isinstance(whole, Mapping) else {}
+    if isinstance(whole, Mapping):
+        return dict(dotted(whole, lambda path, group: path not in keys))
+    return {}
 
 
 def read_origins(file: Path) -> dict[str, str]:
@@ -55,7 +65,8 @@ def read_origins(file: Path) -> dict[str, str]:
 
 
 def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
-    """The keys that differ from their defaults, in the schema's order; keys of the user's own; then the recipe's."""
+    """The keys that differ from their defaults, in the schema's order; keys of the user's own; then
+    the recipe's."""
     keys = Keys.of(Config)
     model = values.get(MODEL)
 
@@ -66,7 +77,13 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         return path not in _WHERE and not settled and not (is_model and values[path] == model)
 
     differ = [
-        Setting(key.path, [written(values[key.path])], written(key.default), key.doc, _origin(key.path, origins))
+        Setting(
+            key.path,
+            [written(values[key.path])],
+            written(key.default),
+            key.doc,
+            _origin(key.path, origins),
+        )
         for key in keys
         if key.path in values and values[key.path] != key.default and is_users(key.path)
     ] + [
@@ -79,7 +96,9 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:
     """Who has set a key; the entries of a mapping may have been set in several places."""
-    mine = (origin for name, origin in origins.items() if name == path or name.startswith(f"{path}."))
+    mine = (
+        origin for name, origin in origins.items() if name == path or name.startswith(f"{path}.")
+    )
     return ", ".join(dict.fromkeys(mine))
 
 
@@ -91,6 +110,8 @@ def differing(runs: list[Values]) -> list[Setting]:
     for path in paths:
         values_of = [written(values[path]) if path in values else "(not set)" for values in runs]
         if len(set(values_of)) > 1 and path not in _WHERE:
-            default, doc = (written(keys[path].default), keys[path].doc) if path in keys else ("", "")
+            default, doc = (
+                (written(keys[path].default), keys[path].doc) if path in keys else ("", "")
+            )
             settings.append(Setting(path, values_of, default, doc))
     return settings

@@ -1,7 +1,7 @@
 """Saving the state of a run, and resuming from it.
 
-Invariant: a checkpoint holds everything that decides the rest of the run except the data, of which it has a digest: a
-run with other data does not resume. It is always the state between two steps.
+Invariant: a checkpoint holds everything that decides the rest of the run except the data, of which
+it has a digest: a run with other data does not resume. It is always the state between two steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ from typing import Any
 from skyasync.callbacks import RunExtension
 from skyasync.config.resume import Resume, saves
 from skyasync.errors import UserError
-from skyasync.trainer.checkpoint.checkpoints import Checkpoints, TrainState, choose, load_state, refusal
+from skyasync.trainer.checkpoint.checkpoints import (
+    Checkpoints,
+    TrainState,
+    choose,
+    load_state,
+    refusal,
+)
 from skyasync.trainer.checkpoint.settings_check import check_recorded, record
 from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.extensions import is_documented, load_states, nearest_metric, save_states
@@ -50,7 +56,11 @@ class Checkpointer:
     """
 
     def __init__(
-        self, context: RunContext, learner: Learner, ledger: PromptLedger, extensions: Sequence[RunExtension]
+        self,
+        context: RunContext,
+        learner: Learner,
+        ledger: PromptLedger,
+        extensions: Sequence[RunExtension],
     ) -> None:
         self.checkpoints: Checkpoints | None = None
         self.complete: list[Path] = []
@@ -58,21 +68,29 @@ class Checkpointer:
         self.saved_step = 0
         self.between_steps = True
         self.problem = ""
-        self._context, self._cfg, self._phases = context, context.cfg.trainer, context.phases
-        self._learner, self._extensions = learner, extensions
+        self._context = context
+        self._cfg = context.cfg.trainer
+        self._phases = context.phases
+        self._learner = learner
+        self._extensions = extensions
         self.saves_on_exit = context.cfg.trainer.ckpt_on_exit
         self._failures = 0  # in a row
-        self._resumed_from: Path | None = None  # the checkpoint that the user has named, until this run has saved
+        self._resumed_from: Path | None = (
+            None  # the checkpoint that the user has named, until this run has saved
+        )
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
-        self._task_step, self._write_s = 0, 0.0
+        self._task_step = 0
+        self._write_s = 0.0
         self._metric_seen = False  # ``ckpt_best_metric``, ever
-        self._better: dict[int, float] = {}  # steps that were better than all before, not written yet: the metric
+        self._better: dict[
+            int, float
+        ] = {}  # steps that were better than all before, not written yet: the metric
 
     async def uninterrupted(self, step: Coroutine[Any, Any, object]) -> None:
         """Await what changes the weights.
 
-        With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update cannot be saved. A
-        second one ends it too.
+        With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update
+        cannot be saved. A second one ends it too.
         """
         if not saves(self._cfg):
             await step
@@ -92,23 +110,35 @@ class Checkpointer:
             raise
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
-        """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint is to be kept.
+        """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint
+        is to be kept.
 
         Raises:
             UserError: if there is no such metric.
         """
-        name, step = self._cfg.ckpt_best_metric, self._context.progress.step
+        name = self._cfg.ckpt_best_metric
+        step = self._context.progress.step
         if self.checkpoints is None or not name or (name.startswith("eval/") and not evaluated):
             return False
         if name not in metrics:
             best = self.checkpoints.best
-            if self._metric_seen or is_documented(name) or (best is not None and best.metric == name):
+            if (
+                self._metric_seen
+                or is_documented(name)
+                or (best is not None and best.metric == name)
+            ):
                 return False  # no group of this step was worth training, for example
             hint = nearest_metric(name, metrics)
-            raise UserError(f"trainer.ckpt_best_metric={name}: step {step} has no such metric: {hint}")
+            raise UserError(
+                f"trainer.ckpt_best_metric={name}: step {step} has no such metric: {hint}"
+            )
         self._metric_seen = True
-        value, before, best = metrics[name], list(self._better.values()), self.checkpoints.best
-        if best is not None and best.metric == name and best.folder != f"step_{step:06d}":  # which is written again
+        value = metrics[name]
+        before = list(self._better.values())
+        best = self.checkpoints.best
+        if (
+            best is not None and best.metric == name and best.folder != f"step_{step:06d}"
+        ):  # which is written again
             before.append(best.value)
         better = max if self._cfg.ckpt_best_mode == "max" else min
         if value != value or (before and better([value, *before]) in before):
@@ -119,17 +149,20 @@ class Checkpointer:
     # ---------------------------------------------------------------- save
 
     async def save(self, *, patient: bool = True) -> Path | None:
-        """Write model, optimizer, data position and versions; complete or absent. The folder, if there is one now.
+        """Write model, optimizer, data position and versions; complete or absent. The folder, if
+        there is one now.
 
         Args:
-            patient: a disk that does not take it is a warning until it is the ``ckpt_patience``-th in a row.
+            patient: a disk that does not take it is a warning until it is the ``ckpt_patience``-th
+                in a row.
 
         Raises:
             UserError: if it is one too many.
         """
         if self.checkpoints is None:
             return None
-        progress, prompts = self._context.progress, self._context.prompts
+        progress = self._context.progress
+        prompts = self._context.prompts
         with self._phases.timed("checkpoint"):
             async with self._phases.limited("checkpoint"):
                 self._phases.metrics.update(await self.arrived(wait=True, patient=patient))
@@ -144,7 +177,9 @@ class Checkpointer:
                     stream=prompts.mark(progress.position),
                 )
                 if not (self._cfg.ckpt_async and patient):
-                    return await self._settle(self._write(self.checkpoints, state), state.step, patient)
+                    return await self._settle(
+                        self._write(self.checkpoints, state), state.step, patient
+                    )
                 copied = asyncio.Event()  # or failed
                 self._task_step = state.step
                 self._task = asyncio.create_task(self._write(self.checkpoints, state, copied))
@@ -152,9 +187,13 @@ class Checkpointer:
                 await copied.wait()
                 return None
 
-    async def _write(self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event | None = None) -> Path:
-        """Write all files. With ``copied``, which is set when there is a copy to be written, training goes on."""
-        dispatch, began = self._context.dispatch, self._phases.now()
+    async def _write(
+        self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event | None = None
+    ) -> Path:
+        """Write all files. With ``copied``, which is set when there is a copy to be written,
+        training goes on."""
+        dispatch = self._context.dispatch
+        began = self._phases.now()
         with checkpoints.unfinished(state.step) as unfinished:
             save_states(self._extensions, unfinished.path)
             await self.ledger.save(unfinished.path)
@@ -172,10 +211,12 @@ class Checkpointer:
         return folder
 
     async def arrived(self, *, wait: bool = False, patient: bool = True) -> Metrics:
-        """Take note of a checkpoint that was written during training, if it is done: what it took, and its error."""
+        """Take note of a checkpoint that was written during training, if it is done: what it took,
+        and its error."""
         if self._task is None or not (wait or self._task.done()):
             return {}
-        task, step = self._task, self._task_step
+        task = self._task
+        step = self._task_step
         await asyncio.wait([task])
         self._task = None
         await self._settle(task, step, patient)
@@ -190,7 +231,10 @@ class Checkpointer:
         except OSError as error:
             self._failures += 1
             self._better.pop(step, None)
-            newest = f"the newest is of step {self.saved_step}" if self.saved_step else "there is none yet"
+            if self.saved_step:
+                newest = f"the newest is of step {self.saved_step}"
+            else:
+                newest = "there is none yet"
             self.problem = f"the checkpoint of step {step} could not be saved: {error} ({newest})"
             if not patient:
                 raise UserError(self.problem) from error
@@ -206,8 +250,12 @@ class Checkpointer:
                 self._cfg.ckpt_patience,
             )
             return None
-        self.saved_step, self._failures, self.problem, self._resumed_from = step, 0, "", None
-        if (value := self._better.pop(step, None)) is not None and self.checkpoints is not None:
+        self.saved_step = step
+        self._failures = 0
+        self.problem = ""
+        self._resumed_from = None
+        value = self._better.pop(step, None)
+        if value is not None and self.checkpoints is not None:
             self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
         return folder
@@ -232,7 +280,9 @@ class Checkpointer:
                 return False
             changes = check_recorded(folder, self._context.cfg)
             state = self._state(folder)
-            self._context.prompts.go_on(state.stream)  # refuses another kind of data, before the models are read
+            self._context.prompts.go_on(
+                state.stream
+            )  # refuses another kind of data, before the models are read
             log.info("going on from %s, after step %d", folder, state.step)
             for line in changes:
                 log.info("changed since that checkpoint: %s", line)
@@ -241,12 +291,16 @@ class Checkpointer:
             self._context.solved.resume(folder, self._context.prompts.of_identity)
             load_states(self._extensions, folder)
         self._context.progress.resumed(state.step, state.position, state.trained_early)
-        self._context.prompts.resumed(self._cfg, state.step, state.position + len(state.trained_early))
-        self.saved_step, self._resumed_from = state.step, folder if resume.named else None
+        self._context.prompts.resumed(
+            self._cfg, state.step, state.position + len(state.trained_early)
+        )
+        self.saved_step = state.step
+        self._resumed_from = folder if resume.named else None
         return True
 
     async def roll_back(self) -> int:
-        """Make the models what they were in the newest whole checkpoint, and skip the current data; its step.
+        """Make the models what they were in the newest whole checkpoint, and skip the current data;
+        its step.
 
         Until this run has saved, it is the one that ``trainer.resume_mode`` names, if it names one.
 
@@ -265,7 +319,9 @@ class Checkpointer:
 
     def _state(self, folder: Path) -> TrainState:
         prompts = self._context.prompts
-        return load_state(folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest)
+        return load_state(
+            folder, seed=self._cfg.seed, dataset_size=prompts.rows, data=prompts.digest
+        )
 
     async def _load_models(self, folder: Path, state: TrainState) -> None:
         await self._context.dispatch.load(folder)
@@ -275,12 +331,23 @@ class Checkpointer:
     async def _undamaged(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
         """The checkpoint to resume from in which every byte is as it was written."""
         while folder := choose(resume, checkpoints):
-            sums = manifest.read(folder) if (folder / manifest.NAME).exists() else {}
+            if (folder / manifest.NAME).exists():
+                sums = manifest.read(folder)
+            else:
+                sums = {}
             if not sums:
-                log.warning("checkpoint %s has no %s: its files cannot be checked", folder, manifest.NAME)
+                log.warning(
+                    "checkpoint %s has no %s: its files cannot be checked", folder, manifest.NAME
+                )
                 return folder
-            large = {name: entry for name, entry in sums.items() if "/" in name or not name.endswith(".json")}
-            wrong = await self._context.dispatch.verify(folder, large)  # the others were read at a glance
+            large = {
+                name: entry
+                for name, entry in sums.items()
+                if "/" in name or not name.endswith(".json")
+            }
+            wrong = await self._context.dispatch.verify(
+                folder, large
+            )  # the others were read at a glance
             if not wrong:
                 return folder
             if resume.named:

@@ -1,11 +1,12 @@
 """Checkpoints that are whole or absent, which one is the best, and which one a run resumes from.
 
-Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is written under
-another, its files and folders are synced, and it is renamed last. ``manifest.json`` in it says what every file must
-hold; ``state.json`` the step, the position in the prompt stream, and when the checkpoint was written. That time orders
-checkpoints: the times of files are those of the last copy. ``config.json`` holds the settings. ``best.json``, next to
-the folders, names the best one, which is never removed for being old. A damaged checkpoint is never used, and never
-left out silently.
+Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is
+written under another, its files and folders are synced, and it is renamed last. ``manifest.json``
+in it says what every file must hold; ``state.json`` the step, the position in the prompt stream,
+and when the checkpoint was written. That time orders checkpoints: the times of files are those of
+the last copy. ``config.json`` holds the settings. ``best.json``, next to the folders, names the
+best one, which is never removed for being old. A damaged checkpoint is never used, and never left
+out silently.
 """
 
 from __future__ import annotations
@@ -29,16 +30,18 @@ from skyasync.utils.manifest import FileSum, Sums
 
 log = logging.getLogger(__name__)
 
-CONFIG, BEST = "config.json", "best.json"
-_UNFINISHED, _DISCARDED = ".unfinished", ".discarded"
+CONFIG = "config.json"
+BEST = "best.json"
+_UNFINISHED = ".unfinished"
+_DISCARDED = ".discarded"
 
 
 @dataclass(frozen=True)
 class TrainState:
     """The state of a run without that of the workers.
 
-    All prompts before ``position`` have been trained, and those in ``trained_early``, which overtook others;
-    ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
+    All prompts before ``position`` have been trained, and those in ``trained_early``, which
+    overtook others; ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
     """
 
     step: int
@@ -67,26 +70,35 @@ def read_best(checkpoints: Path) -> Best | None:
         best = Best(str(values["folder"]), str(values["metric"]), float(values["value"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    return best if (checkpoints / best.folder).is_dir() else None
+    if (checkpoints / best.folder).is_dir():
+        return best
+    return None
 
 
 class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
-        self.folder, self.keep = folder, keep
+        self.folder = folder
+        self.keep = keep
         self.best = read_best(folder)
         self.damaged: set[Path] = set()  # as far as is known
         self._swept = False
 
     @contextmanager
     def unfinished(self, step: int) -> Iterator[Unfinished]:
-        """A new checkpoint to be filled. Without ``finish`` nothing of it is left, and older ones are as they were."""
+        """A new checkpoint to be filled. Without ``finish`` nothing of it is left, and older ones
+        are as they were."""
         if not self._swept:  # what a run that was killed has left
-            for left in [*self.folder.glob(f"step_*{_UNFINISHED}"), *self.folder.glob(f"step_*{_DISCARDED}")]:
+            for left in [
+                *self.folder.glob(f"step_*{_UNFINISHED}"),
+                *self.folder.glob(f"step_*{_DISCARDED}"),
+            ]:
                 shutil.rmtree(left, ignore_errors=True)
             self._swept = True
-        now_ns = max([time.time_ns(), *(1 + (written_ns(folder) or 0) for folder in self.newest_first())])
+        now_ns = max(
+            [time.time_ns(), *(1 + (written_ns(folder) or 0) for folder in self.newest_first())]
+        )
         final = self.folder / f"step_{step:06d}"
         path = final.with_name(final.name + _UNFINISHED)
         shutil.rmtree(path, ignore_errors=True)
@@ -97,9 +109,11 @@ class Checkpoints:
             shutil.rmtree(path, ignore_errors=True)  # unless it was renamed
 
     def latest(self) -> Path | None:
-        """The checkpoint that was written last and shows no damage at a glance; others are logged."""
+        """The checkpoint that was written last and shows no damage at a glance; others are
+        logged."""
         for folder in self.newest_first():
-            if not (problem := glance(folder)):
+            problem = glance(folder)
+            if not problem:
                 return folder
             self.skip(folder, problem)
         return None
@@ -113,7 +127,10 @@ class Checkpoints:
         folders = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
         for folder in sorted(folders, key=lambda p: (len(p.name), p.name)):
             known = written_ns(folder)
-            when[folder] = max(when.values(), default=0) if known is None else known
+            if known is None:
+                when[folder] = max(when.values(), default=0)
+            else:
+                when[folder] = known
         return sorted(when, key=when.__getitem__)[::-1]
 
     def of_step(self, step: int) -> Path:
@@ -124,9 +141,18 @@ class Checkpoints:
         """
         if (folder := self.folder / f"step_{step:06d}").is_dir():
             return folder
-        steps = sorted(int(name) for p in self.newest_first() if (name := p.name.removeprefix("step_")).isdigit())
-        there = f"there are {', '.join(map(str, steps))}" if steps else "there are none"
-        raise UserError(f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})")
+        steps = sorted(
+            int(name)
+            for p in self.newest_first()
+            if (name := p.name.removeprefix("step_")).isdigit()
+        )
+        if steps:
+            there = f"there are {', '.join(map(str, steps))}"
+        else:
+            there = "there are none"
+        raise UserError(
+            f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})"
+        )
 
     def skip(self, folder: Path, problem: str) -> None:
         """A checkpoint is damaged: this is logged, and it is not counted among those to keep."""
@@ -134,14 +160,16 @@ class Checkpoints:
         self.damaged.add(folder)
 
     def is_best(self, folder: Path, metric: str, value: float) -> None:
-        """This checkpoint is the best one from here on; the one that was may go when the next is written."""
+        """This checkpoint is the best one from here on; the one that was may go when the next is
+        written."""
         self.best = Best(folder.name, metric, value)
         replace_text(self.folder / BEST, json.dumps(asdict(self.best)) + "\n")
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint under another name; ``path`` is the folder to be filled, ``final`` the one that it becomes."""
+    """A checkpoint under another name; ``path`` is the folder to be filled, ``final`` the one that
+    it becomes."""
 
     path: Path
     final: Path
@@ -149,19 +177,25 @@ class Unfinished:
     checkpoints: Checkpoints
 
     def finish(
-        self, state: TrainState, written: Mapping[str, FileSum] | None = None, config: Mapping[str, Any] | None = None
+        self,
+        state: TrainState,
+        written: Mapping[str, FileSum] | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Add the controller's files, make sure that all is on the disk, and give it its name; old ones are removed.
+        """Add the controller's files, make sure that all is on the disk, and give it its name; old
+        ones are removed.
 
         Args:
             written: of files that are synced already; the others are read.
         """
         sums: Sums = dict(written or {})
         for path in (path for path in self.path.rglob("*") if path.is_file()):
-            if (name := path.relative_to(self.path).as_posix()) not in sums:
+            name = path.relative_to(self.path).as_posix()
+            if name not in sums:
                 manifest.sync_file(path)
                 sums[name] = manifest.sum_of(path)
-        if missing := list(manifest.misfits(self.path, sums)):
+        missing = list(manifest.misfits(self.path, sums))
+        if missing:
             raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
         values = {**asdict(state), WRITTEN: self.written_ns}
         texts = {STATE: values, CONFIG: config}
@@ -181,20 +215,27 @@ class Unfinished:
             shutil.rmtree(former, ignore_errors=True)
         checkpoints.damaged.discard(self.final)
         if checkpoints.keep:
-            undamaged = [old for old in checkpoints.newest_first() if old not in checkpoints.damaged]
+            undamaged = [
+                old for old in checkpoints.newest_first() if old not in checkpoints.damaged
+            ]
             for old in undamaged[checkpoints.keep :]:
                 if checkpoints.best is None or old.name != checkpoints.best.folder:
-                    shutil.rmtree(_set_aside(old), ignore_errors=True)  # half removed it must not have that name
+                    shutil.rmtree(
+                        _set_aside(old), ignore_errors=True
+                    )  # half removed it must not have that name
         return self.final
 
 
 def glance(folder: Path) -> str:
-    """The problem of a checkpoint, "" if there is none; of its large files only the sizes are compared."""
+    """The problem of a checkpoint, "" if there is none; of its large files only the sizes are
+    compared."""
     try:
         if not isinstance(json.loads((folder / STATE).read_text(encoding="utf-8")), dict):
             return f"{STATE} cannot be read: it is not a JSON object"
     except FileNotFoundError:
-        return f"{STATE} is missing" if folder.is_dir() else "there is no such folder"
+        if folder.is_dir():
+            return f"{STATE} is missing"
+        return "there is no such folder"
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else None
         return f"{STATE} cannot be read: {reason or 'it is not a JSON object'}"
@@ -204,9 +245,12 @@ def glance(folder: Path) -> str:
         return f"{manifest.NAME} is missing"
     except (OSError, ValueError) as error:
         return f"{manifest.NAME} cannot be read: {error}"
-    if unlisted := manifest.unlisted(folder, sums):
+    unlisted = manifest.unlisted(folder, sums)
+    if unlisted:
         return f"{manifest.NAME} does not list {unlisted[0]}"
-    small = {name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")}
+    small = {
+        name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")
+    }
     return next(manifest.damage(folder, small), "") or next(manifest.misfits(folder, sums), "")
 
 
@@ -217,7 +261,8 @@ def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") ->
         data: a digest of the prompts; compared where both know it.
 
     Raises:
-        UserError: if it belongs to another seed or dataset: the prompts would not be the right ones.
+        UserError: if it belongs to another seed or dataset: the prompts would not be the right
+            ones.
     """
     values = json.loads((folder / STATE).read_text(encoding="utf-8"))
     known = {entry.name for entry in fields(TrainState)}
@@ -242,8 +287,11 @@ def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
         )
 
 
-def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str], None] | None = None) -> Path | None:
-    """The checkpoint to resume from, as far as a glance shows; None if there is none and none is named.
+def choose(
+    resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str], None] | None = None
+) -> Path | None:
+    """The checkpoint to resume from, as far as a glance shows; None if there is none and none is
+    named.
 
     Args:
         skip: called for a damaged one that is left out; by default ``checkpoints.skip``.
@@ -253,14 +301,16 @@ def choose(resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str],
     """
     if resume.named:
         folder = resume.folder or checkpoints.of_step(resume.step or 0)
-        if problem := glance(folder):
+        problem = glance(folder)
+        if problem:
             raise refusal(folder, problem)
         return folder
     folders = checkpoints.newest_first()
     for folder in folders:
         if folder in checkpoints.damaged:
             continue
-        if not (problem := glance(folder)):
+        problem = glance(folder)
+        if not problem:
             return folder
         (skip or checkpoints.skip)(folder, problem)
     if folders:

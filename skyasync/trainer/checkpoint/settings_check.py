@@ -1,7 +1,7 @@
 """The settings that a checkpoint was made with, and whether a run with others may resume from it.
 
-Invariant: changes are reported, one line for each key, and only what would make the position among the prompts or the
-weights wrong is an error: everything else is the user's to change.
+Invariant: changes are reported, one line for each key, and only what would make the position among
+the prompts or the weights wrong is an error: everything else is the user's to change.
 """
 
 from __future__ import annotations
@@ -22,12 +22,21 @@ from skyasync.errors import UserError
 from skyasync.trainer.checkpoint.checkpoints import CONFIG
 
 MODEL = "trainer.policy.model.path"
-ADAPTERS, FREEZE = "trainer.policy.lora", "trainer.policy.freeze"
+ADAPTERS = "trainer.policy.lora"
+FREEZE = "trainer.policy.freeze"
 
 #: Where a run is, what it shows, and what it sets automatically: a change has no effect on the results.
 _SILENT = frozenset(
     f"trainer.{name}"
-    for name in ("resume_mode", "run_name", "runs_dir", "ckpt_path", "terminal", "policy.threads", "critic.threads")
+    for name in (
+        "resume_mode",
+        "run_name",
+        "runs_dir",
+        "ckpt_path",
+        "terminal",
+        "policy.threads",
+        "critic.threads",
+    )
 )
 #: Of a model's config.json: what decides which tensors there are, and what they mean.
 _SHAPE = (
@@ -40,12 +49,14 @@ Values = Mapping[str, Any]
 
 
 def record(cfg: Config) -> dict[str, Any]:
-    """The record of the settings and the model for a checkpoint, in types of JSON or that have a text."""
+    """The record of the settings and the model for a checkpoint, in types of JSON or that have a
+    text."""
     return {"config": hidden(asdict(cfg)), "model": _shape(cfg.trainer.policy.model.path)}
 
 
 def check_recorded(folder: Path, cfg: Config) -> list[str]:
-    """The settings that have changed since a checkpoint was made, ``key: old -> new``; none if it has no record.
+    """The settings that have changed since a checkpoint was made, ``key: old -> new``; none if it
+    has no record.
 
     Raises:
         UserError: for a change that its state cannot follow.
@@ -53,7 +64,8 @@ def check_recorded(folder: Path, cfg: Config) -> list[str]:
     if not (folder / CONFIG).is_file():
         return []
     recorded = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    before, here = recorded["config"], json.loads(json.dumps(hidden(asdict(cfg)), default=str))
+    before = recorded["config"]
+    here = json.loads(json.dumps(hidden(asdict(cfg)), default=str))
     for key, now, then, why in _required(before, recorded["model"], here):
         if now != then:
             raise UserError(
@@ -62,13 +74,16 @@ def check_recorded(folder: Path, cfg: Config) -> list[str]:
             )
     changes = []
     for entry in Keys.of(type(cfg)):
-        old, new = _at(before, entry.path, entry.default), _at(here, entry.path, entry.default)
+        old = _at(before, entry.path, entry.default)
+        new = _at(here, entry.path, entry.default)
         if entry.path in _SILENT or old == new:
             continue
         if entry.is_mapping and isinstance(old, Mapping) and isinstance(new, Mapping):
             for name in sorted({*old, *new}):
                 if old.get(name) != new.get(name):
-                    then, now = (written(side[name]) if name in side else "(not set)" for side in (old, new))
+                    then, now = (
+                        written(side[name]) if name in side else "(not set)" for side in (old, new)
+                    )
                     changes.append(f"{entry.path}.{name}: {then} -> {now}")
         else:
             changes.append(f"{entry.path}: {written(old)} -> {written(new)}")
@@ -91,15 +106,22 @@ def _required(before: Values, model: Values, here: Values) -> Iterator[tuple[str
     path = str(_at(here, MODEL, ""))
     shape = _shape(path)
     for name in model.keys() & shape.keys():
-        yield f"{name} of {MODEL} ({path})", shape[name], model[name], "its weights do not fit into this model"
-    rank, alpha = f"{ADAPTERS}.rank", f"{ADAPTERS}.alpha"
+        yield (
+            f"{name} of {MODEL} ({path})",
+            shape[name],
+            model[name],
+            "its weights do not fit into this model",
+        )
+    rank = f"{ADAPTERS}.rank"
+    alpha = f"{ADAPTERS}.alpha"
     yield rank, *both(rank, 0), "it holds adapters of that rank (of rank 0: whole weights)"
     if _at(before, rank, 0):
         yield alpha, *both(alpha), "its adapters have another scale"
 
 
 def _shape(path: str) -> dict[str, Any]:
-    """Empty for a model that is no local folder: the tensors' own shapes are compared when they are loaded."""
+    """Empty for a model that is no local folder: the tensors' own shapes are compared when they are
+    loaded."""
     file = Path(path) / MODEL_CONFIG
     if not path or not file.is_file():
         return {}
@@ -111,7 +133,11 @@ def _proportions(config: Values) -> dict[str, Any]:
     domains = _at(config, "environment.domains", {})
     if not isinstance(domains, Mapping):
         return {}
-    return {name: entry["proportion"] for name, entry in domains.items() if entry and entry.get("proportion")}
+    return {
+        name: entry["proportion"]
+        for name, entry in domains.items()
+        if entry and entry.get("proportion")
+    }
 
 
 def _at(config: object, path: str, default: object = None) -> object:

@@ -1,8 +1,9 @@
-"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``, one subject per file.
+"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``, one subject per
+file.
 
-The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor of the engines
-(``skyasync.inference.supervisor``), the resource monitor (``skyasync.run.resource_monitor``) and the user's callbacks
-join it in a real run.
+The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor
+of the engines (``skyasync.inference.supervisor``), the resource monitor
+(``skyasync.run.resource_monitor``) and the user's callbacks join it in a real run.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FILE = "extensions.json"  # of a checkpoint: name -> state
 
 
 async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
-    """Call the method of this name of every extension, in order, and wait for those that are asynchronous.
+    """Call the method of this name of every extension, in order, and wait for those that are
+    asynchronous.
 
     Raises:
         TimeoutError: if one takes longer than ``trainer.step_timeout_s``.
@@ -41,14 +43,18 @@ async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
 def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
     """The end of an error about a metric that does not exist: the nearest name."""
     close = nearest(name, metrics, count=1)
-    return f"did you mean {close[0]}?" if close else "metrics.jsonl has their names"
+    if close:
+        return f"did you mean {close[0]}?"
+    return "metrics.jsonl has their names"
 
 
 def is_documented(name: str) -> bool:
-    """Whether the library has a metric of this name: not every step need have it. Others are of losses, environments
-    and evaluations, or mistakes."""
+    """Whether the library has a metric of this name: not every step need have it. Others are of
+    losses, environments and evaluations, or mistakes."""
     entry = entry_of(name)
-    return entry is not None and (not entry.name.endswith(("<name>", "<statistic>")) or "<n>" in entry.name)
+    return entry is not None and (
+        not entry.name.endswith(("<name>", "<statistic>")) or "<n>" in entry.name
+    )
 
 
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
@@ -59,7 +65,8 @@ def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
     """
     states = {}
     for name, extension in _by_name(extensions).items():
-        if state := extension.state_dict():
+        state = extension.state_dict()
+        if state:
             try:
                 states[name] = json.loads(json.dumps(state))
             except (TypeError, ValueError) as error:

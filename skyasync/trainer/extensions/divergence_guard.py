@@ -1,8 +1,8 @@
 """Updates that are left out because they are not finite, and metrics that are beyond a limit.
 
-Invariant: updates that are left out and steps that are undone are logged and counted in the step's metrics;
-``max_bad_steps`` of them in a row end the run. Every decision is made here, in one process, from values that all ranks
-share: all ranks act alike.
+Invariant: updates that are left out and steps that are undone are logged and counted in the step's
+metrics; ``max_bad_steps`` of them in a row end the run. Every decision is made here, in one
+process, from values that all ranks share: all ranks act alike.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from skyasync.trainer.extensions import is_documented, nearest_metric
 
 log = logging.getLogger(__name__)
 
-SKIPPED, REWARDS = "nonfinite/skipped", "nonfinite/rewards"
-SPIKES, UNDONE = "spikes/count", "spikes/rolled_back_to"
+SKIPPED = "nonfinite/skipped"
+REWARDS = "nonfinite/rewards"
+SPIKES = "spikes/count"
+UNDONE = "spikes/rolled_back_to"
 NAMED = 3  # episodes by name, of those whose rewards are not finite
 
 
@@ -32,8 +34,12 @@ def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
 
 def describe(bad: Sequence[Trajectory]) -> str:
     """``bad_rewards`` in words."""
-    shown = ", ".join(f"{t.id}: {t.reward}" for t in bad[:NAMED]) + (", ..." if len(bad) > NAMED else "")
-    return f"the reward of {len(bad)} episode{'s' * (len(bad) > 1)} is not finite ({shown})" if bad else ""
+    shown = ", ".join(f"{t.id}: {t.reward}" for t in bad[:NAMED]) + (
+        ", ..." if len(bad) > NAMED else ""
+    )
+    if bad:
+        return f"the reward of {len(bad)} episode{'s' * (len(bad) > 1)} is not finite ({shown})"
+    return ""
 
 
 class DivergenceGuard(RunExtension):
@@ -46,8 +52,12 @@ class DivergenceGuard(RunExtension):
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._cfg, self._phases = context.cfg.trainer, context.phases
-        self.skips, self.rolls_back = self._cfg.on_nonfinite == "skip", self._cfg.on_spike == "rollback"
+        self._cfg = context.cfg.trainer
+        self._phases = context.phases
+        self.skips, self.rolls_back = (
+            self._cfg.on_nonfinite == "skip",
+            self._cfg.on_spike == "rollback",
+        )
         self.unfit = ""
         self._dropped = 0  # updates in a row
         self._undone = 0  # steps in a row
@@ -58,13 +68,19 @@ class DivergenceGuard(RunExtension):
         self.spikes(metrics)
         if "policy/loss" in metrics:  # else nothing was trained
             for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
-                if not name.startswith("eval/") and not is_documented(name):  # which are not in every step
+                if not name.startswith("eval/") and not is_documented(
+                    name
+                ):  # which are not in every step
                     hint = nearest_metric(name, metrics)
-                    raise UserError(f"trainer.spike_limits names {name}, and a step has no such metric: {hint}")
+                    raise UserError(
+                        f"trainer.spike_limits names {name}, and a step has no such metric: {hint}"
+                    )
         self._checked = {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"seen": sorted(self._seen)} if self._seen else {}
+        if self._seen:
+            return {"seen": sorted(self._seen)}
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seen = set(state["seen"])
@@ -75,7 +91,8 @@ class DivergenceGuard(RunExtension):
         """Log rewards that are not finite.
 
         Args:
-            trained: the groups are those of the current step: no update is made of them, if some are not finite.
+            trained: the groups are those of the current step: no update is made of them, if some
+                are not finite.
 
         Raises:
             NonFiniteError: if they end the run.
@@ -126,7 +143,8 @@ class DivergenceGuard(RunExtension):
     # ---------------------------------------------------------------- too large
 
     def spikes(self, metrics: Mapping[str, float]) -> list[str]:
-        """A line for each metric that is beyond its limit and was not before in this step; it is logged and counted.
+        """A line for each metric that is beyond its limit and was not before in this step; it is
+        logged and counted.
 
         Raises:
             UserError: if it ends the run.
@@ -139,12 +157,16 @@ class DivergenceGuard(RunExtension):
             self._checked[name] = value
             self._seen.add(name)
             if value > limit:
-                lines.append(f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)")
+                lines.append(
+                    f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)"
+                )
         for line in lines:
             self._count(SPIKES)
             log.warning("step %d: %s", self._phases.step, line)
         if lines and self._cfg.on_spike == "raise":
-            raise UserError(f"step {self._phases.step}: {lines[0]}, which ends the run (trainer.on_spike=raise)")
+            raise UserError(
+                f"step {self._phases.step}: {lines[0]}, which ends the run (trainer.on_spike=raise)"
+            )
         return lines
 
     def must_undo(self, metrics: Mapping[str, float]) -> bool:
@@ -167,7 +189,8 @@ class DivergenceGuard(RunExtension):
         return True
 
     def undone(self, step: int) -> None:
-        """The models are what they were after that step; a run that resumes from here leaves the data out too."""
+        """The models are what they were after that step; a run that resumes from here leaves the
+        data out too."""
         self._phases.metrics[UNDONE] = float(step)
         log.warning(
             "step %d: weights and optimizer state are those of step %d again; the data since is not trained another "

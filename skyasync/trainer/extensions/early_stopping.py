@@ -12,9 +12,11 @@ from skyasync.trainer.extensions import nearest_metric
 
 
 class EarlyStopping(TrainerCallback):
-    """Ends the run after ``patience`` values in a row of a metric that are no better than the best one.
+    """Ends the run after ``patience`` values in a row of a metric that are no better than the best
+    one.
 
-    A value counts when it is new: of ``eval/...`` metrics after each evaluation, of others after each step.
+    A value counts when it is new: of ``eval/...`` metrics after each evaluation, of others after
+    each step.
 
     Args:
         metric: by the name that ``metrics.jsonl`` has.
@@ -24,20 +26,32 @@ class EarlyStopping(TrainerCallback):
     """
 
     def __init__(
-        self, metric: str, patience: int = 3, *, mode: Literal["max", "min"] = "max", min_delta: float = 0.0
+        self,
+        metric: str,
+        patience: int = 3,
+        *,
+        mode: Literal["max", "min"] = "max",
+        min_delta: float = 0.0,
     ) -> None:
         if mode not in ("max", "min"):
             raise UserError(f"EarlyStopping: mode={mode!r} must be 'max' or 'min'")
         if patience < 1 or min_delta < 0:
-            raise UserError(f"EarlyStopping: patience={patience} must be at least 1, min_delta={min_delta} at least 0")
-        self._metric, self._patience, self._mode, self._min_delta = metric, patience, mode, min_delta
+            raise UserError(
+                f"EarlyStopping: patience={patience} must be at least 1, min_delta={min_delta} at least 0"
+            )
+        self._metric = metric
+        self._patience = patience
+        self._mode = mode
+        self._min_delta = min_delta
         self._best: float | None = None
         self._waited = 0
         self._seen = False
 
     def on_start(self, trainer: Watched) -> Answer:
         if self._metric.startswith("eval/") and not trainer.eval_dataset:
-            raise UserError(f"EarlyStopping: {self._metric} needs held-out prompts: set data.val_data or data.val_sets")
+            raise UserError(
+                f"EarlyStopping: {self._metric} needs held-out prompts: set data.val_data or data.val_sets"
+            )
         return super().on_start(trainer)
 
     def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> None:
@@ -46,7 +60,9 @@ class EarlyStopping(TrainerCallback):
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if not self._metric.startswith("eval/"):
-            self._look(trainer, metrics, required="policy/loss" in metrics)  # else nothing was trained
+            self._look(
+                trainer, metrics, required="policy/loss" in metrics
+            )  # else nothing was trained
 
     def _look(self, trainer: Watched, metrics: Mapping[str, float], *, required: bool) -> None:
         value = metrics.get(self._metric)
@@ -56,19 +72,28 @@ class EarlyStopping(TrainerCallback):
                 raise UserError(f"EarlyStopping: there is no metric {self._metric}: {hint}")
             return
         self._seen = True
-        gain = 0.0 if self._best is None else (value - self._best if self._mode == "max" else self._best - value)
+        if self._best is None:
+            gain = 0.0
+        elif self._mode == "max":
+            gain = value - self._best
+        else:
+            gain = self._best - value
         # NaN is no improvement, and as the best value it would make every later one none.
         if not isnan(value) and (self._best is None or gain > self._min_delta):
-            self._best, self._waited = value, 0
+            self._best = value
+            self._waited = 0
             return
         self._waited += 1
         if self._waited >= self._patience:
             best = nan if self._best is None else self._best
-            trainer.stop(f"{self._metric} has not improved on {best:g} in {self._waited} values (EarlyStopping)")
+            trainer.stop(
+                f"{self._metric} has not improved on {best:g} in {self._waited} values (EarlyStopping)"
+            )
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"metric": self._metric, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if state["metric"] == self._metric:
-            self._best, self._waited = state["best"], state["waited"]
+            self._best = state["best"]
+            self._waited = state["waited"]

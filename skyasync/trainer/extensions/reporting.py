@@ -1,7 +1,9 @@
-"""The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts were, profiles.
+"""The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts
+were, profiles.
 
-Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved has its line in the
-run's folder before. A file that the disk does not take is left out, and the run continues.
+Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved
+has its line in the run's folder before. A file that the disk does not take is left out, and the run
+continues.
 """
 
 from __future__ import annotations
@@ -44,11 +46,14 @@ class Reporter(RunExtension):
     def __init__(self, context: RunContext, decode: Callable[..., str] | None) -> None:
         self.last_metrics: Metrics = {}
         self.last_sample: LatestSample | None = None
-        self._context, self._decode = context, decode
+        self._context = context
+        self._decode = decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
         self._trained = 0  # trajectories, in the last step
-        self._batches: list[list[str]] = []  # names of groups that the current step has trained together
+        self._batches: list[
+            list[str]
+        ] = []  # names of groups that the current step has trained together
         self._failed: set[str] = set()  # logged once, until it is written again
         self._usage: UsageMeter | None = None
 
@@ -58,7 +63,8 @@ class Reporter(RunExtension):
         await self._usage.start()
 
     async def end_interval(self) -> Metrics:
-        """What a step took, and how busy engines and trainer were meanwhile. The next one begins here."""
+        """What a step took, and how busy engines and trainer were meanwhile. The next one begins
+        here."""
         assert self._usage is not None, "start_clock() comes first"
         return await self._usage.lap(self._trained)
 
@@ -67,7 +73,8 @@ class Reporter(RunExtension):
         return rollout_metrics(groups) | repeated_samples(groups)
 
     def prepared(self, groups: Sequence[Group]) -> None:
-        """These groups are trained together. Those of the replay buffer are left out: a replay chooses them again."""
+        """These groups are trained together. Those of the replay buffer are left out: a replay
+        chooses them again."""
         sampled = self._context.solved.own(groups)
         self._batches.append([str(group.prompt.id) for group in sampled])
 
@@ -80,12 +87,18 @@ class Reporter(RunExtension):
         self._trained = sum(len(group.trajectories) for group in rollout.groups)
         batches = self._batches
         self._batches = []
-        run_dir, rows = self._context.run_dir, TrainedRows(parts)
+        run_dir = self._context.run_dir
+        rows = TrainedRows(parts)
         if run_dir is None:
             return
         if self._samples and self._decode is not None:
-            records = sample_records(list(rollout.groups), self._samples, self._decode, rows.logprobs)
-            self.last_sample = LatestSample.of(step, records[0]) if records else None
+            records = sample_records(
+                list(rollout.groups), self._samples, self._decode, rows.logprobs
+            )
+            if records:
+                self.last_sample = LatestSample.of(step, records[0])
+            else:
+                self.last_sample = None
             await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
             await self._write_trajectories("trajectories", step, rollout, rows, batches=batches)
@@ -109,18 +122,24 @@ class Reporter(RunExtension):
         """Write a batch that could not be learned from, for ``skyasync replay RUN --nonfinite``."""
         if self._context.run_dir is None:
             return
-        step, rows = self._context.phases.step, TrainedRows(parts)
+        step = self._context.phases.step
+        rows = TrainedRows(parts)
         try:
             recorded.need_pyarrow()
         except UserError:
-            log.warning("the batch of step %d is not written: that takes pyarrow (uv pip install pyarrow)", step)
+            log.warning(
+                "the batch of step %d is not written: that takes pyarrow (uv pip install pyarrow)",
+                step,
+            )
             return
         await self._write_trajectories("batch", step, rollout, rows, folder=recorded.NONFINITE)
 
     async def ended(self, step: int, prompts: Mapping[str, object]) -> None:
         """Write how the prompts of this step ended."""
         if self._context.run_dir is not None:
-            await self._write("ledger's line", step, self._context.run_dir.write_ledger, step, prompts)
+            await self._write(
+                "ledger's line", step, self._context.run_dir.write_ledger, step, prompts
+            )
 
     async def _write_trajectories(
         self,
@@ -142,7 +161,9 @@ class Reporter(RunExtension):
             batches=[] if list(batches) == at_once else list(batches),
         )
         path = recorded.path_of(self._context.run_dir.path, step, folder)
-        await self._write(what, step, asyncio.to_thread, recorded.write, path, content, rows.logprobs)
+        await self._write(
+            what, step, asyncio.to_thread, recorded.write, path, content, rows.logprobs
+        )
 
     async def _write(self, what: str, step: int, write: Callable[..., Any], *args: object) -> None:
         try:
@@ -151,12 +172,20 @@ class Reporter(RunExtension):
             self._failed.discard(what)
         except OSError as error:
             if what not in self._failed:
-                log.warning("the %s of step %d were not written, and the run continues: %s", what, step, error)
+                log.warning(
+                    "the %s of step %d were not written, and the run continues: %s",
+                    what,
+                    step,
+                    error,
+                )
             self._failed.add(what)
 
     def write_now(self, metrics: Metrics, step: int) -> None:
-        """Before a checkpoint of this step: a run that resumes from it does not make the step again."""
-        if isinstance(self._context.tracker, MultiTracker | JsonlTracker):  # what is in the run folder
+        """Before a checkpoint of this step: a run that resumes from it does not make the step
+        again."""
+        if isinstance(
+            self._context.tracker, MultiTracker | JsonlTracker
+        ):  # what is in the run folder
             self._context.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -165,13 +194,15 @@ class Reporter(RunExtension):
 
 
 class Profiler(RunExtension):
-    """Profiles of some steps (``trainer.profile_steps``): what the workers' processes did, by torch's profiler.
+    """Profiles of some steps (``trainer.profile_steps``): what the workers' processes did, by
+    torch's profiler.
 
     A profile covers all that the workers do from the beginning of its step to its last update.
     """
 
     def __init__(self, context: RunContext) -> None:
-        self._context, self._steps = context, frozenset(context.cfg.trainer.profile_steps)
+        self._context = context
+        self._steps = frozenset(context.cfg.trainer.profile_steps)
         self._open: Path | None = None
 
     async def on_step_begin(self, trainer: Watched, step: int) -> None:
@@ -181,15 +212,16 @@ class Profiler(RunExtension):
 
     async def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if self._open is not None:
-            folder, self._open = self._open, None
+            folder = self._open
+            self._open = None
             await self._context.dispatch.end_profile(folder)
 
 
 class TrainedRows:
     """The trainer's log-probabilities of the sequences that it trained in a step.
 
-    A sequence is found by its tokens alone, so neither filters, nor micro-batches, nor the order of rows can mix up two
-    of them; equal ones have equal log-probabilities, being of one policy.
+    A sequence is found by its tokens alone, so neither filters, nor micro-batches, nor the order of
+    rows can mix up two of them; equal ones have equal log-probabilities, being of one policy.
 
     Args:
         parts: as they were trained; of a row that was trained twice the first time counts.
@@ -197,15 +229,23 @@ class TrainedRows:
 
     def __init__(self, parts: Sequence[UpdateBatch] = ()) -> None:
         self._parts = [part for part in parts if part.proximal_logprobs is not None]
-        self._rows: dict[int, dict[int, tuple[int, int]]] = {}  # by length, as far as it was requested: by digest
+        self._rows: dict[
+            int, dict[int, tuple[int, int]]
+        ] = {}  # by length, as far as it was requested: by digest
 
     def logprobs(self, tokens: Ints) -> Floats | None:
-        """The proximal policy's, one per token (0 if it was not computed); None for a sequence that was not trained."""
+        """The proximal policy's, one per token (0 if it was not computed); None for a sequence that
+        was not trained."""
         length = len(tokens)
         if length not in self._rows:
             self._rows[length] = {
-                xxhash.xxh3_64_intdigest(ints(part.tokens[row, :length].cpu().numpy()).tobytes()): (number, row)
-                for number, part in reversed(list(enumerate(self._parts)))  # the last one written counts
+                xxhash.xxh3_64_intdigest(ints(part.tokens[row, :length].cpu().numpy()).tobytes()): (
+                    number,
+                    row,
+                )
+                for number, part in reversed(
+                    list(enumerate(self._parts))
+                )  # the last one written counts
                 for row in (part.attention_mask.sum(1) == length).nonzero().flatten().tolist()
             }
         place = self._rows[length].get(xxhash.xxh3_64_intdigest(tokens.tobytes()))

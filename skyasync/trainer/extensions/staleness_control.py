@@ -1,12 +1,14 @@
-"""Step size, correction and staleness bound of asynchronous training, by how far samples are from the trained policy.
+"""Step size, correction and staleness bound of asynchronous training, by how far samples are from
+the trained policy.
 
     momentum     AdamW's first decay rate is divided by 1 + staleness
     step size    no larger than keeps the KL divergence at its limit
     correction   if its factors differ so much that few tokens carry the gradient: they are smoothed
     bound        if all that is not enough for many steps: fewer prompts are in flight; later as many as before
 
-Invariant: a decision depends only on what was measured, in the order of the training steps, and its state is in
-checkpoints. So a resumed run decides as one that was not interrupted. Samples of staleness 0 change nothing.
+Invariant: a decision depends only on what was measured, in the order of the training steps, and its
+state is in checkpoints. So a resumed run decides as one that was not interrupted. Samples of
+staleness 0 change nothing.
 """
 
 from __future__ import annotations
@@ -29,37 +31,46 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCALE, FULL_KL = "staleness_control/lr_scale", "staleness_control/full_step_kl"
+SCALE = "staleness_control/lr_scale"
+FULL_KL = "staleness_control/full_step_kl"
 BETA1 = "staleness_control/adam_beta1"
-EXPONENT, BOUND = "staleness_control/correction_exponent", "staleness_control/max_staleness"
+EXPONENT = "staleness_control/correction_exponent"
+BOUND = "staleness_control/max_staleness"
 KL_LIMIT = 0.02  # nats per token
 MEMORY = 0.5  # weight of the earlier estimates in each new one
-REMEMBERED = 256  # training steps whose factors are kept; a sample that is older counts the missing ones as 1
+# training steps whose factors are kept; a sample that is older counts the missing ones as 1
+REMEMBERED = 256
 NOTED = 0.1  # relative change from which on a decision is logged again
-LEAST_SAMPLES, GOOD_SAMPLES = 0.5, 0.9  # effective sample size: of the alarm, and of a healthy run (docs/staleness.md)
+# effective sample size: of the alarm, and of a healthy run (docs/staleness.md)
+LEAST_SAMPLES = 0.5
+GOOD_SAMPLES = 0.9
 WINDOW = 8  # steps, and the bound's, in which all batches must agree on it
 
 
 @dataclass
 class StepSize:
-    """Chooses the factor of the learning rate from the KL divergences of past batches; a pure state machine.
+    """Chooses the factor of the learning rate from the KL divergences of past batches; a pure state
+    machine.
 
-    Over s training steps with factors f the policy moves by their sum, and the KL divergence of tokens that are s
-    versions old is quadratic in it: ``KL = noise + speed * (f_1 + ... + f_s)^2``. Both constants are estimated from the
-    batches. The factor is the largest that holds the mean KL divergence at ``kl_limit``, between ``1 / (1 + S / 2)``
-    and 1. S is the staleness of the batch; in the first steps, which are AdamW's largest, it is at least the bound.
-    Before there is an estimate the factor is the least.
+    Over s training steps with factors f the policy moves by their sum, and the KL divergence of
+    tokens that are s versions old is quadratic in it: ``KL = noise + speed * (f_1 + ... + f_s)^2``.
+    Both constants are estimated from the batches. The factor is the largest that holds the mean KL
+    divergence at ``kl_limit``, between ``1 / (1 + S / 2)`` and 1. S is the staleness of the batch;
+    in the first steps, which are AdamW's largest, it is at least the bound. Before there is an
+    estimate the factor is the least.
 
-    Sources: Zhang et al. 2016 (1511.05950) divide the learning rate by the staleness; with the momentum lowered too,
-    half of it was better in our benchmark. 2607.01083 bounds the learning rate by ``R / (S G)``: here the update's size
-    G is measured, and the radius R is that of a trust region, ``sqrt(kl_limit)`` (Schulman et al. 2015).
+    Sources: Zhang et al. 2016 (1511.05950) divide the learning rate by the staleness; with the
+    momentum lowered too, half of it was better in our benchmark. 2607.01083 bounds the learning
+    rate by ``R / (S G)``: here the update's size G is measured, and the radius R is that of a trust
+    region, ``sqrt(kl_limit)`` (Schulman et al. 2015).
 
     Attributes:
         bound: versions that a sample may be old by the run's settings.
         noise: KL divergence of tokens of staleness 0: what engine and trainer compute differently.
         speed: KL divergence of one full step.
         factors: of the latest training steps, the newest last; 0 if the policy was not trained.
-        full_kl: KL divergence that batches like the last would have after full steps, the noise left out.
+        full_kl: KL divergence that batches like the last would have after full steps, the noise
+            left out.
         staleness: S of the last batch.
     """
 
@@ -78,11 +89,14 @@ class StepSize:
             batch: by staleness; a KL divergence that is not finite counts as not measured.
         """
         known = {s: drift for s, drift in batch.items() if s >= 0 and math.isfinite(drift.kl)}
-        if fresh := known.pop(0, None):
+        fresh = known.pop(0, None)
+        if fresh:
             self.noise = _average(self.noise, fresh.kl)
         moved = sum(drift.tokens * self._moved(s) ** 2 for s, drift in known.items())
         if moved:
-            kl = sum(drift.tokens * max(drift.kl - (self.noise or 0.0), 0.0) for drift in known.values())
+            kl = sum(
+                drift.tokens * max(drift.kl - (self.noise or 0.0), 0.0) for drift in known.values()
+            )
             self.speed = _average(self.speed, kl / moved)
         tokens = sum(drift.tokens for drift in batch.values())
         square = sum(drift.tokens * s**2 for s, drift in batch.items()) / max(tokens, 1)
@@ -111,13 +125,14 @@ class StepSize:
 class StalenessBound:
     """Chooses how many versions samples may be old, within the user's limit; a pure state machine.
 
-    It reads the effective sample size that staleness alone leaves. If log-ratios are normal with variance v, their
-    effective sample size is ``exp(-v)`` (Kong 1992) and their KL divergence ``v / 2``: it is ``exp(-2 KL)``, with the
-    divergence of tokens of staleness 0 subtracted, which a lower bound would not change.
+    It reads the effective sample size that staleness alone leaves. If log-ratios are normal with
+    variance v, their effective sample size is ``exp(-v)`` (Kong 1992) and their KL divergence
+    ``v / 2``: it is ``exp(-2 KL)``, with the divergence of tokens of staleness 0 subtracted, which
+    a lower bound would not change.
 
-    Below ``LEAST_SAMPLES`` in every step of a window the bound is halved; above ``GOOD_SAMPLES`` it grows by 1. This
-    is additive increase, multiplicative decrease (Chiu and Jain 1989). A window is longer than the bound: after a
-    decision, samples of the former bound come first.
+    Below ``LEAST_SAMPLES`` in every step of a window the bound is halved; above ``GOOD_SAMPLES`` it
+    grows by 1. This is additive increase, multiplicative decrease (Chiu and Jain 1989). A window is
+    longer than the bound: after a decision, samples of the former bound come first.
 
     Attributes:
         most: the user's limit.
@@ -133,7 +148,10 @@ class StalenessBound:
     good: int = 0
 
     def __post_init__(self) -> None:
-        self.bound = min(self.bound, self.most) if self.bound >= 0 else self.most
+        if self.bound >= 0:
+            self.bound = min(self.bound, self.most)
+        else:
+            self.bound = self.most
 
     def choose(self, excess_kl: float) -> int:
         """The bound after a training step on a batch with this KL divergence, noise left out."""
@@ -151,7 +169,9 @@ class StalenessBound:
 
 
 def _average(before: float | None, value: float) -> float:
-    return value if before is None else MEMORY * before + (1 - MEMORY) * value
+    if before is None:
+        return value
+    return MEMORY * before + (1 - MEMORY) * value
 
 
 class StalenessControl(RunExtension):
@@ -169,22 +189,35 @@ class StalenessControl(RunExtension):
     def __init__(self, context: RunContext, bound: int, least: int | None = None) -> None:
         self._phases = context.phases
         self._rule = StepSize(bound)
-        self._bound = None if least is None or not bound else StalenessBound(bound, least)
+        if least is None or not bound:
+            self._bound = None
+        else:
+            self._bound = StalenessBound(bound, least)
         self.exponent, self.beta1 = 1.0, None  # type: float, float | None
         self._decay = context.cfg.trainer.policy.optimizer_config.adam_betas[0]
-        self._noted = {"factor": 1.0, "exponent": 1.0, "newest": 1.0 - self._decay}  # what was logged last
+        self._noted = {
+            "factor": 1.0,
+            "exponent": 1.0,
+            "newest": 1.0 - self._decay,
+        }  # what was logged last
 
     @property
     def staleness_bound(self) -> int | None:
-        """Versions that a prompt may be old which is submitted from now on; None: as many as the settings say."""
-        return self._bound.bound if self._bound else None
+        """Versions that a prompt may be old which is submitted from now on; None: as many as the
+        settings say."""
+        if self._bound:
+            return self._bound.bound
+        return None
 
     def stand(self) -> None:
         """The policy was not trained in this training step."""
         self._rule.stand()
 
-    def choose(self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor] = ()) -> float:
-        """The factor of the learning rate of a training step, from the batches of its first optimizer step.
+    def choose(
+        self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor] = ()
+    ) -> float:
+        """The factor of the learning rate of a training step, from the batches of its first
+        optimizer step.
 
         Args:
             step: training steps done.
@@ -201,9 +234,10 @@ class StalenessControl(RunExtension):
                 "trainer.staleness_control=auto compares the trained policy with the one that sampled, and the "
                 "generator's output lacks rollout_logprobs: return them, or set trainer.staleness_control=none"
             )
-        rule, factor = self._rule, self._rule.choose(batch)
-        # Staleness acts as momentum (Mitliagkas et al. 2016, 1605.09774). The divisor is ours: rates that keep the mean
-        # age of gradients were worse in our benchmark.
+        rule = self._rule
+        factor = self._rule.choose(batch)
+        # Staleness acts as momentum (Mitliagkas et al. 2016, 1605.09774). The divisor is ours:
+        # rates that keep the mean age of gradients were worse in our benchmark.
         decay = self._decay / (1.0 + rule.staleness)
         self.beta1 = decay if decay < self._decay else None
         self._phases.metrics |= {SCALE: factor, FULL_KL: rule.full_kl, BETA1: decay}
@@ -218,7 +252,9 @@ class StalenessControl(RunExtension):
             )
         if self._changed("factor", factor):
             tokens = sum(drift.tokens for drift in batch.values())
-            estimate = f"they would be {rule.full_kl:.2g} nats per token from the policy after full steps"
+            estimate = (
+                f"they would be {rule.full_kl:.2g} nats per token from the policy after full steps"
+            )
             log.info(
                 "step %d: the learning rate is multiplied by %.2g (trainer.staleness_control): samples are %.1f "
                 "versions old, %s, and the limit is %.2g",
@@ -234,12 +270,16 @@ class StalenessControl(RunExtension):
             self._choose_bound(self._bound, batch, step)
         return factor
 
-    def _choose_exponent(self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor]) -> None:
+    def _choose_exponent(
+        self, parts: Sequence[UpdateBatch], step: int, weights: Sequence[Tensor]
+    ) -> None:
         import torch
 
         from skyasync.algorithms.off_policy import smoothing_exponent
 
-        factors = torch.cat([each[part.loss_mask] for part, each in zip(parts, weights, strict=True)])
+        factors = torch.cat(
+            [each[part.loss_mask] for part, each in zip(parts, weights, strict=True)]
+        )
         self.exponent = smoothing_exponent(factors[factors > 0], LEAST_SAMPLES)  # a power of 0 is 0
         self._phases.metrics[EXPONENT] = self.exponent
         if self._changed("exponent", self.exponent):
@@ -254,7 +294,9 @@ class StalenessControl(RunExtension):
     def _choose_bound(self, rule: StalenessBound, batch: Mapping[int, Drift], step: int) -> None:
         before = rule.bound
         known = [drift for drift in batch.values() if math.isfinite(drift.kl)]
-        kl = sum(drift.tokens * drift.kl for drift in known) / max(sum(drift.tokens for drift in known), 1)
+        kl = sum(drift.tokens * drift.kl for drift in known) / max(
+            sum(drift.tokens for drift in known), 1
+        )
         self._phases.metrics[BOUND] = float(before)
         if rule.choose(kl - (self._rule.noise or 0.0)) != before:
             log.info(
@@ -281,7 +323,10 @@ class StalenessControl(RunExtension):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         rule = dict(state)
-        self.exponent, bound = rule.pop("exponent", 1.0), rule.pop("staleness_bound", None)
+        self.exponent = rule.pop("exponent", 1.0)
+        bound = rule.pop("staleness_bound", None)
         self._rule = StepSize(**{**rule, "bound": self._rule.bound})
         if self._bound and bound:
-            self._bound = StalenessBound(**{**bound, "most": self._bound.most, "least": self._bound.least})
+            self._bound = StalenessBound(
+                **{**bound, "most": self._bound.most, "least": self._bound.least}
+            )

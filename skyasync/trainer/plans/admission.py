@@ -10,28 +10,33 @@ A pure state machine (no asyncio, no I/O), shared by the trainer and the simulat
 
 Invariants
 - Every prompt is admitted once, in the order of the stream, and taken once.
-- Hard bound: a prompt admitted at version v is taken at version v + max_staleness or before. Nothing is
-  dropped to keep it; ``take`` waits for a slow prompt when the bound demands it, and only then.
-- The machine cannot jam: when everything admitted has finished, ``take`` gives a batch or the run is over.
+- Hard bound: a prompt admitted at version v is taken at version v + max_staleness or before.
+  Nothing is dropped to keep it; ``take`` waits for a slow prompt when the bound demands it, and
+  only then.
+- The machine cannot jam: when everything admitted has finished, ``take`` gives a batch or the run
+  is over.
 
-Why the hard bound holds. With batches of P prompts, a prompt admitted at v has its deadline at v + S. After the batch
-of version t, a state is safe if for every d at most ``(d - t) * P`` prompts have a deadline before or at d. From a safe
-state, taking the oldest first meets all deadlines. There are at most ``(S + 1) * P`` slots. A slot is freed only after
-the weight sync that follows the training, so admission keeps the state safe, and ``take`` gives no batch that would
-not. With all slots in use there is no slack: after the first S + 1 steps a batch is exactly the P prompts admitted
-together, every one of which has had S steps to finish. With fewer slots than ``(S + 1) * P`` finished prompts may
-overtake slow ones, as far as the deadlines allow.
+Why the hard bound holds. With batches of P prompts, a prompt admitted at v has its deadline at v +
+S. After the batch of version t, a state is safe if for every d at most ``(d - t) * P`` prompts have
+a deadline before or at d. From a safe state, taking the oldest first meets all deadlines. There are
+at most ``(S + 1) * P`` slots. A slot is freed only after the weight sync that follows the training,
+so admission keeps the state safe, and ``take`` gives no batch that would not. With all slots in use
+there is no slack: after the first S + 1 steps a batch is exactly the P prompts admitted together,
+every one of which has had S steps to finish. With fewer slots than ``(S + 1) * P`` finished prompts
+may overtake slow ones, as far as the deadlines allow.
 
-If weights are synced every n-th step only, n batches are taken between two syncs. The staleness of a prompt then grows
-by as many steps. The same argument holds, as long as S is at least n - 1.
+If weights are synced every n-th step only, n batches are taken between two syncs. The staleness of
+a prompt then grows by as many steps. The same argument holds, as long as S is at least n - 1.
 
-A lower bound for the time being (``Admission.max_staleness``) takes slots away, at least the ``n * P`` of a sync
-interval left. Prompts in flight keep their slots and deadlines, and the next ones wait until enough are free. Fewer
-prompts are safe wherever more were; their mean staleness falls with the slots, and S still bounds each.
+A lower bound for the time being (``Admission.max_staleness``) takes slots away, at least the
+``n * P`` of a sync interval left. Prompts in flight keep their slots and deadlines, and the next
+ones wait until enough are free. Fewer prompts are safe wherever more were; their mean staleness
+falls with the slots, and S still bounds each.
 
-The mean bound has the same slots: AReaL's capacity ``(eta + version + 1) * batch - (accepted + running)`` equals
-the number of free slots, because every version has trained one batch (Fu et al. 2025). The difference is that finished
-prompts may overtake without limit, so only the mean staleness is bounded.
+The mean bound has the same slots: AReaL's capacity
+``(eta + version + 1) * batch - (accepted + running)`` equals the number of free slots, because
+every version has trained one batch (Fu et al. 2025). The difference is that finished prompts may
+overtake without limit, so only the mean staleness is bounded.
 """
 
 from __future__ import annotations
@@ -57,12 +62,16 @@ class AdmissionLimits:
         total: prompts of the whole run.
         max_staleness: versions between a prompt's admission and its training (S).
         bound: "hard" for every prompt, or "mean".
-        generation_ratio: batches generated early, with fractions (ROLL's meaning); 0 is ``max_staleness``.
-        generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no such limit.
+        generation_ratio: batches generated early, with fractions (ROLL's meaning); 0 is
+            ``max_staleness``.
+        generate_batch_size: prompts admitted and not yet trained (OpenRLHF's oversampling); 0 is no
+            such limit.
         max_concurrent: prompts being generated at once; 0 is no such limit.
         sync_interval: batches trained from one weight sync, which frees their slots, to the next.
-        steps: batches of the run; by default as many as the prompts make. If prompts are rejected there are fewer.
-        most_rejected: when so many prompts (at least one) were rejected, the step makes do with those that it has.
+        steps: batches of the run; by default as many as the prompts make. If prompts are rejected
+            there are fewer.
+        most_rejected: when so many prompts (at least one) were rejected, the step makes do with
+            those that it has.
     """
 
     batch_size: int
@@ -86,7 +95,8 @@ class AdmissionLimits:
     @classmethod
     def of(cls, cfg: Config, total: int, **rejecting: float) -> AdmissionLimits:
         """The limits that the settings give, for ``total`` prompts."""
-        trainer, generator = cfg.trainer, cfg.generator
+        trainer = cfg.trainer
+        generator = cfg.generator
         return cls(
             batch_size=trainer.train_batch_size,
             total=total,
@@ -121,13 +131,16 @@ class Admission:
         version: of the weights that the engines have.
         position: all prompts before it have been trained (a resumed run).
         trained_early: prompts at or after ``position`` that have been trained too.
-        interrupted: position -> version, of prompts that had been admitted when the run was interrupted. They keep
-            their version, and run again. If bounds have become too tight for that, they are admitted like any other.
+        interrupted: position -> version, of prompts that had been admitted when the run was
+            interrupted. They keep their version, and run again. If bounds have become too tight for
+            that, they are admitted like any other.
 
     Attributes:
-        max_staleness: at most that of the limits, and lower while fewer prompts shall be in flight. It changes how many
-            are admitted from now on; what has been admitted keeps its deadline, which is that of the limits.
-        interrupted: those positions that run without having been admitted here: the caller starts them first.
+        max_staleness: at most that of the limits, and lower while fewer prompts shall be in flight.
+            It changes how many are admitted from now on; what has been admitted keeps its deadline,
+            which is that of the limits.
+        interrupted: those positions that run without having been admitted here: the caller starts
+            them first.
     """
 
     def __init__(
@@ -144,13 +157,18 @@ class Admission:
         self._next = position
         self._running: dict[int, int] = dict(interrupted or {})  # position -> version at admission
         self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
-        self._untaken: Counter[int] = Counter(self._running.values())  # version at admission -> running and finished
+        self._untaken: Counter[int] = Counter(
+            self._running.values()
+        )  # version at admission -> running and finished
         self._taken = 0  # since the last sync
         self._left = limits.total - position - len(trained_early)  # neither taken nor rejected
-        self._to_take = limits.steps * limits.batch_size  # by the batches that are still to be taken
+        self._to_take = (
+            limits.steps * limits.batch_size
+        )  # by the batches that are still to be taken
         self._rejected: list[int] = []  # since the last batch
         if not self._can_be_met():
-            self._running, self._untaken = {}, Counter()
+            self._running = {}
+            self._untaken = Counter()
         self.interrupted = sorted(self._running)
         self._skip = frozenset([*trained_early, *self._running])
 
@@ -181,7 +199,8 @@ class Admission:
 
     @property
     def making_do(self) -> bool:
-        """Too many prompts were rejected since the last batch: the next one is not filled up any more."""
+        """Too many prompts were rejected since the last batch: the next one is not filled up any
+        more."""
         return len(self._rejected) >= max(self.limits.most_rejected, 1)
 
     def admit(self) -> list[int]:
@@ -189,7 +208,10 @@ class Admission:
         free: float = self.slots - self.charged
         if self.limits.max_concurrent:
             free = min(free, self.limits.max_concurrent - self.running)
-        free = 0 if self.making_do else min(free, self._to_take - self._untaken.total())
+        if self.making_do:
+            free = 0
+        else:
+            free = min(free, self._to_take - self._untaken.total())
         admitted: list[int] = []
         while free > len(admitted) and not self.exhausted:
             admitted.append(self._peek())
@@ -203,36 +225,50 @@ class Admission:
         heapq.heappush(self._finished.setdefault(self._running.pop(position), []), position)
 
     def reject(self, position: int) -> None:
-        """The prompt's group is complete and will not be trained: its slot is free for the next prompt."""
+        """The prompt's group is complete and will not be trained: its slot is free for the next
+        prompt."""
         self._untaken -= Counter([self._running.pop(position)])
         self._left -= 1
         self._rejected.append(position)
 
     def take(self) -> Batch | None:
-        """The next batch, oldest prompts first, or None while it would have to contain one that still runs.
+        """The next batch, oldest prompts first, or None while it would have to contain one that
+        still runs.
 
         It is empty if all that was left has been rejected.
         """
         size = min(self.limits.batch_size, self._left)
         if self.making_do and not self._running:
             size = min(size, self.finished)
-        chosen: Counter[int] = Counter()  # of each version: so many of its finished prompts, the oldest first
+        chosen: Counter[int] = (
+            Counter()
+        )  # of each version: so many of its finished prompts, the oldest first
         for version in sorted(self._finished):
             chosen[version] = min(len(self._finished[version]), size - chosen.total())
-        if sum(chosen.values()) < size or not (size or self._rejected) or not self._others_can_wait(chosen):
+        if (
+            sum(chosen.values()) < size
+            or not (size or self._rejected)
+            or not self._others_can_wait(chosen)
+        ):
             return None
-        positions = sorted(heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count))
+        positions = sorted(
+            heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count)
+        )
         self._untaken -= chosen
         self._finished = {v: heap for v, heap in self._finished.items() if heap}
-        self._taken += self.limits.batch_size  # also of a smaller one: what it lacks must not start before the sync
+        self._taken += (
+            self.limits.batch_size
+        )  # also of a smaller one: what it lacks must not start before the sync
         self._left -= size
         self._to_take -= self.limits.batch_size
-        rejected, self._rejected = self._rejected, []
+        rejected = self._rejected
+        self._rejected = []
         return Batch(positions, rejected)
 
     def sync(self, version: int) -> None:
         """The engines have these weights; the slots of what has been taken are free."""
-        self.version, self._taken = version, 0
+        self.version = version
+        self._taken = 0
 
     @property
     def _step(self) -> int:

@@ -1,4 +1,5 @@
-"""The plan ``fully_async`` and its variants on shared devices: groups stream in, and staleness is bounded."""
+"""The plan ``fully_async`` and its variants on shared devices: groups stream in, and staleness is
+bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from skyasync.utils.task_group import run_together, together
 
 @PLANS.register("fully_async")
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """Fully asynchronous: groups stream in as they finish, weights are synced in flight, staleness is bounded.
+    """Fully asynchronous: groups stream in as they finish, weights are synced in flight, staleness
+    is bounded.
 
     ```
      admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ sync ──▶ end of step
@@ -39,14 +41,14 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     | training loop   | a batch that ``admission`` lets it take    | a rollout that finishes. When all have finished   |
     |                 |                                            | there is a batch: see ``admission``               |
 
-    Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in ``_release``
-    (``sync``).
+    Charge and release: a prompt's slot is charged in ``_run_generation`` (``admit``) and freed in
+    ``_release`` (``sync``).
 
-    What is trained, and in which order: a batch is in the order of the prompt stream, oldest first. Prompts that
-    were open at a checkpoint are not in its position: a resumed run admits them first, with their versions, and has
-    those that were finished from the checkpoint. None is lost and none is trained twice. With ``max_staleness=0`` all
-    prompts of a step start together, nothing starts before the step has ended, and the engines see what they see in the
-    synchronous plan.
+    What is trained, and in which order: a batch is in the order of the prompt stream, oldest first.
+    Prompts that were open at a checkpoint are not in its position: a resumed run admits them first,
+    with their versions, and has those that were finished from the checkpoint. None is lost and none
+    is trained twice. With ``max_staleness=0`` all prompts of a step start together, nothing starts
+    before the step has ended, and the engines see what they see in the synchronous plan.
 
     If a rollout or either loop fails, everything else is cancelled and the error is raised.
     """
@@ -67,19 +69,28 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         super().__init__(cfg, *args, **parts)
 
     async def train(self) -> None:
-        progress, prompts = self.context.progress, self.context.prompts
-        refill, rejecting = self.context.refill, dict[str, float]()
+        progress = self.context.progress
+        prompts = self.context.prompts
+        refill = self.context.refill
+        rejecting = dict[str, float]()
         if refill.active:
-            steps = self.cfg.trainer.max_training_steps  # else small batches leave more to be trained
-            rejecting = {"steps": steps - self.global_step if steps else inf, "most_rejected": refill.most_rejected}
+            steps = (
+                self.cfg.trainer.max_training_steps
+            )  # else small batches leave more to be trained
+            rejecting = {
+                "steps": steps - self.global_step if steps else inf,
+                "most_rejected": refill.most_rejected,
+            }
         limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
-        early, ledger = progress.trained_early, self.ledger
+        early = progress.trained_early
+        ledger = self.ledger
         interrupted = ledger.open_positions(progress.position, early)  # in the run before
         self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
         self._follow_control()
         self._finished: dict[int, tuple[list[Group], Metrics]] = {}
         self._rejected: list[Group] = []  # since the last batch
-        self._slot_freed, self._rollout_finished = asyncio.Event(), asyncio.Event()
+        self._slot_freed = asyncio.Event()
+        self._rollout_finished = asyncio.Event()
         await run_together(self._run_generation(), self._train_batches())
 
     async def _run_generation(self) -> None:
@@ -122,7 +133,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
             await self._rollout_finished.wait()
         self._slot_freed.set()  # the next batch may reject as many as this one
         finished = [self._finished.pop(position) for position in batch.positions]
-        rejected, self._rejected = self._rejected, []
+        rejected = self._rejected
+        self._rejected = []
         metrics = merged([metrics for _, metrics in finished]) | {
             "rollout/running": float(self.admission.running),
             "rollout/finished": float(self.admission.finished),
@@ -144,7 +156,8 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
 @PLANS.register("colocated_async")
 class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
-    """Colocated and asynchronous: training begins when a batch is complete, not when all rollouts have ended.
+    """Colocated and asynchronous: training begins when a batch is complete, not when all rollouts
+    have ended.
 
     ```
     devices   generate (more prompts than a batch) ─▶ train ─▶ sync ─▶ generate ─▶ train ─▶ ...
@@ -160,10 +173,11 @@ class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     | the policy      | the devices: the engines end all requests  | the engines' answers; a failure                   |
     | the engines     | the devices, and the new weights           | the weight sync that follows every training step  |
 
-    Requests in flight when the policy takes the devices keep their tokens. They wait in the client, and continue as
-    partial rollouts under the new weights. So no device waits for the longest response of a batch: while fewer
-    sequences of old prompts are left than the engines can compute, those of newer prompts fill them. ``admission``
-    limits how many, and bounds the staleness as in ``fully_async``; the proof there does not depend on time.
+    Requests in flight when the policy takes the devices keep their tokens. They wait in the client,
+    and continue as partial rollouts under the new weights. So no device waits for the longest
+    response of a batch: while fewer sequences of old prompts are left than the engines can compute,
+    those of newer prompts fill them. ``admission`` limits how many, and bounds the staleness as in
+    ``fully_async``; the proof there does not depend on time.
     """
 
     shares_devices = "all"
@@ -178,7 +192,8 @@ class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
 
 @PLANS.register("hybrid_async")
 class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
-    """Fully asynchronous, with hybrid engines: the policy's devices generate until its next batch is complete.
+    """Fully asynchronous, with hybrid engines: the policy's devices generate until its next batch
+    is complete.
 
     ```
     own devices       generate ──────────────────────────────────────────────────────────▶
@@ -195,9 +210,10 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     | training loop   | hybrid engines: to have the newest weights | the engines; a failure                            |
     | the policy      | its devices                                | the hybrid engines, when their requests are gone  |
 
-    The hybrid engines wake if too few prompts are finished, requests wait for an engine, and the policy has waited as
-    long as the last change of the devices took: so short waits are not made longer. They get the weights of the last
-    sync, proven as for a replacement engine. A weight sync finds them asleep.
+    The hybrid engines wake if too few prompts are finished, requests wait for an engine, and the
+    policy has waited as long as the last change of the devices took: so short waits are not made
+    longer. They get the weights of the last sync, proven as for a replacement engine. A weight sync
+    finds them asleep.
     """
 
     shares_devices = "hybrid"
@@ -207,7 +223,9 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
         with suppress(TimeoutError):
             async with asyncio.timeout(self.weight_updates.switch_s):
                 return await super()._next_rollout()
-        too_few = self.admission.finished < self.cfg.trainer.train_batch_size  # else it waits for one slow prompt
+        too_few = (
+            self.admission.finished < self.cfg.trainer.train_batch_size
+        )  # else it waits for one slow prompt
         if too_few and await self.context.client.waiting():
             await self.weight_updates.wake_engines()
         return await super()._next_rollout()

@@ -17,10 +17,12 @@ from skyasync.utils.task_group import StrictTaskGroup, run_together, together
 
 @dataclass
 class Arrivals:
-    """The rollouts of one batch: each has a slot, in the order of the stream, and is accepted or rejected at its end.
+    """The rollouts of one batch: each has a slot, in the order of the stream, and is accepted or
+    rejected at its end.
 
-    A pure record. ``in_order`` lets a group out only when all before it have been decided. ``portion`` lets out so many
-    slots at a time, less only at the end: what is trained together is then the same, in whatever order rollouts end.
+    A pure record. ``in_order`` lets a group out only when all before it have been decided.
+    ``portion`` lets out so many slots at a time, less only at the end: what is trained together is
+    then the same, in whatever order rollouts end.
     """
 
     in_order: bool
@@ -38,7 +40,9 @@ class Arrivals:
         self.started += 1
         return self.started - 1
 
-    def end(self, slot: int, groups: list[Group], metrics: Metrics, *, accepted: bool = True) -> None:
+    def end(
+        self, slot: int, groups: list[Group], metrics: Metrics, *, accepted: bool = True
+    ) -> None:
         """The rollout in this slot has ended."""
         self.ended += 1
         self.waiting[slot] = groups if accepted else []
@@ -47,7 +51,8 @@ class Arrivals:
             self.rejected += groups
 
     def take(self) -> list[Group]:
-        """All groups that may be trained now (or a portion of them), in the order of their slots."""
+        """All groups that may be trained now (or a portion of them), in the order of their
+        slots."""
         groups: list[Group] = []
         while not groups:  # all of a portion may have been rejected
             if self.in_order or self.portion:
@@ -73,7 +78,8 @@ class Arrivals:
 
 @PLANS.register("streamed")
 class StreamedRayPPOTrainer(RayPPOTrainer):
-    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while stragglers are generated.
+    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while stragglers
+    are generated.
 
     ```
     engines    g0 g1 g2 g3 ............ g4 (a long one)
@@ -89,16 +95,18 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     | ``train``     | both: all rollouts, and the last update  | their end, or the first error, which cancels both   |
     | ``train``     | the weights in every engine              | the weight sync; nothing is in flight then          |
 
-    Every sample is of the policy that it trains: staleness is 0 and nothing needs a correction. Gradients add up
-    while groups come in; the loss's denominator, which only the whole batch knows, is applied by the optimizer
-    step. The gradient is that of the synchronous plan but for the order in which it is summed.
+    Every sample is of the policy that it trains: staleness is 0 and nothing needs a correction.
+    Gradients add up while groups come in; the loss's denominator, which only the whole batch knows,
+    is applied by the optimizer step. The gradient is that of the synchronous plan but for the order
+    in which it is summed.
 
-    With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size`` groups, in the order
-    of the prompt stream, are complete. Later groups of the batch are still of the policy before: the engines get
-    weights at the end of the batch. That policy is then gone, so the behaviour log-probabilities take the place of
-    the proximal ones.
+    With mini-batches an optimizer step follows as soon as the next ``policy_mini_batch_size``
+    groups, in the order of the prompt stream, are complete. Later groups of the batch are still of
+    the policy before: the engines get weights at the end of the batch. That policy is then gone, so
+    the behaviour log-probabilities take the place of the proximal ones.
 
-    Settings that compare the prompts of a whole batch are not supported (``skyasync.config.schema.algorithm``).
+    Settings that compare the prompts of a whole batch are not supported
+    (``skyasync.config.schema.algorithm``).
     """
 
     streams = True
@@ -126,7 +134,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
             await (self.checkpointer.uninterrupted(both) if several else both)
 
     async def _roll_out(self, rollouts: StrictTaskGroup, prompt: Prompt, slot: int) -> None:
-        arrivals, refill = self._arrivals, self.context.refill
+        arrivals = self._arrivals
+        refill = self.context.refill
         groups, metrics = await self.roll_out([prompt])
         if not refill.active:
             groups = list(self.postprocess_generator_output(groups))
@@ -142,7 +151,8 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     async def _train_all(self) -> None:
         in_gradient = 0
         while not self._arrivals.complete:
-            if groups := self._arrivals.take():
+            groups = self._arrivals.take()
+            if groups:
                 with self.timed("train"):
                     async with self.context.phases.limited("update"):
                         in_gradient = await self._train_some(groups, in_gradient)
@@ -154,8 +164,10 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
             await self.checkpointer.uninterrupted(self._last_step(update=in_gradient > 0))
 
     async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
-        """Add their gradient, and step when a mini-batch is complete; returns how many groups wait for the step."""
-        batch, size = await self.prepare(groups), self.cfg.trainer.policy_mini_batch_size
+        """Add their gradient, and step when a mini-batch is complete; returns how many groups wait
+        for the step."""
+        batch = await self.prepare(groups)
+        size = self.cfg.trainer.policy_mini_batch_size
         if batch is None:
             return in_gradient
         with self.timed("update"):
@@ -179,4 +191,6 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
     def _rollout(self) -> Rollout:
         """The groups of the batch that have been taken so far."""
         done = self._arrivals
-        return self.assemble(done.accepted, merged(done.metrics), self._positions, done.rejected, postprocessed=True)
+        return self.assemble(
+            done.accepted, merged(done.metrics), self._positions, done.rejected, postprocessed=True
+        )

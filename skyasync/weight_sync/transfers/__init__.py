@@ -1,7 +1,8 @@
 """The ways by which weights travel; each file has both ends of one.
 
-``TRANSFERS`` has them by the values of ``generator.weight_sync_backend``. An engine names its own in ``weight_sync``.
-By ``shared_memory`` engines that cannot map memory get a file (``skyasync.workers.dispatch.memory_transfer``).
+``TRANSFERS`` has them by the values of ``generator.weight_sync_backend``. An engine names its own
+in ``weight_sync``. By ``shared_memory`` engines that cannot map memory get a file
+(``skyasync.workers.dispatch.memory_transfer``).
 """
 
 from skyasync.registry import Registry

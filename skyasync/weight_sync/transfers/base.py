@@ -5,8 +5,9 @@ controller   publish ──▶ (send  ∥  engines load each of ``parts``) ─�
              for_late_engine ──▶ one engine loads ──▶ release                           between two syncs
 ```
 
-Every way is one file with three parts: the object of the controller (a ``WeightTransfer`` in ``TRANSFERS``), the sender
-on each policy rank, made by ``WeightSender``, and the reader of an engine.
+Every way is one file with three parts: the object of the controller (a ``WeightTransfer`` in
+``TRANSFERS``), the sender on each policy rank, made by ``WeightSender``, and the reader of an
+engine.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class WeightTransfer(ABC):
     """Every update of ``publish``, ``publish_whole`` and ``for_late_engine`` is released once.
 
     Attributes:
-        proves_content: digests prove after every sync what the engines have; else the verification prompts do.
+        proves_content: digests prove after every sync what the engines have; else the verification
+            prompts do.
         expects_late_engines: ``for_late_engine`` may be called; set before the first ``publish``.
     """
 
@@ -46,7 +48,14 @@ class WeightTransfer(ABC):
         self._policy = policy
 
     @classmethod
-    def of_run(cls, policy: Any, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:  # noqa: ANN401
+    def of_run(
+        cls,
+        policy: Any,  # noqa: ANN401
+        cfg: Config,
+        engines: Callable[[], Sequence[int]],
+        *,
+        gpus: bool,
+    ) -> Self:
         """The transfer of a run.
 
         Args:
@@ -94,7 +103,8 @@ class WeightTransfer(ABC):
         return await self.publish(update.version)
 
     def engine_failed(self, cause: BaseException) -> bool:
-        """An engine has failed while all engines load; whether the policy's ranks are lost with it."""
+        """An engine has failed while all engines load; whether the policy's ranks are lost with
+        it."""
         return False
 
     def changing(self) -> AbstractAsyncContextManager[None]:

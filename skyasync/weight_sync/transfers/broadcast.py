@@ -1,9 +1,10 @@
-"""Weights by broadcast: ranks of the policy to every worker of every engine, by NCCL on GPUs and by gloo on CPUs.
+"""Weights by broadcast: ranks of the policy to every worker of every engine, by NCCL on GPUs and by
+gloo on CPUs.
 
-Invariant: both ends cut the same ``specs`` into the same chunks and deal them over the senders in turn, so they make
-the same broadcasts in the same order. All ranks gather all tensors; a sender packs and sends its own chunks. See
-``groups`` for the way of a chunk. The groups have the engines that are alive when the update is published; others, or
-other policy ranks, form new ones.
+Invariant: both ends cut the same ``specs`` into the same chunks and deal them over the senders in
+turn, so they make the same broadcasts in the same order. All ranks gather all tensors; a sender
+packs and sends its own chunks. See ``groups`` for the way of a chunk. The groups have the engines
+that are alive when the update is published; others, or other policy ranks, form new ones.
 
 | who waits                           | for what                       | woken by                                     |
 |-------------------------------------|--------------------------------|----------------------------------------------|
@@ -15,12 +16,13 @@ other policy ranks, form new ones.
 | ``changing`` (an optimizer step)    | a late engine's weights        | ``release``                                  |
 | ``release``                         | the end of what it was sent    | the ranks; ``SETTLE_S``, then ``give_up``    |
 
-After a failure inside gloo every member closes its connections, and by that the next member's. An engine has changed
-nothing then (``TransferInterruptedError``), and the weights are sent again to those that are left. Inside NCCL nothing
-ends the others' wait: engines and ranks are lost, as ``recovers`` says.
+After a failure inside gloo every member closes its connections, and by that the next member's. An
+engine has changed nothing then (``TransferInterruptedError``), and the weights are sent again to
+those that are left. Inside NCCL nothing ends the others' wait: engines and ranks are lost, as
+``recovers`` says.
 
-A late engine meets rank 0 alone as its sender, while the weights are those that were sent last: optimizer steps wait
-for that, and after one the engine waits for the next sync.
+A late engine meets rank 0 alone as its sender, while the weights are those that were sent last:
+optimizer steps wait for that, and after one the engine waits for the next sync.
 """
 
 from __future__ import annotations
@@ -51,7 +53,12 @@ from skyasync.weight_sync.tensors import (
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.transfers.groups import TensorGroup, interrupt_soon, meet
-from skyasync.weight_sync.update import PART_BYTES, TransferInterruptedError, WeightsMovedError, WeightUpdate
+from skyasync.weight_sync.update import (
+    PART_BYTES,
+    TransferInterruptedError,
+    WeightsMovedError,
+    WeightUpdate,
+)
 
 if TYPE_CHECKING:
     from skyasync.config.schema import Config
@@ -64,18 +71,23 @@ SETTLE_S = 60.0
 class BroadcastSender:
     """On each policy rank; all ranks iterate, and some of them send.
 
-    Rank 0's store listens as long as its process lives, so that a member that comes after its groups have ended is
-    told so.
+    Rank 0's store listens as long as its process lives, so that a member that comes after its
+    groups have ended is told so.
     """
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
-        self._weights, self._rank, self._device = weights, rank, device
+        self._weights = weights
+        self._rank = rank
+        self._device = device
         self._group: TensorGroup | None = None
         self._groups = count()
         self._store: TCPStore | None = None
 
-    def open(self, host: str, receivers: int, timeout_s: float, senders: Sequence[int] = (0,)) -> dict[str, Any]:
-        """Leave the former groups and listen for the members of new ones; how they find them. Of rank 0."""
+    def open(
+        self, host: str, receivers: int, timeout_s: float, senders: Sequence[int] = (0,)
+    ) -> dict[str, Any]:
+        """Leave the former groups and listen for the members of new ones; how they find them. Of
+        rank 0."""
         self.close()
         if self._store is None:
             timeout = timedelta(seconds=timeout_s)
@@ -98,25 +110,32 @@ class BroadcastSender:
         return to_message(self._weights().specs)
 
     def send(self, rendezvous: Mapping[str, Any]) -> str:
-        """Ends when every member has this rank's weights; all ranks call it. Why it was interrupted, or ""."""
+        """Ends when every member has this rank's weights; all ranks call it. Why it was
+        interrupted, or ""."""
         weights = self._weights()
         if self._rank not in rendezvous["senders"]:
             weights.only_gather()
             return ""
         remaining = iter(weights)
         try:
-            self._group = meet(self._group, rendezvous, self._device, rendezvous["senders"].index(self._rank))
+            self._group = meet(
+                self._group, rendezvous, self._device, rendezvous["senders"].index(self._rank)
+            )
             reason = self.send_tensors(remaining, weights.specs)
         except TransferInterruptedError as error:
             reason = str(error)
-        except BaseException:  # in a gather, without which the receivers would wait for the next chunk
+        except (
+            BaseException
+        ):  # in a gather, without which the receivers would wait for the next chunk
             self.close()
             raise
         for _ in remaining:  # the other ranks gather all
             pass
         return reason
 
-    def send_tensors(self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True) -> str:
+    def send_tensors(
+        self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True
+    ) -> str:
         """Send this sender's chunks of all tensors to all members; why it was interrupted, or "".
 
         A chunk is on its way while the tensors after it are gathered.
@@ -125,8 +144,11 @@ class BroadcastSender:
             sums: the members check what they received by sums, not by digests.
         """
         assert self._group is not None
-        group, remaining, checksums = self._group, iter(tensors), list[Tensor]()
-        own, chunks = group.rendezvous["senders"].index(self._rank), chunks_of(specs, group.rendezvous["chunk_bytes"])
+        group = self._group
+        remaining = iter(tensors)
+        checksums = list[Tensor]()
+        own = group.rendezvous["senders"].index(self._rank)
+        chunks = chunks_of(specs, group.rendezvous["chunk_bytes"])
         try:
             group.join()
             for number, names in enumerate(chunks):
@@ -138,7 +160,9 @@ class BroadcastSender:
                     group.finish(own)
                 buffer = self._packed(remaining, names, specs)
                 if sums:
-                    checksums += [sum_of(tensor) for tensor in unpack(buffer, names, specs).values()]
+                    checksums += [
+                        sum_of(tensor) for tensor in unpack(buffer, names, specs).values()
+                    ]
                 group.start(own, buffer)
                 del buffer  # its memory is another one's
             for _ in range(own, min(len(chunks), group.most_in_flight), group.senders):
@@ -150,9 +174,12 @@ class BroadcastSender:
             return str(error)
         return ""
 
-    def _packed(self, tensors: Iterator[tuple[str, Tensor]], names: Sequence[str], specs: TensorSpecs) -> Tensor:
+    def _packed(
+        self, tensors: Iterator[tuple[str, Tensor]], names: Sequence[str], specs: TensorSpecs
+    ) -> Tensor:
         size = sum(bytes_of(specs[name]) for name in names)
-        buffer, end = torch.empty(size, dtype=torch.uint8, device=self._device), 0
+        buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+        end = 0
         for name in names:
             sent, tensor = next(tensors)
             assert sent == name, f"{sent} is sent, and {name} was announced"
@@ -167,7 +194,8 @@ class BroadcastSender:
 
 
 class BroadcastReader:
-    """In each process that has a model. If the senders are on CPUs, the weights arrive in host memory."""
+    """In each process that has a model. If the senders are on CPUs, the weights arrive in host
+    memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -184,23 +212,32 @@ class BroadcastReader:
 
     def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
         """The same, in chunks as they arrive; the check follows the last one."""
-        specs, rendezvous = from_message(info["specs"]), info["rendezvous"]
-        device = torch.device("cpu") if rendezvous["device"] == "cpu" else self._device
+        specs = from_message(info["specs"])
+        rendezvous = info["rendezvous"]
+        if rendezvous["device"] == "cpu":
+            device = torch.device("cpu")
+        else:
+            device = self._device
         group = self._group = meet(self._group, rendezvous, device)
         group.join()
-        chunks, sums = chunks_of(specs, rendezvous["chunk_bytes"]), [dict[str, Tensor]() for _ in range(group.senders)]
+        chunks = chunks_of(specs, rendezvous["chunk_bytes"])
+        sums = [dict[str, Tensor]() for _ in range(group.senders)]
 
         def start(number: int) -> None:
             if number < len(chunks):
                 size = sum(bytes_of(specs[name]) for name in chunks[number])
-                group.start(number % group.senders, torch.empty(size, dtype=torch.uint8, device=device))
+                group.start(
+                    number % group.senders, torch.empty(size, dtype=torch.uint8, device=device)
+                )
 
         for number in range(group.most_in_flight):
             start(number)
         for number, names in enumerate(chunks):
             chunk = unpack(group.finish(number % group.senders), names, specs)
             if "digests" not in info:
-                sums[number % group.senders] |= {name: sum_of(tensor) for name, tensor in chunk.items()}
+                sums[number % group.senders] |= {
+                    name: sum_of(tensor) for name, tensor in chunk.items()
+                }
             yield chunk
             start(number + group.most_in_flight)
         wrong: list[str] = []
@@ -208,7 +245,9 @@ class BroadcastReader:
             if received:
                 group.start(sender, torch.empty(len(received), dtype=torch.int64, device=device))
                 right = torch.stack(list(received.values())) == group.finish(sender)
-                wrong += [name for name, same in zip(received, right.tolist(), strict=True) if not same]
+                wrong += [
+                    name for name, same in zip(received, right.tolist(), strict=True) if not same
+                ]
         refuse(wrong, "the engine received")
 
     def close(self) -> None:
@@ -246,9 +285,15 @@ class BroadcastTransfer(WeightTransfer):
         recovers: bool = False,
     ) -> None:
         super().__init__(policy)
-        self._ranks_to_end, self._workers, self._engines, self._senders = policy, workers, engines, senders
-        self._timeout_s, self._recovers = timeout_s, recovers
-        self._members: list[int] | None = None  # of the current group; None: there is no group, or a late engine's
+        self._ranks_to_end = policy
+        self._workers = workers
+        self._engines = engines
+        self._senders = senders
+        self._timeout_s = timeout_s
+        self._recovers = recovers
+        self._members: list[int] | None = (
+            None  # of the current group; None: there is no group, or a late engine's
+        )
         self._nodes: list[tuple[str, str]] = []  # of the ranks, with their addresses
         self._rendezvous: dict[str, Any] = {}
         self._moved = False  # the weights are not those that were sent last
@@ -256,7 +301,9 @@ class BroadcastTransfer(WeightTransfer):
         self._alone: asyncio.Task[str] | None = None  # sends to a late engine
 
     @classmethod
-    def of_run(cls, policy: Ranks, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:
+    def of_run(
+        cls, policy: Ranks, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool
+    ) -> Self:
         generator = cfg.generator
         return cls(
             policy,
@@ -282,7 +329,8 @@ class BroadcastTransfer(WeightTransfer):
         return await self.publish(update.version)
 
     async def send(self, update: WeightUpdate) -> None:
-        """Ends when every engine has the weights, or a member of a group that recovers has failed."""
+        """Ends when every engine has the weights, or a member of a group that recovers has
+        failed."""
         if self._members and (reason := await self._sent()):
             self._members = None
             if not self._recovers:
@@ -299,7 +347,9 @@ class BroadcastTransfer(WeightTransfer):
         await self._resting.acquire()
         try:
             if self._moved:
-                raise WeightsMovedError("the weights are not those that the other engines have any more")
+                raise WeightsMovedError(
+                    "the weights are not those that the other engines have any more"
+                )
             self._members = None
             await self._open(1, senders=1)
             update = await self._update(version, None)
@@ -310,8 +360,10 @@ class BroadcastTransfer(WeightTransfer):
         return update
 
     async def release(self, update: WeightUpdate) -> None:
-        """After ``for_late_engine``: the engine has the weights, or the ranks may be waiting for it and are ended."""
-        sending, self._alone = self._alone, None
+        """After ``for_late_engine``: the engine has the weights, or the ranks may be waiting for it
+        and are ended."""
+        sending = self._alone
+        self._alone = None
         if sending is None:
             return
         try:
@@ -321,14 +373,18 @@ class BroadcastTransfer(WeightTransfer):
             elif error := sending.exception():
                 self._give_up("the weights could not be sent to an engine that came late", error)
             elif (reason := sending.result()) and not self._recovers:
-                self._give_up(f"the weights could not be sent to an engine that came late: {reason}")
+                self._give_up(
+                    f"the weights could not be sent to an engine that came late: {reason}"
+                )
         finally:
             sending.cancel()
             self._resting.release()
 
     def engine_failed(self, cause: BaseException) -> bool:
         if not self._recovers:
-            self._give_up("an engine has failed in a weight sync by NCCL, in which they wait for it", cause)
+            self._give_up(
+                "an engine has failed in a weight sync by NCCL, in which they wait for it", cause
+            )
         return not self._recovers
 
     def _give_up(self, reason: str, cause: BaseException | None = None) -> None:
@@ -365,8 +421,11 @@ class _InterruptingUpdate:
 
 
 def spread(nodes: Sequence[str], count: int) -> list[int]:
-    """Ranks on as many nodes as possible, the first of each before any second; ``nodes`` has each rank's."""
-    seen, positions = Counter[str](), list[int]()  # positions of the ranks on their nodes
+    """Ranks on as many nodes as possible, the first of each before any second; ``nodes`` has each
+    rank's."""
+    # positions of the ranks on their nodes
+    seen = Counter[str]()
+    positions = list[int]()
     for node in nodes:
         positions.append(seen[node])
         seen[node] += 1

@@ -1,7 +1,9 @@
-"""Weights from GPU to the same GPU, by CUDA IPC: policy ranks and vLLM engines that share devices (``colocate_all``).
+"""Weights from GPU to the same GPU, by CUDA IPC: policy ranks and vLLM engines that share devices
+(``colocate_all``).
 
-Invariant: a part of the weights lies in one buffer on each rank's device, whose memory the engines on that device have
-mapped. It is written to only while no engine reads it: when all of them have answered for the part before.
+Invariant: a part of the weights lies in one buffer on each rank's device, whose memory the engines
+on that device have mapped. It is written to only while no engine reads it: when all of them have
+answered for the part before.
 
     ranks        gather, pack part 1          gather, pack part 2          free
     controller                      ─handles─▶           ◀─done, handles─▶
@@ -14,37 +16,51 @@ mapped. It is written to only while no engine reads it: when all of them have an
 | the controller, for the engines  | ``update_weights`` of one part by each | an engine; its failure               |
 | an engine, in ``update_weights`` | its own device alone                   |                                      |
 
-So neither side waits inside a collective for the other. Engines that have a part of the weights are told that no more
-comes (``BROKEN_OFF``), and an engine's failure ends no other process (``weight_sync.colocation``).
+So neither side waits inside a collective for the other. Engines that have a part of the weights are
+told that no more comes (``BROKEN_OFF``), and an engine's failure ends no other process
+(``weight_sync.colocation``).
 
 What holds this, in the installed sources (torch 2.13, vLLM 0.32), call by call:
 
-1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it: ``_share_cuda_`` gives the
-   handle of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an event. The event is
-   recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore synchronizes its
-   stream before it answers. There is one export for each engine on the device: a slot pairs with one reader that lets
-   go once (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines exports nothing: torch
-   never frees an export that no reader lets go of.
-2. The handle goes as text and numbers (``Handle``) by Ray to the engine's actor and by vLLM's msgpack to its worker.
-   vLLM's own sender puts torch's classes into the message, which its msgpack takes only as a pickle, behind
-   ``VLLM_ALLOW_INSECURE_SERIALIZATION``. That is not set here, and nothing is unpickled: the classes are always the
+1. ``begin`` makes the buffer with torch's own allocator. ``reduce_tensor`` exports it:
+``_share_cuda_`` gives the
+   handle of the allocation, the buffer's offset in it, a slot of a counter in shared memory, and an
+   event. The event is
+   recorded once, there, so a later copy into the buffer is not ordered by it: ``pack`` therefore
+       synchronizes its
+   stream before it answers. There is one export for each engine on the device: a slot pairs with
+       one reader that lets
+   go once (vLLM's ``PackedBufferImporter`` says why two cannot share it). A rank without engines
+   exports nothing: torch never frees an export that no reader lets go of.
+2. The handle goes as text and numbers (``Handle``) by Ray to the engine's actor and by vLLM's
+msgpack to its worker.
+   vLLM's own sender puts torch's classes into the message, which its msgpack takes only as a
+   pickle, behind
+   ``VLLM_ALLOW_INSECURE_SERIALIZATION``. That is not set here, and nothing is unpickled: the
+       classes are always the
    same, and are put in where the memory is opened (``vllm_worker``).
 3. In the worker ``IPCWeightTransferEngine.receive_weights`` finds the handle by its GPU's UUID,
-   ``rebuild_cuda_tensor`` opens it under the worker's own device number (once: the importer keeps it for the parts that
-   follow), and each tensor is cloned out of it. ``WeightTransferEngine.update_weights`` synchronizes the device before
-   it answers, so an answer means that the buffer has been read.
-4. After the last part ``finish_weight_update`` lets go of the mapping, which counts the slot down; then ``end`` drops
-   the buffer, and ``ipc_collect`` frees what no slot holds. The buffer must live until then, not longer. An engine
-   that fails with the mapping never counts down: torch keeps the buffer (``PART_BYTES``, or the largest parameter)
+   ``rebuild_cuda_tensor`` opens it under the worker's own device number (once: the importer keeps
+   it for the parts that follow), and each tensor is cloned out of it.
+   ``WeightTransferEngine.update_weights`` synchronizes the device before it answers, so an answer
+   means that the buffer has been read.
+4. After the last part ``finish_weight_update`` lets go of the mapping, which counts the slot down;
+then ``end`` drops
+   the buffer, and ``ipc_collect`` frees what no slot holds. The buffer must live until then, not
+   longer. An engine
+   that fails with the mapping never counts down: torch keeps the buffer (``PART_BYTES``, or the
+       largest parameter)
    until the rank ends.
 
 Not traced: torch's ``expandable_segments``, whose handles are of another kind.
 
-That the bytes arrived is proven part by part: both sides add up every tensor on the device (``sum_of``). What the
-layers compute with is not read back, so the verification prompts are scored after every sync.
+That the bytes arrived is proven part by part: both sides add up every tensor on the device
+(``sum_of``). What the layers compute with is not read back, so the verification prompts are scored
+after every sync.
 
-Which engine shares which GPU follows from the placement (``colocated_rank``); the engines compare the GPUs' own names.
-A late engine finds the policy in host memory, as it was sent: it reads the weights from shared memory.
+Which engine shares which GPU follows from the placement (``colocated_rank``); the engines compare
+the GPUs' own names. A late engine finds the policy in host memory, as it was sent: it reads the
+weights from shared memory.
 """
 
 from __future__ import annotations
@@ -80,12 +96,22 @@ class CudaIPCTransfer(WeightTransfer):
 
     sender = "cuda_ipc"
 
-    def __init__(self, policy: PolicyRanks, ranks: int, engines: Callable[[], Sequence[int]]) -> None:
+    def __init__(
+        self, policy: PolicyRanks, ranks: int, engines: Callable[[], Sequence[int]]
+    ) -> None:
         super().__init__(policy)
-        self._count, self._engines = ranks, engines
+        self._count = ranks
+        self._engines = engines
 
     @classmethod
-    def of_run(cls, policy: Any, cfg: Config, engines: Callable[[], Sequence[int]], *, gpus: bool) -> Self:  # noqa: ANN401
+    def of_run(
+        cls,
+        policy: Any,  # noqa: ANN401
+        cfg: Config,
+        engines: Callable[[], Sequence[int]],
+        *,
+        gpus: bool,
+    ) -> Self:
         del cfg, gpus
         return cls(policy, policy.ranks, engines)
 
@@ -94,7 +120,8 @@ class CudaIPCTransfer(WeightTransfer):
         return WeightUpdate(version, CUDA_IPC, {"in_parts": True})
 
     async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
-        """Each is packed when every engine has loaded the one before; closing the iterator frees the last."""
+        """Each is packed when every engine has loaded the one before; closing the iterator frees
+        the last."""
         engines = self._engines()
         by_rank = [[e for e in engines if e % self._count == rank] for rank in range(self._count)]
         async with afterwards(self._ranks, "end"):
@@ -118,7 +145,8 @@ class CudaIPCTransfer(WeightTransfer):
 
 @dataclass(frozen=True)
 class Packed:
-    """A part of one rank; ``engines``: by index, the ``handle`` and ``sums`` for each engine on its device."""
+    """A part of one rank; ``engines``: by index, the ``handle`` and ``sums`` for each engine on its
+    device."""
 
     part: int
     last: bool
@@ -130,10 +158,13 @@ class Packed:
 
 
 class CudaIPCSender:
-    """On each policy rank: gathers parameter by parameter into one buffer, part after part. All ranks call it alike."""
+    """On each policy rank: gathers parameter by parameter into one buffer, part after part. All
+    ranks call it alike."""
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
-        self._weights, self._rank, self._device = weights, rank, device
+        self._weights = weights
+        self._rank = rank
+        self._device = device
         self._specs: TensorSpecs = {}
         self._parts: list[list[str]] = []
         self._number = 0  # of the next part
@@ -144,18 +175,25 @@ class CudaIPCSender:
     def begin(self, engines: Sequence[Sequence[int]]) -> None:
         """Args: engines: for each rank, the indices of the engines that share its device."""
         tensors = self._weights()
-        self._specs, self._remaining = tensors.specs, iter(tensors)
-        self._parts, self._number = chunks_of(self._specs, PART_BYTES), 0
-        self._buffer, self._handles = None, {}
-        if own := engines[self._rank]:
+        self._specs = tensors.specs
+        self._remaining = iter(tensors)
+        self._parts = chunks_of(self._specs, PART_BYTES)
+        self._number = 0
+        self._buffer = None
+        self._handles = {}
+        own = engines[self._rank]
+        if own:
             size = max(sum(bytes_of(self._specs[name]) for name in part) for part in self._parts)
             self._buffer = torch.empty(max(size, 1), dtype=torch.uint8, device=self._device)
             self._handles = {engine: handle_of(self._buffer) for engine in own}
 
     def pack(self) -> Packed:
-        """Gather the next part into the buffer, which no engine reads; it is complete when this returns."""
+        """Gather the next part into the buffer, which no engine reads; it is complete when this
+        returns."""
         assert self._handles is not None
-        number, names, end = self._number, self._parts[self._number], 0
+        number = self._number
+        names = self._parts[self._number]
+        end = 0
         specs = {name: self._specs[name] for name in names}
         for name in names:
             gathered, whole = next(self._remaining)
@@ -164,7 +202,10 @@ class CudaIPCSender:
                 pack(whole, specs[name], self._buffer[end:])
                 end += bytes_of(specs[name])
         packed = unpack(self._buffer, names, specs).values() if self._buffer is not None else ()
-        sums = torch.stack([sum_of(tensor) for tensor in packed]).tolist() if packed else []
+        if packed:
+            sums = torch.stack([sum_of(tensor) for tensor in packed]).tolist()
+        else:
+            sums = []
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._number += 1
@@ -182,7 +223,8 @@ class CudaIPCSender:
         """No engine reads a part or has the buffer mapped any more: free it."""
         if self._handles is None:
             return
-        self._buffer, self._handles = None, None
+        self._buffer = None
+        self._handles = None
         if self._device.type == "cuda":
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # for the engines' caches
@@ -190,8 +232,11 @@ class CudaIPCSender:
 
 
 def message(ranks: Sequence[Packed]) -> dict[str, Any]:
-    """A part for the engines, as all ranks have packed it: its contents once, and what each engine needs."""
-    return vars(ranks[0]) | {"engines": {engine: own for rank in ranks for engine, own in rank.engines.items()}}
+    """A part for the engines, as all ranks have packed it: its contents once, and what each engine
+    needs."""
+    return vars(ranks[0]) | {
+        "engines": {engine: own for rank in ranks for engine, own in rank.engines.items()}
+    }
 
 
 def own_part(info: dict[str, Any], engine: int) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Both ends of every weight transfer: ``WeightSender`` on one rank of the policy, ``WeightReader`` in an engine.
+"""Both ends of every weight transfer: ``WeightSender`` on one rank of the policy, ``WeightReader``
+in an engine.
 
-Invariant: all ways iterate over ``FullTensors``, so no rank has a second copy of all weights in memory of its own. The
-exceptions are the copy that a delta is computed against, and shared memory that engines have mapped.
+Invariant: all ways iterate over ``FullTensors``, so no rank has a second copy of all weights in
+memory of its own. The exceptions are the copy that a delta is computed against, and shared memory
+that engines have mapped.
 """
 
 from __future__ import annotations
@@ -62,12 +64,15 @@ class WeightReader:
         self.broadcast = BroadcastReader(device)
 
     def read(self, info: Mapping[str, Any]) -> ReceivedWeights:
-        """The weights of an update. Raises TransferInterruptedError if another member of a broadcast fails."""
+        """The weights of an update. Raises TransferInterruptedError if another member of a
+        broadcast fails."""
         if "rendezvous" in info:
-            weights, about = self.broadcast.read(info), WeightsHeader(**info.get("about", {}))
+            weights = self.broadcast.read(info)
+            about = WeightsHeader(**info.get("about", {}))
             return ReceivedWeights(weights, info.get("digests", {}), about, stays=True)
         if "specs" in info:
-            weights, digests = self.buffers.read(info), info["digests"]
+            weights = self.buffers.read(info)
+            digests = info["digests"]
             if info.get("late"):
                 return ReceivedWeights(weights, digests, stays=True)
             return ReceivedWeights(weights, digests, in_place=self.buffers.is_in_place, stays=True)

@@ -1,9 +1,11 @@
-"""Weights by a safetensors file, in shared memory of the machine or in a folder that several machines see.
+"""Weights by a safetensors file, in shared memory of the machine or in a folder that several
+machines see.
 
-Invariant: a file is complete before its name exists (it is renamed into place), and its writer removes it; files of a
-killed process are removed by the next writer on the machine. It carries the digests of its tensors as their writer had
-them, by which a reader proves what it has. Names, dtypes and shapes are known before, so the header comes first and
-each tensor is written as soon as it is there: no more than one is in memory.
+Invariant: a file is complete before its name exists (it is renamed into place), and its writer
+removes it; files of a killed process are removed by the next writer on the machine. It carries the
+digests of its tensors as their writer had them, by which a reader proves what it has. Names, dtypes
+and shapes are known before, so the header comes first and each tensor is written as soon as it is
+there: no more than one is in memory.
 """
 
 from __future__ import annotations
@@ -60,16 +62,22 @@ class FileTransfer(WeightTransfer):
     proves_content = True
     sender = "file"
 
-    def __init__(self, policy: PolicyRanks, encoding: str = "full", remote: RemoteEngines | None = None) -> None:
+    def __init__(
+        self, policy: PolicyRanks, encoding: str = "full", remote: RemoteEngines | None = None
+    ) -> None:
         super().__init__(policy)
-        self._encoding, self._remote = encoding, remote
+        self._encoding = encoding
+        self._remote = remote
         self._last: WeightUpdate | None = None
         self._resent = 0  # updates besides the first that name its file, and are to be released
 
     async def publish(self, version: int) -> WeightUpdate:
-        self._last, self._resent = None, 0
+        self._last = None
+        self._resent = 0
         update = _update(version, (await self._ranks("write", self._encoding))[0])
-        return update if self._remote is None else await self._remote.announce(update)
+        if self._remote is None:
+            return update
+        return await self._remote.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
         if self._remote is not None:
@@ -78,7 +86,10 @@ class FileTransfer(WeightTransfer):
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
         if self._encoding == "delta":
             update = _update(update.version, await self._rank_0("write_whole", True))
-        whole = update if self._remote is None else await self._remote.announce_again(update)
+        if self._remote is None:
+            whole = update
+        else:
+            whole = await self._remote.announce_again(update)
         self._resent += self._encoding != "delta"
         return whole
 
@@ -89,23 +100,29 @@ class FileTransfer(WeightTransfer):
             await self._rank_0("remove", update.info["path"])
         elif self._last is None:
             path = await self._rank_0("keep", update.info["path"])
-            self._last = WeightUpdate(update.version, update.backend, {"path": path}, update.content, update.base)
+            self._last = WeightUpdate(
+                update.version, update.backend, {"path": path}, update.content, update.base
+            )
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
         update = self._last
         if self._encoding == "delta":
             update = _update(version, await self._rank_0("write_whole", False))
         assert update is not None
-        return update if self._remote is None else await self._remote.announce(update, late=True)
+        if self._remote is None:
+            return update
+        return await self._remote.announce(update, late=True)
 
     async def release_retained(self) -> None:
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is not None:
             await self._rank_0("remove", last.info["path"])
 
 
 Written = tuple[str, str, str, dict[str, float]]
-"""A file: its path, the content of the weights, that of what it is a delta of ("" for all weights), metrics."""
+"""A file: its path, the content of the weights, that of what it is a delta of ("" for all weights),
+metrics."""
 
 
 def _update(version: int, written: Written) -> WeightUpdate:
@@ -121,19 +138,29 @@ class FileSender:
     """
 
     def __init__(
-        self, weights: Callable[[], FullTensors], adapter: Callable[[], Any], rank: int, folder: str = ""
+        self,
+        weights: Callable[[], FullTensors],
+        adapter: Callable[[], Any],
+        rank: int,
+        folder: str = "",
     ) -> None:
-        self._weights, self._adapter, self._rank, self._folder = weights, adapter, rank, folder
+        self._weights = weights
+        self._adapter = adapter
+        self._rank = rank
+        self._folder = folder
         self._delta = DeltaEncoder()
         self._retained: tuple[str, int | None] = ("", None)  # path and descriptor
 
     def write(self, encoding: str = "full") -> Written | None:
-        """Write a file on rank 0; all ranks call it. The retained file is removed first: there is space for one."""
+        """Write a file on rank 0; all ranks call it. The retained file is removed first: there is
+        space for one."""
         if self._rank == 0:
             self._drop()
         if encoding == "adapter":
             adapter = self._adapter()
-            return self._written(adapter.encode()) if self._rank == 0 else None
+            if self._rank == 0:
+                return self._written(adapter.encode())
+            return None
         tensors = self._weights()
         if self._rank != 0:
             tensors.only_gather()
@@ -147,12 +174,19 @@ class FileSender:
         return self._written(self._delta.whole(fell_back=fell_back))
 
     def _written(self, encoded: Encoded) -> Written:
-        return write_encoded(encoded, self._folder), encoded.content, encoded.about.base, encoded.metrics
+        return (
+            write_encoded(encoded, self._folder),
+            encoded.content,
+            encoded.about.base,
+            encoded.metrics,
+        )
 
     def keep(self, path: str) -> str:
-        """Keep a file until the next one; the path by which processes of this user find it from now on.
+        """Keep a file until the next one; the path by which processes of this user find it from now
+        on.
 
-        In memory of this machine it loses its name, so that the kernel frees it with this process, however that ends.
+        In memory of this machine it loses its name, so that the kernel frees it with this process,
+        however that ends.
         """
         self._drop()
         if self._folder:
@@ -183,7 +217,8 @@ def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], WeightsHead
 
 
 def read_metadata(path: str) -> tuple[dict[str, str], WeightsHeader]:
-    """The digest of each tensor before it was written, by name, and what the file contains besides all weights."""
+    """The digest of each tensor before it was written, by name, and what the file contains besides
+    all weights."""
     with safe_open(path, framework="pt") as file:
         digests = dict(file.metadata() or {})
     return digests, WeightsHeader(**json.loads(digests.pop(ABOUT, "{}")))
@@ -196,11 +231,16 @@ def write_encoded(encoded: Encoded, folder: str = "") -> str:
 
 def directories() -> tuple[Path, ...]:
     """Shared memory where the system has it, then the folder for temporary files."""
-    shm, temporary = Path("/dev/shm"), Path(tempfile.gettempdir())
-    return (shm, temporary) if os.access(shm, os.W_OK) else (temporary,)
+    shm = Path("/dev/shm")
+    temporary = Path(tempfile.gettempdir())
+    if os.access(shm, os.W_OK):
+        return (shm, temporary)
+    return (temporary,)
 
 
-def write_weights(weights: Mapping[str, Tensor], folder: str = "", metadata: Mapping[str, str] | None = None) -> str:
+def write_weights(
+    weights: Mapping[str, Tensor], folder: str = "", metadata: Mapping[str, str] | None = None
+) -> str:
     """Write tensors that are all there; see ``write_one_by_one``."""
     return write_one_by_one(specs_of(weights), weights.items(), folder, metadata)
 
@@ -227,7 +267,9 @@ def write_one_by_one(
         free = {path: shutil.disk_usage(path).free for path in directories()}
         if not any(space > size for space in free.values()):
             spaces = ", ".join(f"{path} has {space >> 20} MiB" for path, space in free.items())
-            raise UserError(f"the weights take {size >> 20} MiB on their way to the engines; free: {spaces}")
+            raise UserError(
+                f"the weights take {size >> 20} MiB on their way to the engines; free: {spaces}"
+            )
         target = next(path for path, space in free.items() if space > size)
     path = target / f"{PREFIX}{os.getpid()}-{_namespace(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
     unfinished = path.with_suffix(".writing")
@@ -256,7 +298,9 @@ def read_weights(path: str) -> dict[str, Tensor]:
 def missing_file_error(path: str) -> FileNotFoundError:
     """The error for weights that this machine does not have."""
     if path.startswith("/proc/") and not Path(path).parent.exists():  # memory of a process
-        return FileNotFoundError(f"{path} is gone: the process that had these weights in its memory has ended")
+        return FileNotFoundError(
+            f"{path} is gone: the process that had these weights in its memory has ended"
+        )
     return FileNotFoundError(
         f"{path} is not on {socket.gethostname()}: generator.weight_sync_backend=shared_memory reaches other machines "
         f"for engines that the run has started on nodes of its Ray cluster; servers of generator.engines need a folder "
@@ -271,13 +315,16 @@ def remove_weights(path: str) -> None:
 def sweep(folder: str = "") -> None:
     """Remove files whose writer has ended, as far as this process can know and may remove them.
 
-    Containers may share the memory but not the numbers of processes, so those of other namespaces are left alone.
+    Containers may share the memory but not the numbers of processes, so those of other namespaces
+    are left alone.
     """
     for directory in [Path(folder)] if folder else directories():
         for path in directory.glob(f"{PREFIX}*-{_namespace(folder)}-*"):
             writer = path.name.removeprefix(PREFIX).split("-")[0]
             if writer.isdigit() and not _process_exists(int(writer)):
-                with contextlib.suppress(OSError):  # another user's, or removed by another process just now
+                with contextlib.suppress(
+                    OSError
+                ):  # another user's, or removed by another process just now
                     path.unlink()
 
 
@@ -292,11 +339,14 @@ def _process_exists(number: int) -> bool:
 
 
 def _namespace(folder: str = "") -> str:
-    """Where a process's number is unique: in this machine's namespace; a folder may have writers of other machines."""
+    """Where a process's number is unique: in this machine's namespace; a folder may have writers of
+    other machines."""
     namespace = ""  # of a system that has only one
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
-    return f"{namespace}@{socket.gethostname().replace('-', '_')}" if folder else namespace
+    if folder:
+        return f"{namespace}@{socket.gethostname().replace('-', '_')}"
+    return namespace
 
 
 class TensorFile:
@@ -307,9 +357,16 @@ class TensorFile:
         metadata: text stored with them; None: their digests.
     """
 
-    def __init__(self, file: BinaryIO, specs: TensorSpecs, metadata: Mapping[str, str] | None) -> None:
-        self._file, self._specs, self._with_digests = file, specs, metadata is None
-        self._metadata = dict.fromkeys(specs, NOT_YET) if metadata is None else dict(metadata)
+    def __init__(
+        self, file: BinaryIO, specs: TensorSpecs, metadata: Mapping[str, str] | None
+    ) -> None:
+        self._file = file
+        self._specs = specs
+        self._with_digests = metadata is None
+        if metadata is None:
+            self._metadata = dict.fromkeys(specs, NOT_YET)
+        else:
+            self._metadata = dict(metadata)
         self._missing = set(specs)
         self._offsets = self._write_header()
 
@@ -319,7 +376,8 @@ class TensorFile:
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(shape)}")
         self._file.seek(self._offsets[name])
-        hashed, elements = xxhash.xxh3_64(), tensor.detach().cpu().reshape(-1)
+        hashed = xxhash.xxh3_64()
+        elements = tensor.detach().cpu().reshape(-1)
         for first in range(0, len(elements), PIECE):
             piece = elements[first : first + PIECE].to(dtype).view(torch.uint8).numpy().data
             self._file.write(piece)
@@ -339,11 +397,17 @@ class TensorFile:
     def _write_header(self) -> dict[str, int]:
         """Returns where each tensor begins: the largest elements first, so that all are aligned."""
         entries: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
-        offsets, end = {}, 0
+        offsets = {}
+        end = 0
         for name in sorted(self._specs, key=lambda name: (-self._specs[name][0].itemsize, name)):
             dtype, shape = self._specs[name]
-            offsets[name], end = end, end + bytes_of(self._specs[name])
-            entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offsets[name], end]}
+            offsets[name] = end
+            end = end + bytes_of(self._specs[name])
+            entries[name] = {
+                "dtype": _NAMES[dtype],
+                "shape": list(shape),
+                "data_offsets": [offsets[name], end],
+            }
         text = json.dumps(entries, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         self._file.write(len(text).to_bytes(8, "little") + text)
@@ -351,7 +415,9 @@ class TensorFile:
 
 
 @contextmanager
-def writing(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> Iterator[TensorFile]:
+def writing(
+    path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None
+) -> Iterator[TensorFile]:
     """The file is complete when this ends without an error."""
     with open(path, "wb") as file:
         tensors = TensorFile(file, specs, metadata)

@@ -1,20 +1,23 @@
-"""The groups of a broadcast, as one member sees them: each sender with the receivers, and the receivers of a node.
+"""The groups of a broadcast, as one member sees them: each sender with the receivers, and the
+receivers of a node.
 
 ```
 one node, or one receiver per node              several nodes
 sender s ──▶ every receiver                     sender s ──▶ one receiver of each node, its leader ──▶ the node's others
 ```
 
-Invariant: each of several nodes receives every byte once. Bytes of different senders come by different receivers: of
-n on a node, the one numbered s modulo n is the leader of sender s. Nodes are told apart by the names of their hosts. If
-these are not unique, or differ within a machine, the weights take another way, and arrive as well.
+Invariant: each of several nodes receives every byte once. Bytes of different senders come by
+different receivers: of n on a node, the one numbered s modulo n is the leader of sender s. Nodes
+are told apart by the names of their hosts. If these are not unique, or differ within a machine, the
+weights take another way, and arrive as well.
 
-All members start the broadcasts of all groups in the order of the chunks, so that none waits for one that a member
-starts later. ``most_in_flight`` chunks are on their way: while one is passed on in the node and loaded, and while the
-next one is gathered.
+All members start the broadcasts of all groups in the order of the chunks, so that none waits for
+one that a member starts later. ``most_in_flight`` chunks are on their way: while one is passed on
+in the node and loaded, and while the next one is gathered.
 
-A failure closes what the member is in, by which its other groups fail in the members that wait for it. A broadcast that
-is in flight meanwhile cannot be interrupted in gloo: it ends when its sender sends or closes, or after ``timeout_s``.
+A failure closes what the member is in, by which its other groups fail in the members that wait for
+it. A broadcast that is in flight meanwhile cannot be interrupted in gloo: it ends when its sender
+sends or closes, or after ``timeout_s``.
 """
 
 from __future__ import annotations
@@ -51,10 +54,18 @@ class TensorGroup:
     """
 
     def __init__(
-        self, store: TCPStore, rendezvous: Mapping[str, Any], device: torch.device, sender: int | None = None
+        self,
+        store: TCPStore,
+        rendezvous: Mapping[str, Any],
+        device: torch.device,
+        sender: int | None = None,
     ) -> None:
-        self._store, self.rendezvous, self._device = PrefixStore(rendezvous["name"], store), dict(rendezvous), device
-        self.senders, self._sender, self._joined = len(rendezvous["senders"]), sender, False
+        self._store = PrefixStore(rendezvous["name"], store)
+        self.rendezvous = dict(rendezvous)
+        self._device = device
+        self.senders = len(rendezvous["senders"])
+        self._sender = sender
+        self._joined = False
         self.most_in_flight = max(2, self.senders)
         self._groups: dict[int, Any] = {}  # by their senders, those that this member is in
         self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by senders
@@ -74,20 +85,27 @@ class TensorGroup:
         self._fail(reason)
 
     def _meet(self) -> None:
-        receivers, host, number, position = self.rendezvous["receivers"], gethostname(), 0, 0
+        receivers = self.rendezvous["receivers"]
+        host = gethostname()
+        number = 0
+        position = 0
         if self._sender is None:
-            number, position = self._count("receivers", 1) - 1, self._count(f"on {host}", 1) - 1
+            number = self._count("receivers", 1) - 1
+            position = self._count(f"on {host}", 1) - 1
             if position == 0:
                 self._store.set(f"number of {host}", str(self._count("nodes", 1) - 1))
         self._count("joined", 1)
-        size, until = self.senders + receivers, time.monotonic() + self.rendezvous["timeout_s"]
+        size = self.senders + receivers
+        until = time.monotonic() + self.rendezvous["timeout_s"]
         while True:
             if self._store.check(["interrupted"]):
                 raise RuntimeError("another member has failed")
             if self._count("joined") == size:
                 break
             if time.monotonic() > until:
-                raise TimeoutError(f"not all members of the group joined within {self.rendezvous['timeout_s']:g} s")
+                raise TimeoutError(
+                    f"not all members of the group joined within {self.rendezvous['timeout_s']:g} s"
+                )
             time.sleep(max(POLL_S, size / POLLS_PER_S))
         tree = (nodes := self._count("nodes")) > 1
         members = 1 + (nodes if tree else receivers)
@@ -95,7 +113,8 @@ class TensorGroup:
             self._groups[self._sender] = self._connect(f"sender {self._sender}", 0, members)
             return
         if tree:
-            number, self._node_size = int(self._store.get(f"number of {host}")), self._count(f"on {host}")
+            number = int(self._store.get(f"number of {host}"))
+            self._node_size = self._count(f"on {host}")
         for sender in range(self.senders):
             if sender % self._node_size == position or not tree:
                 self._groups[sender] = self._connect(f"sender {sender}", 1 + number, members)
@@ -106,11 +125,14 @@ class TensorGroup:
         return int(self._store.add(what, more))
 
     def _connect(self, name: str, rank: int, size: int) -> Any:  # noqa: ANN401  (NCCL's or gloo's)
-        store, timeout = PrefixStore(name, self._store), timedelta(seconds=self.rendezvous["timeout_s"])
+        store = PrefixStore(name, self._store)
+        timeout = timedelta(seconds=self.rendezvous["timeout_s"])
         if self._device.type == "cuda":
             from torch.distributed import ProcessGroupNCCL
 
-            if self._device.index is not None:  # a rank of the policy sees one GPU, whose number it does not name
+            if (
+                self._device.index is not None
+            ):  # a rank of the policy sees one GPU, whose number it does not name
                 torch.cuda.set_device(self._device)
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -121,12 +143,18 @@ class TensorGroup:
         options = gloo._Options()
         options._timeout = timeout
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if interface not in ("", "lo", "lo0"):  # loopback is for ranks on one node; engines may be on others
+        if interface not in (
+            "",
+            "lo",
+            "lo0",
+        ):  # loopback is for ranks on one node; engines may be on others
             options._devices = [gloo.create_device(interface=interface)]
         else:
             own_address = self.rendezvous["host"]
             if self._sender != 0:  # this machine's address, as the first sender's machine sees it
-                with socket.create_connection((own_address, self.rendezvous["port"]), timeout=10) as connection:
+                with socket.create_connection(
+                    (own_address, self.rendezvous["port"]), timeout=10
+                ) as connection:
                     own_address = connection.getsockname()[0]
             options._devices = [gloo.create_device(hostname=str(own_address))]
         return gloo(store, rank, size, options)
@@ -138,7 +166,10 @@ class TensorGroup:
         try:
             if not self._groups and self._node is None:
                 raise RuntimeError("the group has been closed")
-            work = self._groups[sender].broadcast([tensor], options) if sender in self._groups else None
+            if sender in self._groups:
+                work = self._groups[sender].broadcast([tensor], options)
+            else:
+                work = None
             self._in_flight[sender].append((work, tensor))
             return
         except Exception as error:
@@ -146,15 +177,19 @@ class TensorGroup:
         self._fail(reason)
 
     def finish(self, sender: int) -> Tensor:
-        """The tensor of the sender's first broadcast in flight, once it may be used, and the node has it."""
-        options, tensor = BroadcastOptions(), self._in_flight[sender][0][1]
+        """The tensor of the sender's first broadcast in flight, once it may be used, and the node
+        has it."""
+        options = BroadcastOptions()
+        tensor = self._in_flight[sender][0][1]
         options.rootRank = sender % self._node_size
         try:
             self._wait(sender)
             if self._node is not None:
                 self._node.broadcast([tensor], options).wait()
             return tensor
-        except Exception as error:  # whose traceback would keep the group, and by that the connections
+        except (
+            Exception
+        ) as error:  # whose traceback would keep the group, and by that the connections
             reason = headline(error)
         self._fail(reason)
 
@@ -168,12 +203,15 @@ class TensorGroup:
         raise TransferInterruptedError(f"the broadcast of weights was interrupted: {reason}")
 
     def close(self) -> None:
-        """Close the connections, by which the others know; those that still join are told. Safe to call twice."""
+        """Close the connections, by which the others know; those that still join are told. Safe to
+        call twice."""
         with suppress(Exception):  # the first sender's process has ended
             self._store.set("interrupted", "")
         self._close(self._node)
         self._node = None
-        for sender in sorted(self._groups, key=lambda sender: len(self._in_flight[sender])):  # the idle first
+        for sender in sorted(
+            self._groups, key=lambda sender: len(self._in_flight[sender])
+        ):  # the idle first
             while self._in_flight[sender] and self._device.type != "cuda":
                 with suppress(Exception):
                     self._wait(sender)
@@ -187,9 +225,13 @@ class TensorGroup:
 
 
 def meet(
-    former: TensorGroup | None, rendezvous: Mapping[str, Any], device: torch.device, sender: int | None = None
+    former: TensorGroup | None,
+    rendezvous: Mapping[str, Any],
+    device: torch.device,
+    sender: int | None = None,
 ) -> TensorGroup:
-    """The former groups, if they have this rendezvous; else new ones, after the former have been closed.
+    """The former groups, if they have this rendezvous; else new ones, after the former have been
+    closed.
 
     Raises:
         TransferInterruptedError: if the first sender has left.
@@ -199,14 +241,20 @@ def meet(
             return former
         former.close()
     try:
-        return TensorGroup(_connected(rendezvous, rendezvous["timeout_s"]), rendezvous, device, sender)
+        return TensorGroup(
+            _connected(rendezvous, rendezvous["timeout_s"]), rendezvous, device, sender
+        )
     except Exception as error:
-        raise TransferInterruptedError(f"the sender of weights is not there: {headline(error)}") from None
+        raise TransferInterruptedError(
+            f"the sender of weights is not there: {headline(error)}"
+        ) from None
 
 
 def _connected(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
-    """Raises OSError at once if the sender's process has ended: ``TCPStore`` would try again until its limit."""
-    host, port = rendezvous["host"], rendezvous["port"]
+    """Raises OSError at once if the sender's process has ended: ``TCPStore`` would try again until
+    its limit."""
+    host = rendezvous["host"]
+    port = rendezvous["port"]
     socket.create_connection((host, port), timeout=timeout_s).close()
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 

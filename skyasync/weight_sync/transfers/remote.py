@@ -1,7 +1,9 @@
-"""Engines on other nodes of a Ray cluster than the policy's rank 0, if the weights are in memory of its machine.
+"""Engines on other nodes of a Ray cluster than the policy's rank 0, if the weights are in memory of
+its machine.
 
-Invariant: what engines of rank 0's node read, rank 0 broadcasts to the workers of the others, from where it is. So the
-other policy ranks take no part, and an engine that fails, joins late or is silent keeps none of them waiting.
+Invariant: what engines of rank 0's node read, rank 0 broadcasts to the workers of the others, from
+where it is. So the other policy ranks take no part, and an engine that fails, joins late or is
+silent keeps none of them waiting.
 
 | who waits                    | for what                      | woken by                                         |
 |------------------------------|-------------------------------|--------------------------------------------------|
@@ -38,9 +40,17 @@ class RemoteEngines:
     """
 
     def __init__(
-        self, policy: PolicyRanks, nodes: Callable[[], Mapping[int, str]], *, workers: int = 1, timeout_s: float = 60.0
+        self,
+        policy: PolicyRanks,
+        nodes: Callable[[], Mapping[int, str]],
+        *,
+        workers: int = 1,
+        timeout_s: float = 60.0,
     ) -> None:
-        self._policy, self._nodes, self._workers, self._timeout_s = policy, nodes, workers, timeout_s
+        self._policy = policy
+        self._nodes = nodes
+        self._workers = workers
+        self._timeout_s = timeout_s
         self.home = self._host = ""  # rank 0's node and address
         self._members: list[int] = []  # of the group
         self._rendezvous: dict[str, Any] = {}
@@ -51,13 +61,16 @@ class RemoteEngines:
         """The update with what remote engines need.
 
         Args:
-            late: it is for one late engine, which meets rank 0 alone; else for all engines that are alive.
+            late: it is for one late engine, which meets rank 0 alone; else for all engines that are
+                alive.
         """
         if not self.home:
             self.home, self._host = await self._policy.call_first("node")
         if late:
             return replace(update, remote=_RemoteUpdate(self, None))
-        nodes = {index: node for index, node in self._nodes().items() if node not in ("", self.home)}
+        nodes = {
+            index: node for index, node in self._nodes().items() if node not in ("", self.home)
+        }
         self._update = update if nodes else None
         if not nodes:
             return replace(update, remote=_RemoteUpdate(self, None))
@@ -67,7 +80,9 @@ class RemoteEngines:
         if not self._reported.issuperset(nodes.values()):
             self._reported.update(nodes.values())
             count = len(set(nodes.values()))
-            print(f"weights go to engines on {count} other node{'s' if count > 1 else ''} by broadcast")
+            print(
+                f"weights go to engines on {count} other node{'s' if count > 1 else ''} by broadcast"
+            )
         message = await self.message(update)
         size = sum(map(bytes_of, from_message(message["specs"]).values()))
         metrics = update.metrics | {"sync/bytes_to_nodes": float(size * len(nodes))}
@@ -79,7 +94,8 @@ class RemoteEngines:
         return await self.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
-        """While the engines load. A failure is the engines' to raise: those that are left did not get the weights."""
+        """While the engines load. A failure is the engines' to raise: those that are left did not
+        get the weights."""
         if self._update is not None:
             start = time.monotonic()
             await self.send_copy(update)
@@ -89,15 +105,21 @@ class RemoteEngines:
         """Leave the former group; so many engines will join the new one."""
         self._members = []
         arguments = (self._host, engines * self._workers, self._timeout_s)
-        self._rendezvous = await self._policy.call_first("transfer_weights", "remote", "open", *arguments)
+        self._rendezvous = await self._policy.call_first(
+            "transfer_weights", "remote", "open", *arguments
+        )
 
     async def message(self, update: WeightUpdate) -> dict[str, Any]:
-        message = await self._policy.call_first("transfer_weights", "remote", "describe", update.info)
+        message = await self._policy.call_first(
+            "transfer_weights", "remote", "describe", update.info
+        )
         return {**message, "rendezvous": self._rendezvous}
 
     async def send_copy(self, update: WeightUpdate) -> str:
         """Returns why it was interrupted, or ""."""
-        reason: str = await self._policy.call_first("transfer_weights", "remote", "send_copy", update.info)
+        reason: str = await self._policy.call_first(
+            "transfer_weights", "remote", "send_copy", update.info
+        )
         if reason:
             self._members = []
         return reason
@@ -105,7 +127,8 @@ class RemoteEngines:
 
 @dataclass(frozen=True)
 class _RemoteUpdate:
-    """Args: message: for the remote engines that are alive; None: each engine that comes is a late one."""
+    """Args: message: for the remote engines that are alive; None: each engine that comes is a late
+    one."""
 
     engines: RemoteEngines
     message: dict[str, Any] | None
@@ -115,7 +138,8 @@ class _RemoteUpdate:
         if node == self.engines.home:
             yield update
             return
-        message, sending = self.message, None
+        message = self.message
+        sending = None
         if message is None:
             await self.engines.open(1)
             message = await self.engines.message(update)

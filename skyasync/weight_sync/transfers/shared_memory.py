@@ -1,19 +1,22 @@
-"""Weights in shared memory that the engines of this machine compute on where it is: an update is a pointer.
+"""Weights in shared memory that the engines of this machine compute on where it is: an update is a
+pointer.
 
-Invariant: what engines compute on is never written to. There are two buffers, ``_front`` that engines compute on and
-``_back`` that is written next; they change roles when a weight sync ends. The memory has no name, so the kernel frees
-it with the last process that has it mapped, and an engine's mapping outlives the trainer that wrote it.
+Invariant: what engines compute on is never written to. There are two buffers, ``_front`` that
+engines compute on and ``_back`` that is written next; they change roles when a weight sync ends.
+The memory has no name, so the kernel frees it with the last process that has it mapped, and an
+engine's mapping outlives the trainer that wrote it.
 
-Engines whose kernels need weights in another layout copy from it into weights of their own. For them there is one
-buffer, which no engine reads after a weight sync.
+Engines whose kernels need weights in another layout copy from it into weights of their own. For
+them there is one buffer, which no engine reads after a weight sync.
 
     trainer    write B    write A    write B              a weight sync writes the weights once for all engines,
     engines    ...A ──▶ B ──────▶ A ──────▶ B             and no engine has a copy of its own
 
-That an engine has, or reads, what was sent is proven in two halves. The bytes: the buffer is read again and compared
-with the digests of what was sent, once for all engines (``BufferWriter.prove``). The address: a reader cannot write to
-its mapping, so a tensor that is at its own address in it is that tensor (``BufferReader.is_in_place``); another one is
-compared itself. A late engine compares all tensors.
+That an engine has, or reads, what was sent is proven in two halves. The bytes: the buffer is read
+again and compared with the digests of what was sent, once for all engines (``BufferWriter.prove``).
+The address: a reader cannot write to its mapping, so a tensor that is at its own address in it is
+that tensor (``BufferReader.is_in_place``); another one is compared itself. A late engine compares
+all tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +36,14 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from skyasync.weight_sync.tensors import TensorSpec, TensorSpecs, bytes_of, digest, from_message, refuse
+from skyasync.weight_sync.tensors import (
+    TensorSpec,
+    TensorSpecs,
+    bytes_of,
+    digest,
+    from_message,
+    refuse,
+)
 from skyasync.weight_sync.transfers import TRANSFERS
 from skyasync.weight_sync.transfers.base import PolicyRanks, WeightTransfer
 from skyasync.weight_sync.transfers.file import missing_file_error
@@ -52,16 +62,19 @@ THREADS = 4  # at most: memory is no faster for more
 @TRANSFERS.register("shared_memory")
 class SharedMemoryTransfer(WeightTransfer):
     """Args:
-    computed_on: engines compute on the memory. Then it is proven before they are paused, else while they copy it.
-    remote: engines on other nodes.
+    computed_on: engines compute on the memory. Then it is proven before they are paused, else while
+    they copy it. remote: engines on other nodes.
     """
 
     proves_content = True
     sender = "shared_memory"
 
-    def __init__(self, policy: PolicyRanks, *, computed_on: bool, remote: RemoteEngines | None = None) -> None:
+    def __init__(
+        self, policy: PolicyRanks, *, computed_on: bool, remote: RemoteEngines | None = None
+    ) -> None:
         super().__init__(policy)
-        self._computed_on, self._remote = computed_on, remote
+        self._computed_on = computed_on
+        self._remote = remote
         self._info: dict[str, Any] = {}  # that was published last
 
     async def publish(self, version: int) -> WeightUpdate:
@@ -69,7 +82,9 @@ class SharedMemoryTransfer(WeightTransfer):
         if self._computed_on:
             await self._rank_0("prove")
         update = WeightUpdate(version, "shared_memory", self._info)
-        return update if self._remote is None else await self._remote.announce(update)
+        if self._remote is None:
+            return update
+        return await self._remote.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
         if not self._computed_on:
@@ -79,25 +94,32 @@ class SharedMemoryTransfer(WeightTransfer):
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
         update = WeightUpdate(update.version, "shared_memory", self._info)
-        return update if self._remote is None else await self._remote.announce_again(update)
+        if self._remote is None:
+            return update
+        return await self._remote.announce_again(update)
 
     async def release(self, update: WeightUpdate) -> None:
         await self._rank_0("release", update.info["path"])
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
         update = WeightUpdate(version, "shared_memory", {**self._info, "late": True})
-        return update if self._remote is None else await self._remote.announce(update, late=True)
+        if self._remote is None:
+            return update
+        return await self._remote.announce(update, late=True)
 
 
 class SharedMemorySender:
     """On each policy rank."""
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, *, two_buffers: bool) -> None:
-        self._weights, self._rank, self._two_buffers = weights, rank, two_buffers
+        self._weights = weights
+        self._rank = rank
+        self._two_buffers = two_buffers
         self.writer = BufferWriter(two_buffers=two_buffers)
 
     def write(self) -> dict[str, Any] | None:
-        """Write all weights on rank 0; all ranks call it. Returns what engines need to find them."""
+        """Write all weights on rank 0; all ranks call it. Returns what engines need to find
+        them."""
         tensors = self._weights()
         if self._rank != 0:
             tensors.only_gather()
@@ -116,7 +138,8 @@ class SharedMemorySender:
 
 
 class BufferWriter:
-    """Args: two_buffers: engines compute on what was written. If they copy it, one buffer is enough."""
+    """Args: two_buffers: engines compute on what was written. If they copy it, one buffer is
+    enough."""
 
     def __init__(self, *, two_buffers: bool = True) -> None:
         self._two_buffers = two_buffers
@@ -126,7 +149,8 @@ class BufferWriter:
         self._pool = ThreadPoolExecutor(self._threads, "weights")
 
     def write(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Write these into the buffer that no engine reads; returns what ``BufferReader.read`` needs.
+        """Write these into the buffer that no engine reads; returns what ``BufferReader.read``
+        needs.
 
         Args:
             specs: of all weights, as they will be read: they are converted on the way.
@@ -134,11 +158,16 @@ class BufferWriter:
         """
         if self._back is None or self._back.specs != specs:
             self._back = _Buffer(specs)
-        buffer, copies = self._back, dict[str, Future[str]]()
+        buffer = self._back
+        copies = dict[str, Future[str]]()
         for name, tensor in weights:
             copies[name] = self._pool.submit(_copy, buffer.tensors[name], tensor)
-            unfinished = [copy for copy in list(copies.values())[-self._threads - 1 :] if not copy.done()]
-            if len(unfinished) > self._threads:  # as many tensors as threads are in memory, and no more
+            unfinished = [
+                copy for copy in list(copies.values())[-self._threads - 1 :] if not copy.done()
+            ]
+            if (
+                len(unfinished) > self._threads
+            ):  # as many tensors as threads are in memory, and no more
                 unfinished[0].result()
         buffer.digests = {name: copy.result() for name, copy in copies.items()}
         return buffer.info
@@ -148,14 +177,21 @@ class BufferWriter:
         buffer = self._back
         assert buffer is not None
         current = self._pool.map(digest, buffer.tensors.values())
-        wrong = [name for name, own in zip(buffer.tensors, current, strict=True) if buffer.digests[name] != own]
+        wrong = [
+            name
+            for name, own in zip(buffer.tensors, current, strict=True)
+            if buffer.digests[name] != own
+        ]
         refuse(wrong, "the shared memory holds")
 
     def release(self, path: str) -> None:
-        """A weight sync has ended: engines compute on the buffer that was written last, if this is its path."""
-        back, front = self._back, self._front
+        """A weight sync has ended: engines compute on the buffer that was written last, if this is
+        its path."""
+        back = self._back
+        front = self._front
         if self._two_buffers and back is not None and path == back.info["path"]:
-            self._front, self._back = back, front or _Buffer(back.specs)
+            self._front = back
+            self._back = front or _Buffer(back.specs)
 
 
 class _Buffer:
@@ -163,7 +199,9 @@ class _Buffer:
 
     def __init__(self, specs: TensorSpecs) -> None:
         self.specs = dict(specs)
-        self._file = FileIO(os.memfd_create("skyasync-weights"), "r+")  # closed with this; engines keep what they map
+        self._file = FileIO(
+            os.memfd_create("skyasync-weights"), "r+"
+        )  # closed with this; engines keep what they map
         self._file.truncate(max(sum(map(_aligned_bytes, specs.values())), 1))
         self.tensors = _tensors(mmap.mmap(self._file.fileno(), 0), specs)
         self.digests: dict[str, str] = {}
@@ -179,13 +217,17 @@ class BufferReader:
     """In an engine: the buffers that it has mapped, each once."""
 
     def __init__(self) -> None:
-        self._mapped: dict[tuple[int, int], dict[str, Tensor]] = {}  # the one that was read last comes last
+        self._mapped: dict[
+            tuple[int, int], dict[str, Tensor]
+        ] = {}  # the one that was read last comes last
 
     def read(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors, mapped. They cannot be written to, and stay until two more buffers have been read.
+        """The tensors, mapped. They cannot be written to, and stay until two more buffers have been
+        read.
 
         Raises:
-            FileNotFoundError: if they are not there; most likely their writer runs on another machine.
+            FileNotFoundError: if they are not there; most likely their writer runs on another
+                machine.
         """
         file = tuple(info["file"])
         if not os.path.exists(info["path"]) or _identity(info["path"]) != file:
@@ -217,10 +259,14 @@ def _aligned_bytes(spec: TensorSpec) -> int:
 
 def _tensors(memory: mmap.mmap, specs: TensorSpecs) -> dict[str, Tensor]:
     """The tensors of a buffer, one after the other, each at an aligned offset."""
-    tensors, offset = {}, 0
+    tensors = {}
+    offset = 0
     for name, (dtype, shape) in specs.items():
-        if count := prod(shape):
-            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(shape)
+        count = prod(shape)
+        if count:
+            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(
+                shape
+            )
         else:
             tensors[name] = torch.empty(shape, dtype=dtype)
         offset += _aligned_bytes((dtype, shape))
@@ -228,10 +274,15 @@ def _tensors(memory: mmap.mmap, specs: TensorSpecs) -> dict[str, Tensor]:
 
 
 def _copy(into: Tensor, sent: Tensor) -> str:
-    """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest`` computes it."""
-    source, target = sent.detach().cpu().reshape(-1), into.view(-1)
-    if source.dtype == target.dtype:  # sliced by NumPy, which takes a tenth of the time of slices of a tensor
-        whole, place = _as_bytes(source), _as_bytes(target)
+    """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest``
+    computes it."""
+    source = sent.detach().cpu().reshape(-1)
+    target = into.view(-1)
+    if (
+        source.dtype == target.dtype
+    ):  # sliced by NumPy, which takes a tenth of the time of slices of a tensor
+        whole = _as_bytes(source)
+        place = _as_bytes(target)
         chunks = ((whole[i : i + PIECE], place[i : i + PIECE]) for i in range(0, len(place), PIECE))
     else:
         parts = zip(source.split(CONVERTED), target.split(CONVERTED), strict=True)

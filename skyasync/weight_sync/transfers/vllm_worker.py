@@ -1,14 +1,16 @@
-"""A vLLM worker's reader of all weight transfers, as one transfer engine of vLLM's own weight-transfer API.
+"""A vLLM worker's reader of all weight transfers, as one transfer engine of vLLM's own
+weight-transfer API.
 
-Invariant: after an update every layer computes with the weights that were sent, and tied embeddings are still tied.
-Weights have the layout that their kernels need (vLLM packs weights after loading them on a CPU). What arrived is
-compared with digests or sums of the trainer. If all weights come at once, ``verify.vllm_layers`` checks what the layers
-compute with. Nothing that came by a message is unpickled or looked up by name: of a handle only bytes and numbers are
-taken, and torch's classes are put in here. Between two messages the model is either complete, or has loaded a part of
-an update. Then the next message is the next part, or says that none will come (``BROKEN_OFF``).
+Invariant: after an update every layer computes with the weights that were sent, and tied embeddings
+are still tied. Weights have the layout that their kernels need (vLLM packs weights after loading
+them on a CPU). What arrived is compared with digests or sums of the trainer. If all weights come at
+once, ``verify.vllm_layers`` checks what the layers compute with. Nothing that came by a message is
+unpickled or looked up by name: of a handle only bytes and numbers are taken, and torch's classes
+are put in here. Between two messages the model is either complete, or has loaded a part of an
+update. Then the next message is the next part, or says that none will come (``BROKEN_OFF``).
 
-vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its ``worker_extension_cls``;
-the import registers the engine.
+vLLM imports this module in each of its workers, because ``WorkerExtension`` is named as its
+``worker_extension_cls``; the import registers the engine.
 """
 
 from __future__ import annotations
@@ -31,15 +33,26 @@ from vllm.distributed.weight_transfer.ipc_engine import (
     IPCWeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
 from skyasync.weight_sync.tensors import NAMED, digest, refuse, sum_of
 from skyasync.weight_sync.transfers.endpoints import WeightReader
-from skyasync.weight_sync.update import ADAPTER_ID, CUDA_IPC, TransferInterruptedError, WeightSyncError
+from skyasync.weight_sync.update import (
+    ADAPTER_ID,
+    CUDA_IPC,
+    TransferInterruptedError,
+    WeightSyncError,
+)
 from skyasync.weight_sync.verify.vllm_layers import LayerCheck
 
 if TYPE_CHECKING:
@@ -49,8 +62,9 @@ BACKEND = "shared_memory"
 BROADCAST = "broadcast"  # for weight_sync_backend=nccl: vLLM has an engine ``nccl`` of its own
 
 if torch.cpu._is_amx_tile_supported():
-    # Linux gives tile registers to processes that ask for them. vLLM's attention uses them in bfloat16 without asking;
-    # oneDNN asks, at its first large product. A first prompt of three tokens would end the worker (SIGILL).
+    # Linux gives tile registers to processes that ask for them. vLLM's attention uses them in
+    # bfloat16 without asking; oneDNN asks, at its first large product. A first prompt of three
+    # tokens would end the worker (SIGILL).
     torch.cpu._init_amx()
 
 
@@ -67,14 +81,18 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
-    """All weights arrive before the first layer is changed; only parts by CUDA IPC, and broadcasts between GPUs, are
-    loaded as they come."""
+    """All weights arrive before the first layer is changed; only parts by CUDA IPC, and broadcasts
+    between GPUs, are loaded as they come."""
 
     init_info_cls = NoInitInfo
     update_info_cls = UpdateInfo
 
     def __init__(
-        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
         layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
@@ -82,11 +100,17 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
         #: Output layers whose weight is the very parameter of an input embedding.
         self._tied = [
-            (head, embedding) for head in heads for embedding in embeddings if head.weight is embedding.weight
+            (head, embedding)
+            for head in heads
+            for embedding in embeddings
+            if head.weight is embedding.weight
         ]
         names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
-        self._decoder, self._reader = DeltaDecoder(), WeightReader(device)
-        self.layer_check = LayerCheck(model, [(head, names[id(embedding)]) for head, embedding in self._tied])
+        self._decoder = DeltaDecoder()
+        self._reader = WeightReader(device)
+        self.layer_check = LayerCheck(
+            model, [(head, names[id(embedding)]) for head, embedding in self._tied]
+        )
         self._parts = PartLoader(self) if config.backend == CUDA_IPC else None
         self.interrupted = ""  # why the last update did not arrive
 
@@ -103,7 +127,9 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
             assert self._parts is not None
             self._parts.load(info)
         elif "rendezvous" in info and info["rendezvous"]["device"] != "cpu":
-            self._load(tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items())
+            self._load(
+                tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items()
+            )
         else:
             self.interrupted = ""
             try:
@@ -115,7 +141,8 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
             whole = received._replace(weights=weights)
             stale = self._reload(checked(whole) if received.digests else weights.items())
             self.layer_check.check(  # names the very tensor
-                weights, received.digests or {name: digest(tensor) for name, tensor in weights.items()}
+                weights,
+                received.digests or {name: digest(tensor) for name, tensor in weights.items()},
             )
             refuse_stale(stale, self.model)
 
@@ -136,12 +163,14 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         return stale
 
     def stale_layers(self) -> list[str]:
-        """Name the layers that an update has not loaded completely; call this before the reload is finalized.
+        """Name the layers that an update has not loaded completely; call this before the reload is
+        finalized.
 
-        Many loaders skip a tensor whose name they do not know, and vLLM leaves the layer's former weights in place.
-        vLLM counts the elements that each layer has received. Some layers rightly receive fewer than they have: tied
-        output layers, padded embeddings, and attention with scales of a quantized cache. A quantized model is not
-        checked, because some of its parameters are computed.
+        Many loaders skip a tensor whose name they do not know, and vLLM leaves the layer's former
+        weights in place. vLLM counts the elements that each layer has received. Some layers rightly
+        receive fewer than they have: tied output layers, padded embeddings, and attention with
+        scales of a quantized cache. A quantized model is not checked, because some of its
+        parameters are computed.
         """
         if getattr(self.model_config, "quantization", None) is not None:
             return []
@@ -170,7 +199,8 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
 
 
 def checked(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name, each compared with its digest as it passes, unless its writer has proven it in place.
+    """The tensors by name, each compared with its digest as it passes, unless its writer has proven
+    it in place.
 
     Raises:
         WeightSyncError: at a wrong one.
@@ -182,9 +212,13 @@ def checked(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_stale(layers: Sequence[str], model: torch.nn.Module) -> None:
-    """Raise WeightSyncError naming layers of the model that an update has not loaded, if there are any."""
+    """Raise WeightSyncError naming layers of the model that an update has not loaded, if there are
+    any."""
     if layers:
-        more = f" and {len(layers) - NAMED} more" if len(layers) > NAMED else ""
+        if len(layers) > NAMED:
+            more = f" and {len(layers) - NAMED} more"
+        else:
+            more = ""
         raise WeightSyncError(
             f"the vLLM engine did not load all weights of {', '.join(layers[:NAMED])}{more}: the loader of "
             f"{type(model).__name__} skipped some, and these layers would compute with the former ones"
@@ -192,24 +226,33 @@ def refuse_stale(layers: Sequence[str], model: torch.nn.Module) -> None:
 
 
 class PartLoader:
-    """Passes parts by CUDA IPC to vLLM's engine for them, with a model that checks the sums of what it is given.
+    """Passes parts by CUDA IPC to vLLM's engine for them, with a model that checks the sums of what
+    it is given.
 
     See ``skyasync.weight_sync.transfers.cuda_ipc`` for what keeps the memory alive.
     """
 
     def __init__(self, engine: SkyasyncTransferEngine) -> None:
-        self._engine, self._loaded = engine, 0  # parts of an update that is not complete yet
-        self.ipc = IPCWeightTransferEngine(engine.config, engine.vllm_config, engine.device, engine.model)
+        # parts of an update that is not complete yet
+        self._engine = engine
+        self._loaded = 0
+        self.ipc = IPCWeightTransferEngine(
+            engine.config, engine.vllm_config, engine.device, engine.model
+        )
         self.ipc.init_transfer_engine(IPCWeightTransferInitInfo(packed=True))
 
     def load(self, part: dict[str, Any]) -> None:
         if "broken_off" in part:
-            if self._loaded:  # finish the layers as far as they came: the next update brings all of them
+            if (
+                self._loaded
+            ):  # finish the layers as far as they came: the next update brings all of them
                 self._loaded = 0
                 self.ipc.finish_weight_update()
             return
         if part["part"] != self._loaded:
-            raise WeightSyncError(f"weight sync: received part {part['part']}, expected part {self._loaded}")
+            raise WeightSyncError(
+                f"weight sync: received part {part['part']}, expected part {self._loaded}"
+            )
         message = ipc_update_info(part)
         own_gpu = str(torch.cuda.get_device_properties(self._engine.device.index).uuid)
         if part["handle"]["gpu"] != own_gpu:
@@ -237,15 +280,19 @@ class PartLoader:
 
 
 class SumCheck:
-    """Replaces the model while a part is loaded: raises WeightSyncError if its tensors are not what was sent."""
+    """Replaces the model while a part is loaded: raises WeightSyncError if its tensors are not what
+    was sent."""
 
     def __init__(self, model: torch.nn.Module, names: list[str], sums: list[int]) -> None:
-        self._model, self._sums = model, dict(zip(names, sums, strict=True))
+        self._model = model
+        self._sums = dict(zip(names, sums, strict=True))
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         weights = list(weights)
         sums = torch.stack([sum_of(tensor) for _, tensor in weights]).tolist()
-        wrong = [name for (name, _), own in zip(weights, sums, strict=True) if self._sums[name] != own]
+        wrong = [
+            name for (name, _), own in zip(weights, sums, strict=True) if self._sums[name] != own
+        ]
         refuse(wrong, "the vLLM engine received")
         model: Any = self._model
         return model.load_weights(weights)
@@ -253,7 +300,8 @@ class SumCheck:
 
 def ipc_update_info(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
     """A part for vLLM, with the arguments of torch's ``rebuild_cuda_tensor``."""
-    handle, size = part["handle"], int(part["handle"]["size"])
+    handle = part["handle"]
+    size = int(part["handle"]["size"])
     arguments = (
         torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8,
         0,  # the device, which vLLM puts in
@@ -272,8 +320,8 @@ def ipc_update_info(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
 def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
     """Give the output layer the reloaded embedding.
 
-    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload skips it. The layer would go on
-    using the copy that a CPU kernel had packed from the former weights.
+    A checkpoint of a tied model has no tensor for the output layer, so vLLM's reload skips it. The
+    layer would go on using the copy that a CPU kernel had packed from the former weights.
     """
     head.weight = embedding.weight
     method: Any = head.quant_method
@@ -283,8 +331,8 @@ def retie(head: ParallelLMHead, embedding: VocabParallelEmbedding) -> None:
 def reset_expert_kernels(model: torch.nn.Module) -> None:
     """Let the next load set up the kernels of experts again.
 
-    vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights that came later
-    would be put unpacked where packed ones are read.
+    vLLM packs experts for its CPU kernels where it makes such a kernel, and makes it once: weights
+    that came later would be put unpacked where packed ones are read.
     """
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
@@ -308,7 +356,8 @@ class WorkerExtension:
         return why
 
     def ban(self, tokens: list[int], never: float) -> None:
-        """Set the logits of tokens to ``never``, also where prompts are scored, which ``logit_bias`` does not reach.
+        """Set the logits of tokens to ``never``, also where prompts are scored, which
+        ``logit_bias`` does not reach.
 
         Instead of the tokens of an earlier call: each run that uses a server bans its own.
         """
@@ -316,8 +365,12 @@ class WorkerExtension:
         model: Any = worker.get_model()
 
         def allowed(*arguments: Any) -> Tensor | None:  # noqa: ANN401
-            logits: Tensor | None = type(model).compute_logits(model, *arguments)  # None on ranks that do not sample
-            return logits if logits is None else logits.index_fill(-1, banned.to(logits.device), never)
+            logits: Tensor | None = type(model).compute_logits(
+                model, *arguments
+            )  # None on ranks that do not sample
+            if logits is None:
+                return logits
+            return logits.index_fill(-1, banned.to(logits.device), never)
 
         banned = torch.tensor(tokens)
         model.compute_logits = allowed
@@ -331,15 +384,17 @@ class WorkerExtension:
 def adapter_differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  (vLLM's LoRAModelManager)
     """Layers of a file whose halves are not exactly those in the buffers that the kernels read.
 
-    Only if one worker has the whole layer. vLLM multiplies B by alpha / rank when it loads it, in the dtype that it
-    computes in; so does this.
+    Only if one worker has the whole layer. vLLM multiplies B by alpha / rank when it loads it, in
+    the dtype that it computes in; so does this.
     """
     adapter = read_adapter(path)
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     positions = {name: (module, 0) for name, module in manager.modules.items()}
     for fused, parts in manager.packed_modules.items():
         positions |= {
-            part: (manager.modules[fused], index) for index, part in enumerate(parts) if fused in manager.modules
+            part: (manager.modules[fused], index)
+            for index, part in enumerate(parts)
+            if fused in manager.modules
         }
     wrong = []
     for layer, (first, second) in adapter.layers().items():
@@ -347,9 +402,14 @@ def adapter_differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  
         if module is None:
             wrong.append(layer)
         elif getattr(module, "tp_size", 1) == 1:
-            a, b = module.lora_a_stacked[index][slot, 0], module.lora_b_stacked[index][slot, 0]
-            sent_a, sent_b = first.to(a.dtype), second.to(b.dtype)
-            sent_b = sent_b if adapter.scale == 1 else sent_b * adapter.scale
+            a = module.lora_a_stacked[index][slot, 0]
+            b = module.lora_b_stacked[index][slot, 0]
+            sent_a = first.to(a.dtype)
+            sent_b = second.to(b.dtype)
+            if adapter.scale == 1:
+                sent_b = sent_b
+            else:
+                sent_b = sent_b * adapter.scale
             same = a[: len(sent_a), : sent_a.shape[1]].cpu().equal(sent_a)
             if not same or not b[: len(sent_b), : sent_b.shape[1]].cpu().equal(sent_b):
                 wrong.append(layer)

@@ -1,14 +1,16 @@
-"""What a vLLM worker computes with, tensor by tensor, whatever layout its kernels have packed it into.
+"""What a vLLM worker computes with, tensor by tensor, whatever layout its kernels have packed it
+into.
 
-Invariant: a check that has held once for a tensor must hold at every later update, or the update is an error. A
-tensor for which it has never held is in another layout (quantised, a layer of experts, transposed) and named by
-``unproven``: the verification prompts are then scored after every sync.
+Invariant: a check that has held once for a tensor must hold at every later update, or the update is
+an error. A tensor for which it has never held is in another layout (quantised, a layer of experts,
+transposed) and named by ``unproven``: the verification prompts are then scored after every sync.
 
-A packed linear layer cannot be read, but its product with rows of the identity is columns of its weight, exactly:
-1 * w + 0 + ... is w in every dtype. Each update computes the next ``COLUMNS`` columns of every layer once, for all
-parts of a fused one together. That costs about as much as decoding one token for as many requests: each weight is read
-once. Of several ranks each is compared with the part that vLLM's own loaders give it, if that is one slice of the
-tensor; another layer is ``unproven``.
+A packed linear layer cannot be read, but its product with rows of the identity is columns of its
+weight, exactly: 1 * w + 0 + ... is w in every dtype. Each update computes the next ``COLUMNS``
+columns of every layer once, for all parts of a fused one together. That costs about as much as
+decoding one token for as many requests: each weight is read once. Of several ranks each is compared
+with the part that vLLM's own loaders give it, if that is one slice of the tensor; another layer is
+``unproven``.
 
 Of a tensor that is checked:
 
@@ -19,8 +21,8 @@ Of a tensor that is checked:
 | an output layer's packed copy left behind     | the same                                                          |
 | norms, biases and embeddings, which are whole | at this update, byte by byte                                      |
 
-An optimizer's step changes nearly every element in float32, and in bfloat16 about one in a hundred: a stale layer has
-thousands of elements among the computed columns.
+An optimizer's step changes nearly every element in float32, and in bfloat16 about one in a hundred:
+a stale layer has thousands of elements among the computed columns.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ class LayerCheck:
         self._modules = dict(model.named_modules())
         self._parts: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._heads = heads
-        self._mapper: Any = getattr(model, "hf_to_vllm_mapper", None) if supports_multimodal(model) else None
+        self._mapper: Any = (
+            getattr(model, "hf_to_vllm_mapper", None) if supports_multimodal(model) else None
+        )
         self._checked: set[str] = set()  # tensors for which a check has held
         self._columns: dict[nn.Module, Columns | None] = {}  # of this update
         self._updates = 0
@@ -69,21 +73,31 @@ class LayerCheck:
     def check(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> None:
         """Raises WeightSyncError naming the tensors that are not what was sent."""
         if self._mapper is not None:
-            weights, digests = (dict(self._mapper.apply(each.items())) for each in (weights, digests))
+            weights, digests = (
+                dict(self._mapper.apply(each.items())) for each in (weights, digests)
+            )
         try:
             results = dict(self._results(weights, digests))
         finally:
             self._columns.clear()
-        refuse([name for name in results if name in self._checked and not results[name]], "the vLLM engine holds")
+        refuse(
+            [name for name in results if name in self._checked and not results[name]],
+            "the vLLM engine holds",
+        )
         self._checked.update(name for name, right in results.items() if right)
         self.unproven = [name for name in {**weights, **results} if name not in self._checked]
         self._updates += 1
 
-    def _results(self, weights: Mapping[str, Tensor], digests: Mapping[str, str]) -> Iterator[tuple[str, bool]]:
+    def _results(
+        self, weights: Mapping[str, Tensor], digests: Mapping[str, str]
+    ) -> Iterator[tuple[str, bool]]:
         """By name, whether what was sent is there; nothing for what cannot be looked up."""
         for name, whole in weights.items():
             module, first = self._place(name, weights)
-            sent = None if module is None else own_part(module, name, whole)
+            if module is None:
+                sent = None
+            else:
+                sent = own_part(module, name, whole)
             if module is None or sent is None:
                 continue
             if isinstance(module, LinearBase | ParallelLMHead) and name.endswith(".weight"):
@@ -96,10 +110,14 @@ class LayerCheck:
                     yield name, holds(own, sent, digests[name] if sent is whole else digest(sent))
         for head, name in self._heads:
             sent = own_part(head, name, weights[name])
-            yield f"the output layer tied to {name}", sent is not None and self._columns_are(head, 0, sent)
+            yield (
+                f"the output layer tied to {name}",
+                sent is not None and self._columns_are(head, 0, sent),
+            )
 
     def _place(self, name: str, weights: Mapping[str, Tensor]) -> tuple[nn.Module | None, int]:
-        """The module that holds a tensor, perhaps fused with its neighbours, and the tensor's first row in it."""
+        """The module that holds a tensor, perhaps fused with its neighbours, and the tensor's first
+        row in it."""
         path, _, leaf = name.rpartition(".")
         if path in self._modules:
             return self._modules[path], 0
@@ -108,12 +126,15 @@ class LayerCheck:
             module = self._modules.get(f"{parent}.{fused}")
             if part in parts and module is not None:
                 before = [f"{parent}.{other}.{leaf}" for other in parts[: parts.index(part)]]
-                owned = [own_part(module, other, weights[other]) for other in before if other in weights]
+                owned = [
+                    own_part(module, other, weights[other]) for other in before if other in weights
+                ]
                 return module, sum(len(each) for each in owned if each is not None)
         return None, 0
 
     def _columns_are(self, module: nn.Module, first: int, sent: Tensor) -> bool:
-        """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs from ``first`` on."""
+        """Whether a linear layer has the next columns of ``sent``, ``[out, in]``, at its outputs
+        from ``first`` on."""
         if sent.dim() != 2:
             return False
         if module not in self._columns:
@@ -126,7 +147,8 @@ class LayerCheck:
 
     @torch.no_grad()
     def _next_columns(self, module: nn.Module, inputs: int) -> Columns | None:
-        """The next columns of a linear layer, of all its outputs; None of one that computes otherwise.
+        """The next columns of a linear layer, of all its outputs; None of one that computes
+        otherwise.
 
         Args:
             inputs: how many it has, by what was sent.
@@ -135,19 +157,25 @@ class LayerCheck:
         if isinstance(module, ParallelLMHead):
             own_inputs = layer.embedding_dim
         else:
-            own_inputs = layer.input_size_per_partition if isinstance(layer, RowParallelLinear) else layer.input_size
+            if isinstance(layer, RowParallelLinear):
+                own_inputs = layer.input_size_per_partition
+            else:
+                own_inputs = layer.input_size
         known = isinstance(layer.quant_method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
         if not known or inputs != own_inputs:
             return None
         start = self._updates * COLUMNS % inputs
         stop = min(start + COLUMNS, inputs)
-        rows = torch.zeros(stop - start, inputs, dtype=layer.weight.dtype, device=layer.weight.device)
+        rows = torch.zeros(
+            stop - start, inputs, dtype=layer.weight.dtype, device=layer.weight.device
+        )
         rows[torch.arange(stop - start), torch.arange(start, stop)] = 1.0  # of the identity
         return Columns(inputs, start, stop, layer.quant_method.apply(layer, rows).cpu())
 
 
 class Columns(NamedTuple):
-    """Some of a linear layer: ``start`` to ``stop`` of its ``inputs``; ``values`` are ``[stop - start, out]``."""
+    """Some of a linear layer: ``start`` to ``stop`` of its ``inputs``; ``values`` are
+    ``[stop - start, out]``."""
 
     inputs: int
     start: int
@@ -169,7 +197,10 @@ def own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor | None:
         return _slice(whole, 1, layer.tp_rank, layer.tp_size)
     if isinstance(module, ColumnParallelLinear):
         copies = 1  # ranks that have the same keys and values
-        if isinstance(module, QKVParallelLinear) and name.rpartition(".")[0].rpartition(".")[2] in ("k_proj", "v_proj"):
+        if isinstance(module, QKVParallelLinear) and name.rpartition(".")[0].rpartition(".")[2] in (
+            "k_proj",
+            "v_proj",
+        ):
             copies = layer.num_kv_head_replicas
         return _slice(whole, 0, layer.tp_rank // copies, layer.tp_size // copies)
     return whole

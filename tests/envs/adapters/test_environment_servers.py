@@ -27,8 +27,15 @@ MOVES = {
     "properties": {"metadata": {"type": "object"}, "action": {"$ref": "#/$defs/MoveAction"}},
     "required": ["action"],
 }
-CALLS = {"properties": {"type": {"const": "call_tool"}, "tool_name": {}, "arguments": {}}, "required": ["tool_name"]}
-TOOL = {"name": "echo_message", "description": "Echo.", "input_schema": {"properties": {"message": {}}}}
+CALLS = {
+    "properties": {"type": {"const": "call_tool"}, "tool_name": {}, "arguments": {}},
+    "required": ["tool_name"],
+}
+TOOL = {
+    "name": "echo_message",
+    "description": "Echo.",
+    "input_schema": {"properties": {"message": {}}},
+}
 REFUSED = {
     "message": "Invalid message",
     "code": "VALIDATION_ERROR",
@@ -72,7 +79,9 @@ class Hub:
         ws = web.WebSocketResponse()
         await ws.prepare(request)
         if self.sessions == self.most_sessions:
-            await ws.send_json({"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}})
+            await ws.send_json(
+                {"type": "error", "data": {"message": "full", "code": "CAPACITY_REACHED"}}
+            )
             await ws.close()
             return ws
         self.sessions += 1
@@ -94,12 +103,17 @@ class Hub:
             return observed({"metadata": {}, "tools": [TOOL]}, None)
         if "tool_name" in data:
             result = {"content": [{"type": "text", "text": "hi"}], "data": "hi", "is_error": False}
-            return observed({"metadata": {}, "tool_name": "echo_message", "result": result, "error": None}, None)
+            return observed(
+                {"metadata": {}, "tool_name": "echo_message", "result": result, "error": None}, None
+            )
         return observed({"metadata": {}, "x": 0, "y": 1, "message": "Keep going..."}, -0.1)
 
 
 def observed(observation, reward, *, done=False, **more):
-    return {"type": "observation", "data": {"observation": observation, "reward": reward, "done": done, **more}}
+    return {
+        "type": "observation",
+        "data": {"observation": observation, "reward": reward, "done": done, **more},
+    }
 
 
 @contextmanager
@@ -153,7 +167,9 @@ def episode(name, *actions, prompt="Play.", **extras):
 def test_openenv_is_one_session_of_reset_and_steps():
     hub = Hub()
     with serving(hub) as url:
-        opening, steps, metrics = episode(f"openenv:{url}", "go right", "down!", seed=3, reset={"size": 4}, max_steps=2)
+        opening, steps, metrics = episode(
+            f"openenv:{url}", "go right", "down!", seed=3, reset={"size": 4}, max_steps=2
+        )
     assert opening == [{"role": "user", "content": "Play.\nx: 0\ny: 1\nmessage: Keep going..."}]
     assert hub.heard == [
         {"type": "reset", "data": {"size": 4, "seed": 3}},
@@ -168,7 +184,12 @@ def test_openenv_is_one_session_of_reset_and_steps():
 def test_rewards_ends_and_metrics_are_the_servers():
     hub = Hub()
     first = observed({"message": "hello", "metadata": {}}, None)
-    last = observed({"message": "", "metadata": {}}, True, done=True, metadata={"score": 3, "won": True, "why": "text"})
+    last = observed(
+        {"message": "", "metadata": {}},
+        True,
+        done=True,
+        metadata={"score": 3, "won": True, "why": "text"},
+    )
     hub.answers = [first, last]
     with serving(hub) as url:
         _, (step,), metrics = episode(f"openenv:{url}", "UP")
@@ -186,11 +207,16 @@ def test_an_action_that_the_schema_refuses_is_shown_to_the_model():
 
 def test_an_error_of_a_step_is_shown_where_the_row_says_so():
     hub = Hub()
-    error = {"type": "error", "data": {"message": "7 is not a valid Action", "code": "EXECUTION_ERROR"}}
+    error = {
+        "type": "error",
+        "data": {"message": "7 is not a valid Action", "code": "EXECUTION_ERROR"},
+    }
     hub.answers = [observed({"message": "go"}, None), error]
     with serving(hub) as url:
         _, steps, metrics = episode(f"openenv:{url}", "UP", "DOWN", execution_errors="show")
-        with pytest.raises(UserError, match="unknown execution_errors 'shown': did you mean 'show'"):
+        with pytest.raises(
+            UserError, match="unknown execution_errors 'shown': did you mean 'show'"
+        ):
             episode(f"openenv:{url}", execution_errors="shown")
     assert steps[0]["observations"][0]["content"] == "error: 7 is not a valid Action"
     assert steps[1]["reward"] == -0.1 and metrics["invalid_actions"] == 1.0
@@ -210,7 +236,9 @@ def test_an_error_of_a_step_is_shown_where_the_row_says_so():
 )
 def test_text_becomes_the_entry_that_the_action_needs(entry, text, value):
     env = make("openenv:http://127.0.0.1:1")
-    type(env).description = {"action": {"properties": {"entry": entry, "metadata": {}}, "required": ["entry"]}}
+    type(env).description = {
+        "action": {"properties": {"entry": entry, "metadata": {}}, "required": ["entry"]}
+    }
     assert env._action(text) == {"entry": value}
 
 
@@ -231,7 +259,10 @@ def test_tools_of_a_server_are_called_by_the_model():
     with serving(hub) as url:
         opening, steps, metrics = episode(f"openenv:{url}", "hm", call)
     assert [message["role"] for message in opening] == ["system", "user"]
-    assert '"name": "echo_message"' in opening[0]["content"] and opening[1]["content"] == "Play.\nready"
+    assert (
+        '"name": "echo_message"' in opening[0]["content"]
+        and opening[1]["content"] == "Play.\nready"
+    )
     assert steps[0]["observations"][0]["content"].startswith("error: call a tool")
     assert steps[1]["observations"] == [{"role": "tool", "name": "echo_message", "content": "hi"}]
     assert metrics["invalid_actions"] == 1.0
@@ -262,8 +293,14 @@ def test_a_server_that_is_full_is_waited_for(monkeypatch):
         ("[" * 100_000, "answered no JSON"),
         ("3", "which is not an observation"),
         ({"type": "observation", "data": {"observation": 3}}, "which is not an observation"),
-        ({"type": "observation", "data": {"observation": {}, "reward": "1"}}, "it must be a number"),
-        ({"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}}, "EXECUTION_ERROR: boom"),
+        (
+            {"type": "observation", "data": {"observation": {}, "reward": "1"}},
+            "it must be a number",
+        ),
+        (
+            {"type": "error", "data": {"code": "EXECUTION_ERROR", "message": "boom"}},
+            "EXECUTION_ERROR: boom",
+        ),
     ],
 )
 def test_garbage_fails_the_episode(answer, problem):
@@ -318,7 +355,14 @@ CALL = '<think>sum</think>Let me see. <tool_call>{"name": "add", "arguments": {"
 
 def test_nemo_gym_seeds_calls_tools_and_verifies_in_one_session():
     hub = Hub()
-    result = {**ROW, "response": {}, "reward": 0.5, "mask_sample": False, "length": 3, "reward_components": {"f": 1}}
+    result = {
+        **ROW,
+        "response": {},
+        "reward": 0.5,
+        "mask_sample": False,
+        "length": 3,
+        "reward_components": {"f": 1},
+    }
     hub.answers = [{}, "4", result]
     with serving(hub) as url:
         opening, steps, metrics = episode(f"nemo_gym:{url}", CALL, "It is 4.", **ROW)
@@ -358,7 +402,13 @@ def test_a_server_with_steps_is_played_step_by_step():
     hub = Hub(paths=("/reset", "/step"))
     hub.answers = [
         {"observation": "Your hand: [4, 3] = 7", "info": {}},
-        {"observation": "Your hand: 17", "reward": 0.0, "terminated": False, "truncated": False, "info": {}},
+        {
+            "observation": "Your hand: 17",
+            "reward": 0.0,
+            "terminated": False,
+            "truncated": False,
+            "info": {},
+        },
         {
             "observation": None,
             "reward": -1.0,
@@ -368,10 +418,16 @@ def test_a_server_with_steps_is_played_step_by_step():
         },
     ]
     with serving(hub) as url:
-        opening, steps, metrics = episode(f"nemo_gym:{url}", "hit", "hit", responses_create_params={"input": []})
+        opening, steps, metrics = episode(
+            f"nemo_gym:{url}", "hit", "hit", responses_create_params={"input": []}
+        )
     assert opening[-1]["content"] == "Play.\nYour hand: [4, 3] = 7"
     assert steps[0]["observations"] == [{"role": "user", "content": "Your hand: 17"}]
-    assert (steps[1]["reward"], steps[1]["done"], metrics) == (-1.0, True, {"value": 27.0, "steps": 2.0})
+    assert (steps[1]["reward"], steps[1]["done"], metrics) == (
+        -1.0,
+        True,
+        {"value": 27.0, "steps": 2.0},
+    )
     assert hub.heard[1][1]["response"]["output"][0]["content"][0]["text"] == "hit"
 
 
@@ -395,26 +451,37 @@ def test_only_a_lost_result_is_requested_again():
 def test_an_episode_that_the_server_could_not_judge_fails():
     hub = Hub()
     hub.answers = [{}, {"reward": 0.0, "mask_sample": True, "failure_reason": "the judge was away"}]
-    with serving(hub) as url, pytest.raises(RuntimeError, match="could not judge the episode: the judge was away"):
+    with (
+        serving(hub) as url,
+        pytest.raises(RuntimeError, match="could not judge the episode: the judge was away"),
+    ):
         episode(f"nemo_gym:{url}", "4")
 
 
 def test_a_slow_server_and_a_busy_one():
     hub = Hub()
     hub.answers = [{}, 5.0]
-    with serving(hub) as url, pytest.raises(TransientError, match=r"did not answer within 0.2 s \(timeout_s\)"):
+    with (
+        serving(hub) as url,
+        pytest.raises(TransientError, match=r"did not answer within 0.2 s \(timeout_s\)"),
+    ):
         episode(f"nemo_gym:{url}", "4", timeout_s=0.2)
     hub.answers = [503]
     with serving(hub) as url, pytest.raises(TransientError, match="answered HTTP 503"):
         episode(f"nemo_gym:{url}", "4")
     hub.answers = [{}, 422]
-    with serving(hub) as url, pytest.raises(InvalidEnvOutputError, match="/verify answered HTTP 422: no"):
+    with (
+        serving(hub) as url,
+        pytest.raises(InvalidEnvOutputError, match="/verify answered HTTP 422: no"),
+    ):
         episode(f"nemo_gym:{url}", "4")
 
 
 def test_rows_of_nemo_gym_are_data_as_they_are():
     prompt = as_prompt(
-        0, {**ROW, "prompt": "another"}, load_config(["environment.env_class=nemo_gym:http://127.0.0.1:1"])
+        0,
+        {**ROW, "prompt": "another"},
+        load_config(["environment.env_class=nemo_gym:http://127.0.0.1:1"]),
     )
     assert prompt.messages == [
         {"role": "system", "content": "Be brief."},
@@ -427,10 +494,13 @@ def test_rows_of_nemo_gym_are_data_as_they_are():
 # ---------------------------------------------------------------- before the run
 
 
-@pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://host", "http://", "http://h:99999", "http://h?x=1"])
+@pytest.mark.parametrize(
+    "url", ["", "localhost:8000", "ftp://host", "http://", "http://h:99999", "http://h?x=1"]
+)
 def test_an_address_that_is_none_is_told(url):
     with pytest.raises(
-        UserError, match=r"is not the address of a server: write it as in openenv:http://127.0.0.1:8000"
+        UserError,
+        match=r"is not the address of a server: write it as in openenv:http://127.0.0.1:8000",
     ):
         check_environment(f"openenv:{url}")
 
@@ -439,9 +509,14 @@ def test_the_server_is_asked_before_the_run():
     with serving(Hub()) as url:
         check_environment(f"openenv:{url}/")
         check_environment(f"nemo_gym:{url}")
-        with pytest.raises(UserError, match=r"answers HTTP 404 to /openapi\.json: it is not a resources server"):
+        with pytest.raises(
+            UserError, match=r"answers HTTP 404 to /openapi\.json: it is not a resources server"
+        ):
             check_environment(f"nemo_gym:{url}/there")
     with pytest.raises(UserError, match=r"does not answer \(.*refused.*start its server"):
         check_environment(f"openenv:{url}")
-    with serving(Hub(paths=("/v1/responses",))) as url, pytest.raises(UserError, match="describes something else"):
+    with (
+        serving(Hub(paths=("/v1/responses",))) as url,
+        pytest.raises(UserError, match="describes something else"),
+    ):
         check_environment(f"nemo_gym:{url}")

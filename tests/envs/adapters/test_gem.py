@@ -19,14 +19,19 @@ class Count:
 
     def step(self, action):
         self.value += len(action)
-        info = {"metrics": {"length": len(action), "why": "text"}, "metrics_agg_mode": {"length": "max"}}
+        info = {
+            "metrics": {"length": len(action), "why": "text"},
+            "metrics_agg_mode": {"length": "max"},
+        }
         return f"at {self.value}", 0.5, self.value > 9, False, info
 
 
 def test_the_row_makes_seeds_and_limits_the_episode():
     register("count", Count)
     env = make("count", env_config={"start": 1}, extras={"start": 2, "seed": 3, "max_steps": 2})
-    assert env.init([{"role": "user", "content": "Play."}])[0] == [{"role": "user", "content": "Play.\ncount\nat 5"}]
+    assert env.init([{"role": "user", "content": "Play."}])[0] == [
+        {"role": "user", "content": "Play.\ncount\nat 5"}
+    ]
     first, second = env.step("ab"), env.step("a")
     assert (first["observations"], first["done"]) == ([{"role": "user", "content": "at 4"}], False)
     assert (second["observations"], second["reward"], second["done"]) == ([], 0.5, True)
@@ -47,7 +52,8 @@ def test_a_step_of_another_form_is_told():
     env = make("wrong")
     env.init([])
     with pytest.raises(
-        InvalidEnvOutputError, match=r"step must return \(observation, reward, terminated, truncated, info\)"
+        InvalidEnvOutputError,
+        match=r"step must return \(observation, reward, terminated, truncated, info\)",
     ):
         env.step("a")
 
@@ -69,15 +75,22 @@ def test_a_discrete_action_is_the_last_number_that_is_one():
 def test_the_adapter_by_name_says_what_it_needs():
     with pytest.raises(UserError, match="gem needs gem_env"):
         make("gem")
-    assert make("gem", extras={"gem_env": f"{__file__}:Count"}).init([])[0][0]["content"] == "count\nat 0"
+    assert (
+        make("gem", extras={"gem_env": f"{__file__}:Count"}).init([])[0][0]["content"]
+        == "count\nat 0"
+    )
     with pytest.raises((MissingExtraError, UserError)):
         make("gem", extras={"gem_env": "game:GuessTheNumber-v0"})
 
 
-@pytest.mark.parametrize("name", ["game:GuessTheNumber-v0-easy", "rg:chain_sum", "eval:MATH500", "own"])
+@pytest.mark.parametrize(
+    "name", ["game:GuessTheNumber-v0-easy", "rg:chain_sum", "eval:MATH500", "own"]
+)
 def test_an_id_of_gem_is_made_by_gem(monkeypatch, name):
     made = []
-    monkeypatch.setitem(sys.modules, "gem", SimpleNamespace(make=lambda env_id: made.append(env_id) or Count(4)))
+    monkeypatch.setitem(
+        sys.modules, "gem", SimpleNamespace(make=lambda env_id: made.append(env_id) or Count(4))
+    )
     assert make("gem", extras={"gem_env": name}).init([])[0][0]["content"] == "count\nat 4"
     assert made == [name]
 

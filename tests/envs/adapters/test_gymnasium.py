@@ -19,7 +19,10 @@ def lake(**settings):
 def test_the_row_decides_the_game():
     assert lake()[1] == lake()[1]
     assert lake(seed=4)[1] != lake()[1]
-    slips = [[lake(gym_args={"is_slippery": True})[0].step("right")["observations"] for _ in range(3)] for _ in "ab"]
+    slips = [
+        [lake(gym_args={"is_slippery": True})[0].step("right")["observations"] for _ in range(3)]
+        for _ in "ab"
+    ]
     assert slips[0] == slips[1]
 
 
@@ -35,7 +38,8 @@ def test_views():
 
 
 @pytest.mark.parametrize(
-    ("text", "action"), [("right", 2), ("I go DOWN.", 1), ("not left but up", 3), ("upwards", None), ("", None)]
+    ("text", "action"),
+    [("right", 2), ("I go DOWN.", 1), ("not left but up", 3), ("upwards", None), ("", None)],
 )
 def test_the_last_action_that_is_named_counts(text, action):
     assert lake()[0].parse(text) == action
@@ -51,7 +55,9 @@ def test_an_answer_without_an_action_costs_a_turn_and_is_counted():
 
 
 def test_reaching_the_goal_is_rewarded_once_and_ends_the_episode():
-    env = GymnasiumEnv({}, {"gym_id": "FrozenLake-v1", "gym_args": {"desc": ["SG"], "is_slippery": False}})
+    env = GymnasiumEnv(
+        {}, {"gym_id": "FrozenLake-v1", "gym_args": {"desc": ["SG"], "is_slippery": False}}
+    )
     env.init([])
     step = env.step("right")
     assert (step["reward"], step["done"], env.get_metrics()["success"]) == (1.0, True, 1.0)

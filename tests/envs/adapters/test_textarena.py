@@ -24,7 +24,11 @@ def bisect(env):
         if step["done"]:
             return guess, step
         said = step["observations"][0]["content"].lower()
-        low, high = (guess + 1, high) if "higher" in said.rpartition("]")[2] or "too low" in said else (low, guess - 1)
+        low, high = (
+            (guess + 1, high)
+            if "higher" in said.rpartition("]")[2] or "too low" in said
+            else (low, guess - 1)
+        )
 
 
 def test_a_seeded_game_is_won_by_bisection_and_is_the_same_again():
@@ -40,7 +44,9 @@ def test_an_episode_ends_after_its_most_steps():
     assert env.step("[1]")["done"]
 
 
-@pytest.mark.parametrize(("settings", "problem"), [({}, "needs textarena_id"), ({"textarena_id": "No-v9"}, "No-v9")])
+@pytest.mark.parametrize(
+    ("settings", "problem"), [({}, "needs textarena_id"), ({"textarena_id": "No-v9"}, "No-v9")]
+)
 def test_what_cannot_be_played_is_told(settings, problem):
     with pytest.raises(UserError, match=problem):
         TextArenaEnv({}, settings)

@@ -19,13 +19,19 @@ def agent(reference: str, *overrides: str):
 
 
 def test_an_agent_that_calls_once() -> None:
-    run = agent("agent_math.py:MathAgent", "environment.env_config={temperature: 1.0, max_turns: 3}")
+    run = agent(
+        "agent_math.py:MathAgent", "environment.env_config={temperature: 1.0, max_turns: 3}"
+    )
     assert run.learned
     assert run.metrics["env/agent_calls"] == 1.0
 
 
 def test_rewards_by_call_are_discounted_by_turn() -> None:
-    run = agent("agent_turns.py:TurnsAgent", "environment.env_config={max_turns: 3}", "generator.turn_discount=0.5")
+    run = agent(
+        "agent_turns.py:TurnsAgent",
+        "environment.env_config={max_turns: 3}",
+        "generator.turn_discount=0.5",
+    )
     assert run.metrics["env/agent_calls"] == 3.0
     assert run.metrics["env/agent_sequences"] == 1.0
     assert run.metrics["reward/mean"] == 1.0 + 2.0 * 0.5 + 3.0 * 0.25
@@ -44,7 +50,9 @@ def test_a_class_without_async_and_calls_without_a_reward() -> None:
     assert run.learned
 
 
-@pytest.mark.parametrize("reference", ["reward.py:parity_reward_fn", "reward_multi.py:length_reward"])
+@pytest.mark.parametrize(
+    "reference", ["reward.py:parity_reward_fn", "reward_multi.py:length_reward"]
+)
 def test_a_reward_function(reference: str) -> None:
     rows = [{**row, "source": "book"} for row in ROWS]
     run = train(f"environment.reward_funcs=[{FILES}/{reference}]", rows=rows)
@@ -62,7 +70,9 @@ def test_a_reward_for_no_answer_of_the_episode_is_told(tmp_path: Path) -> None:
         "                await r.json()\n"
         "        return {'chatcmpl-unknown': 1.0}\n"
     )
-    with pytest.raises(Exception, match="a reward for chatcmpl-unknown, which is the id of none of its 1 answers"):
+    with pytest.raises(
+        Exception, match="a reward for chatcmpl-unknown, which is the id of none of its 1 answers"
+    ):
         train(f"generator.agent_program={tmp_path}/wrong.py:Agent")
 
 

@@ -61,7 +61,9 @@ def test_bounds_of_weights_are_those_of_the_rejection() -> None:
     (("actor.reward_norm.mean_level=group", "actor.reward_norm.std_level=null"), "group", "none"),
     ((), "none", "none"),
 ])  # fmt: skip
-def test_a_norm_s_level_that_is_left_out_is_the_batch(words: tuple[str, ...], mean: str, deviation: str) -> None:
+def test_a_norm_s_level_that_is_left_out_is_the_batch(
+    words: tuple[str, ...], mean: str, deviation: str
+) -> None:
     found = areal("gconfig.n_samples=4", *words)
     assert found[f"{A}advantage_estimator"] == "normalized"
     norms = [found.get(f"{A}reward_norm_{end}", "group") for end in ("mean", "std")]
@@ -119,7 +121,9 @@ def test_what_the_loader_adds_to_a_prompt_is_said() -> None:
 def test_a_prompt_without_a_bound_may_fill_what_a_response_leaves() -> None:
     found = areal("gconfig.max_new_tokens=1000", "vllm.max_model_len=4096")
     assert found["trainer.max_prompt_length"] == 3096
-    bounded = areal("gconfig.max_new_tokens=1000", "vllm.max_model_len=4096", "train_dataset.max_length=400")
+    bounded = areal(
+        "gconfig.max_new_tokens=1000", "vllm.max_model_len=4096", "train_dataset.max_length=400"
+    )
     assert bounded["trainer.max_prompt_length"] == 400
 
 

@@ -133,7 +133,10 @@ def test_a_step_in_no_known_form_is_told(returned, problem, agent):
     ("code", "problem"),
     [
         ("x = 1", "defines neither AgentInstance nor step"),
-        (INSTANCE + "\n        async def execute(self, prompt):\n            pass\n", "agent_program"),
+        (
+            INSTANCE + "\n        async def execute(self, prompt):\n            pass\n",
+            "agent_program",
+        ),
     ],
 )
 def test_a_file_without_an_agent_that_can_be_played_is_refused(code, problem, agent):
@@ -155,19 +158,30 @@ def test_a_file_that_is_not_there_is_refused_before_anything_starts(tmp_path):
 )  # fmt: skip
 def test_a_step_is_given_what_its_signature_takes(parameters, agent, tmp_path):
     taken = "sampling_params" in parameters or "**" in parameters
-    answer = "sampling_params if 'sampling_params' in vars() else kwargs['sampling_params']" if taken else "None"
-    env = agent(f"async def step({parameters}):\n    assert bool({answer}) is {taken}\n    return 1.0, '', True\n")
+    answer = (
+        "sampling_params if 'sampling_params' in vars() else kwargs['sampling_params']"
+        if taken
+        else "None"
+    )
+    env = agent(
+        f"async def step({parameters}):\n    assert bool({answer}) is {taken}\n    return 1.0, '', True\n"
+    )
     settle_agent_file(load_config([f"generator.agent_func_path={tmp_path}/agent_func.py"]))
     asyncio.run(env.init("question"))
     assert asyncio.run(env.step("answer"))["reward"] == 1.0
 
 
-@pytest.mark.parametrize("parameters", ["state, action", "state, action, label, tools", "state, *, action, label"])
+@pytest.mark.parametrize(
+    "parameters", ["state, action", "state, action, label, tools", "state, *, action, label"]
+)
 def test_a_step_that_cannot_be_called_is_refused_before_anything_starts(parameters, tmp_path):
     file = tmp_path / "agent_func.py"
     file.write_text(f"async def step({parameters}):\n    return 1.0, '', True\n")
     cfg = load_config([f"generator.agent_func_path={file}"])
-    with pytest.raises(UserError, match=r"agent_func\.py: step\(.*\) cannot be called as step\(state, action, label"):
+    with pytest.raises(
+        UserError,
+        match=r"agent_func\.py: step\(.*\) cannot be called as step\(state, action, label",
+    ):
         BasePPOExp(cfg).prepare()
 
 
@@ -183,12 +197,21 @@ def test_the_key_makes_it_the_environment_of_rows_that_name_none(tmp_path):
 def test_settings_of_an_earlier_run_that_name_the_program_are_settled_again(tmp_path):
     file = tmp_path / "agent.py"
     file.write_text("class AgentExecutor:\n    async def execute(self, prompt): ...\n")
-    cfg = load_config([f"generator.agent_func_path={file}", f"generator.agent_program={SYSTEM.agent_program}"])
+    cfg = load_config(
+        [f"generator.agent_func_path={file}", f"generator.agent_program={SYSTEM.agent_program}"]
+    )
     settle_agent_file(cfg)
     assert (cfg.generator.agent_program, cfg.environment.env_class) == (SYSTEM.agent_program, "")
     assert callable(resolve_reference(cfg.generator.agent_program, kind="program"))
 
 
 def test_an_agent_program_together_with_an_agent_file_is_rejected(tmp_path):
-    with pytest.raises(UserError, match=r"agent_program=skyasync\.examples:play plays the episodes"):
-        load_config([f"generator.agent_func_path={tmp_path}", "generator.agent_program=skyasync.examples:play"])
+    with pytest.raises(
+        UserError, match=r"agent_program=skyasync\.examples:play plays the episodes"
+    ):
+        load_config(
+            [
+                f"generator.agent_func_path={tmp_path}",
+                "generator.agent_program=skyasync.examples:play",
+            ]
+        )

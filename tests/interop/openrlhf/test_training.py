@@ -32,9 +32,9 @@ def test_a_reward_file(file: str) -> None:
     assert run.metrics["reward/std"] > 0
     assert "openrlhf" not in sys.modules
     if file == "reward_dictionary":
-        assert run.metrics["env/reward_func/score"] + run.metrics["env/reward_func/digits"] == pytest.approx(
-            run.metrics["reward/mean"]
-        )
+        assert run.metrics["env/reward_func/score"] + run.metrics[
+            "env/reward_func/digits"
+        ] == pytest.approx(run.metrics["reward/mean"])
 
 
 def test_reward_servers() -> None:
@@ -52,7 +52,9 @@ def test_the_current_agent_plays_several_turns_and_its_file_is_loaded_once() -> 
     assert run.learned
     assert run.metrics["env/tries"] == 2.0
     assert run.metrics["env/loads"] == 1.0
-    assert all(text.startswith("<user>") and "<a>Think. " in text and " No. " in text for text in run.texts)
+    assert all(
+        text.startswith("<user>") and "<a>Think. " in text and " No. " in text for text in run.texts
+    )
     assert "env/score" in run.metrics
 
 
@@ -102,9 +104,13 @@ def test_the_first_interface_has_separate_globals() -> None:
 def test_pictures_are_refused_in_words() -> None:
     with pytest.raises(Exception, match="images are not read here"):
         agent("agent_pictures.py")
-    with pytest.raises(UserError, match=r"data row 0: .* reads only text: images need a vision-language model"):
+    with pytest.raises(
+        UserError, match=r"data row 0: .* reads only text: images need a vision-language model"
+    ):
         agent("agent_guess.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
-    with pytest.raises(Exception, match=r"data row 0: .* reads only text: images need a vision-language model"):
+    with pytest.raises(
+        Exception, match=r"data row 0: .* reads only text: images need a vision-language model"
+    ):
         agent("agent_single_turn.py", rows=[{**row, "images": [PIXEL]} for row in ROWS])
 
 

@@ -12,7 +12,9 @@ def test_other_threads_may_import_while_the_stand_ins_come_and_go(monkeypatch):
             sys.modules.setdefault(f"seen_{len(sys.modules)}", ModuleType("seen"))
             return super().partition(separator)
 
-    monkeypatch.setattr(sys, "modules", {**sys.modules, ImportsOnSight("other"): ModuleType("other")})
+    monkeypatch.setattr(
+        sys, "modules", {**sys.modules, ImportsOnSight("other"): ModuleType("other")}
+    )
     with stand_ins():
         from openrlhf.utils import grade_answer
     assert grade_answer("1", "1.0")

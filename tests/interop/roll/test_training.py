@@ -38,7 +38,9 @@ def test_messages_as_json_and_tags_of_domains() -> None:
 
 
 def test_a_tag_of_two_domains_is_refused() -> None:
-    with pytest.raises(UserError, match=r"environment\.domains: the tag aime is listed by math_rule and ifeval"):
+    with pytest.raises(
+        UserError, match=r"environment\.domains: the tag aime is listed by math_rule and ifeval"
+    ):
         train(
             "data.domain_key=tag", "environment.domains.math_rule={reward_funcs: exact_match, tags: [aime]}",
             "environment.domains.ifeval={reward_funcs: exact_match, tags: [aime, other]}", rows=TAGGED,
@@ -46,7 +48,10 @@ def test_a_tag_of_two_domains_is_refused() -> None:
 
 
 def test_an_environment_in_gems_form() -> None:
-    rows = [{"prompt": "Play.", "seed": number, "highest": 5, "format_penalty": -0.1} for number in range(8)]
+    rows = [
+        {"prompt": "Play.", "seed": number, "highest": 5, "format_penalty": -0.1}
+        for number in range(8)
+    ]
     run = train(f"environment.env_class={FILES}/guess_env.py:GuessEnv", rows=rows)
     assert run.learned
     assert run.metrics["env/steps"] >= 1.0 and 0.0 <= run.metrics["env/action_is_valid"] <= 1.0
@@ -56,13 +61,20 @@ def test_an_environment_in_gems_form() -> None:
 
 def test_a_gymnasium_environment_that_is_not_registered() -> None:
     rows = [{"prompt": "", "seed": number, "length": 4} for number in range(8)]
-    run = train(f"environment.env_class={FILES}/corridor_env.py:Corridor", "generator.max_turns=4", rows=rows)
+    run = train(
+        f"environment.env_class={FILES}/corridor_env.py:Corridor",
+        "generator.max_turns=4",
+        rows=rows,
+    )
     assert run.learned
     assert all("x" in text and "..." in text for text in run.texts)
 
 
 def test_a_registered_gymnasium_game_as_it_is() -> None:
-    rows = [{"prompt": "", "gym_id": "FrozenLake-v1", "seed": number, "max_steps": 3} for number in range(8)]
+    rows = [
+        {"prompt": "", "gym_id": "FrozenLake-v1", "seed": number, "max_steps": 3}
+        for number in range(8)
+    ]
     run = train("environment.env_class=gymnasium", rows=rows)
     assert run.metrics["env/steps"] == 3.0
 

@@ -59,21 +59,32 @@ def test_a_response_is_as_long_as_a_sequence_beyond_its_prompt() -> None:
 def test_group_norms_of_grpo_are_fixed() -> None:
     found = roll("adv_estimator=grpo", "num_return_sequences_in_group=8", "norm_mean_type=batch")
     assert found[f"{A}advantage_estimator"] == "grpo"
-    free = roll("adv_estimator=reinforce", "num_return_sequences_in_group=8", "norm_mean_type=batch")
-    assert (free[f"{A}advantage_estimator"], free[f"{A}reward_norm_mean"]) == ("normalized", "batch")
+    free = roll(
+        "adv_estimator=reinforce", "num_return_sequences_in_group=8", "norm_mean_type=batch"
+    )
+    assert (free[f"{A}advantage_estimator"], free[f"{A}reward_norm_mean"]) == (
+        "normalized",
+        "batch",
+    )
 
 
 def test_validation_that_is_given_has_the_usual_sampling() -> None:
     found = roll("validation.generating_args.num_return_sequences=4")
     group = "generator.eval_sampling_params."
-    assert [found[f"{group}{name}"] for name in ("temperature", "top_p", "top_k")] == [0.95, 0.7, 50]
+    assert [found[f"{group}{name}"] for name in ("temperature", "top_p", "top_k")] == [
+        0.95,
+        0.7,
+        50,
+    ]
 
 
 def test_log_probabilities_of_other_policies_are_said() -> None:
     text = translated(SourceRecipe(flags(["actor_infer.generating_args.temperature=0.9"])), "roll")
     assert "there at 1" in text and "filter_logprobs=false" in text
     plain = ["temperature=1.0", "top_p=1.0", "top_k=-1"]
-    plain_text = translated(SourceRecipe(flags([f"actor_infer.generating_args.{word}" for word in plain])), "roll")
+    plain_text = translated(
+        SourceRecipe(flags([f"actor_infer.generating_args.{word}" for word in plain])), "roll"
+    )
     assert "# What differs" not in plain_text
 
 
@@ -82,7 +93,12 @@ def test_bounds_of_a_truncated_weight_and_strengths_are_carried_over() -> None:
     bounds = ("actor_train.tis_lower_bound=0.2", "actor_train.tis_upper_bound=1.5")
     found = roll(worker, "actor_train.pg_variant=tis", *bounds)
     assert (found[f"{A}tis_low"], found[f"{A}tis_high"]) == (0.2, 1.5)
-    assert roll(worker, "actor_train.pg_variant=kimi15", "actor_train.kimi15_tau=0.3")[f"{A}kimi15_tau"] == 0.3
+    assert (
+        roll(worker, "actor_train.pg_variant=kimi15", "actor_train.kimi15_tau=0.3")[
+            f"{A}kimi15_tau"
+        ]
+        == 0.3
+    )
 
 
 def test_what_makes_a_sample_positive_is_said() -> None:

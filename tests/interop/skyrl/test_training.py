@@ -16,14 +16,18 @@ from tests.interop.skyrl.files import environment, printed
 
 pytestmark = pytest.mark.slow
 
-ENVS.pop("measure", None)  # which importing the file has registered: it exists for these tests alone
+ENVS.pop(
+    "measure", None
+)  # which importing the file has registered: it exists for these tests alone
 WITH_REWARD = ("environment.reward_funcs=[tests.interop.odd_reward:odd]", "data.label_key=answer")
 SPECS = [{**row, "reward_spec": {"ground_truth": row["answer"]}} for row in ROWS]
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    environment.register(id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0})
+    environment.register(
+        id="measure", entry_point=f"{environment.__file__}:Measure", kwargs={"bonus": 2.0}
+    )
     yield
     ENVS.pop("measure", None)
 
@@ -53,7 +57,9 @@ def test_an_environment_played_by_hand_and_by_its_reference() -> None:
 
 
 def test_the_tutorials_printed_classes_alone_train_one_step_off() -> None:
-    run = train(*WITH_REWARD, "trainer.epochs=1", "trainer.max_training_steps=0", exp=printed.AsyncPPOExp)
+    run = train(
+        *WITH_REWARD, "trainer.epochs=1", "trainer.max_training_steps=0", exp=printed.AsyncPPOExp
+    )
     assert run.learned and sorted(run.rows) == [1, 2, 3, 4]
     assert [run.rows[step]["staleness/max"] for step in run.rows] == [0.0, 1.0, 1.0, 1.0]
     assert run.trainer.policy_version == 4
@@ -73,7 +79,9 @@ class StoppedExp(printed.AsyncPPOExp):
         return [StopsAfter(3)]
 
 
-def test_the_printed_classes_stopped_in_the_middle_of_an_epoch_and_resumed_train_the_rest(tmp_path: Path) -> None:
+def test_the_printed_classes_stopped_in_the_middle_of_an_epoch_and_resumed_train_the_rest(
+    tmp_path: Path,
+) -> None:
     shared = (
         *WITH_REWARD, "trainer.epochs=2", "trainer.max_training_steps=0", "trainer.step_timeout_s=60",
         f"trainer.ckpt_path={tmp_path}", "trainer.ckpt_interval=1",
@@ -83,5 +91,9 @@ def test_the_printed_classes_stopped_in_the_middle_of_an_epoch_and_resumed_train
     second = train(*shared, "trainer.resume_mode=latest", exp=printed.AsyncPPOExp)
     assert sorted(second.rows) == [4, 5, 6, 7, 8]
     progress = second.trainer.context.progress
-    assert (progress.step, progress.position, progress.trained_early) == (8, 2 * len(ROWS), frozenset())
+    assert (progress.step, progress.position, progress.trained_early) == (
+        8,
+        2 * len(ROWS),
+        frozenset(),
+    )
     assert second.trainer.policy_version == 8

@@ -21,7 +21,10 @@ def test_a_fully_asynchronous_run_has_its_staleness_and_its_workers() -> None:
     found = skyrl("trainer.fully_async.enabled=true")
     assert (found["trainer.max_staleness"], found["generator.max_concurrent_rollouts"]) == (4, 768)
     synchronous = skyrl("trainer.epochs=2")
-    assert "trainer.max_staleness" not in synchronous and "generator.max_concurrent_rollouts" not in synchronous
+    assert (
+        "trainer.max_staleness" not in synchronous
+        and "generator.max_concurrent_rollouts" not in synchronous
+    )
 
 
 @pytest.mark.parametrize(("estimator", "clamp"), [("k3", 10.0), ("k1", None), ("k2", None)])

@@ -53,7 +53,9 @@ async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterat
     worker = replace(ROLES[POLICY], worker="skyasync.interop.tinker.worker:MultiAdapterWorker")
     with mock.patch.dict(ROLES, {POLICY: worker}):
         made: list[LocalDispatch] = [LocalDispatch(cfg)]
-        client = InferenceClient([ENGINES["transformers"](EngineConfig(model, threads=1, max_model_len=LENGTH))])
+        client = InferenceClient(
+            [ENGINES["transformers"](EngineConfig(model, threads=1, max_model_len=LENGTH))]
+        )
         await client.start()
         weights = WeightSync(made[0], client, ())
 
@@ -64,9 +66,18 @@ async def tinker_server(model: str, folder: Path, **address: Any) -> AsyncIterat
             return made[-1]
 
         async with served(
-            folder, cfg, made[0], client, weights, replace_ranks, LENGTH, Address(**{"port": 0, **address})
+            folder,
+            cfg,
+            made[0],
+            client,
+            weights,
+            replace_ranks,
+            LENGTH,
+            Address(**{"port": 0, **address}),
         ) as (server, turns, snapshots):
-            yield SimpleNamespace(server=server, dispatches=made, client=client, turns=turns, snapshots=snapshots)
+            yield SimpleNamespace(
+                server=server, dispatches=made, client=client, turns=turns, snapshots=snapshots
+            )
         await client.shutdown()
         await made[-1].shutdown()
 

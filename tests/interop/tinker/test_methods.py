@@ -31,7 +31,9 @@ def custom(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor,
     return -torch.cat(logprobs).sum(), {}
 
 
-def per_datum(logprobs: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def per_datum(
+    logprobs: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return -(logprobs * weights).sum(), {}
 
 
@@ -121,7 +123,9 @@ REJECTED = {
     "RestClient.assign_session_project", "RestClient.export_session_trace", "RestClient.get_audit_log",
     "RestClient.get_billing_usage", "RestClient.get_current_checkpoint_storage_usage",
 }  # fmt: skip
-BY_THE_CLIENT = {"RestClient.whoami": "JWT"}  # which rejects keys that are no JWT, without a request
+BY_THE_CLIENT = {
+    "RestClient.whoami": "JWT"
+}  # which rejects keys that are no JWT, without a request
 
 
 def public_methods() -> set[str]:
@@ -130,7 +134,9 @@ def public_methods() -> set[str]:
         f"{client.__name__}.{name}"
         for client in CLIENTS
         for name, value in inspect.getmembers(client)
-        if not name.startswith("_") and not name.endswith("_async") and (callable(value) or isinstance(value, property))
+        if not name.startswith("_")
+        and not name.endswith("_async")
+        and (callable(value) or isinstance(value, property))
     }
 
 
@@ -147,7 +153,9 @@ class Clients:
         self.client = service.create_lora_training_client(model, rank=2, seed=1).result()
         self.client.forward_backward([datum(1, 2, 3)], "cross_entropy").result()
         self.client.optim_step(types.AdamParams()).result()
-        self.state, *_ = [self.client.save_state(name).result().path for name in ("state", "one", "two")]
+        self.state, *_ = [
+            self.client.save_state(name).result().path for name in ("state", "one", "two")
+        ]
         self.external = self.client.save_weights_external("external").result().path
         self.sampler = service.create_sampling_client(base_model=model).result()
         self.rest = service.create_rest_client()
@@ -157,7 +165,9 @@ class Clients:
 async def test_every_public_method_answers_or_says_why_it_does_not(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TINKER_PROJECT_ID", "project")  # otherwise the SDK itself refuses to copy weights
+    monkeypatch.setenv(
+        "TINKER_PROJECT_ID", "project"
+    )  # otherwise the SDK itself refuses to copy weights
     model = save_tiny_llama(tmp_path_factory.mktemp("model"), tied=True)
     async with tinker_server(model, tmp_path) as up:
 
@@ -166,7 +176,9 @@ async def test_every_public_method_answers_or_says_why_it_does_not(
             for name, call in calls(model).items():
                 try:
                     answer = call(has)
-                    outcomes[name] = "" if not hasattr(answer, "result") else str(answer.result())[:0]
+                    outcomes[name] = (
+                        "" if not hasattr(answer, "result") else str(answer.result())[:0]
+                    )
                 except Exception as error:
                     outcomes[name] = str(error)
             return outcomes
@@ -176,7 +188,9 @@ async def test_every_public_method_answers_or_says_why_it_does_not(
     reasons = set(NOT_SUPPORTED.values())
     assert errors.keys() == REJECTED | BY_THE_CLIENT.keys(), errors
     rejections = {name: errors[name] for name in REJECTED}
-    assert {n: e for n, e in rejections.items() if REFUSED not in e or not any(r in e for r in reasons)} == {}
+    assert {
+        n: e for n, e in rejections.items() if REFUSED not in e or not any(r in e for r in reasons)
+    } == {}
     for name, says in BY_THE_CLIENT.items():
         assert says in errors[name]
     external = list((tmp_path / "checkpoints").glob("*/config.json"))

@@ -23,17 +23,33 @@ from tinker import types
 from examples.tinker.arithmetic import learn
 from tests.interop.tinker.local_server import KEY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore::FutureWarning")]
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 START_S = 240.0
 QUICK = ("generator.backend=transformers",)  # it starts sooner than vLLM
 RANKS, ENGINES = "ray::MultiAdapterWorker", "ray::_EngineActor"
 
 
 @contextmanager
-def command(folder: Path, port: int = 0, *settings: str) -> Iterator[tuple[str, str, psutil.Process]]:
+def command(
+    folder: Path, port: int = 0, *settings: str
+) -> Iterator[tuple[str, str, psutil.Process]]:
     """The server's address, its model, and its process."""
     log = folder.with_suffix(f".{time.monotonic_ns()}")
-    words = [sys.executable, "-m", "skyasync", "tinker", "--folder", str(folder), "--port", str(port), *settings]
+    words = [
+        sys.executable,
+        "-m",
+        "skyasync",
+        "tinker",
+        "--folder",
+        str(folder),
+        "--port",
+        str(port),
+        *settings,
+    ]
     with log.open("w") as out:
         process = subprocess.Popen(words, stdout=out, stderr=subprocess.STDOUT)
     try:

@@ -31,17 +31,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def sampled(sampler: Any, count: int = 1, **params: Any) -> Any:
     return sampler.sample(
-        types.ModelInput.from_ints(PROMPT), count, types.SamplingParams(**{"max_tokens": 6, **params})
+        types.ModelInput.from_ints(PROMPT),
+        count,
+        types.SamplingParams(**{"max_tokens": 6, **params}),
     )
 
 
 def trainers_logprobs(client: Any, tokens: list[int]) -> list[float]:
     inputs = {"target_tokens": tokens[1:]}
     datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-    return list(client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+    return list(
+        client.forward([datum], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+    )
 
 
-async def test_a_sampler_stays_with_its_weights_while_others_are_sampled(model: str, tmp_path: Path) -> None:
+async def test_a_sampler_stays_with_its_weights_while_others_are_sampled(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
 
         def program(service: Any) -> None:
@@ -55,15 +61,24 @@ async def test_a_sampler_stays_with_its_weights_while_others_are_sampled(model: 
             named = client.save_weights_for_sampler("named").result().path
             samplers.append(client.create_sampling_client(named).result())
             expected.append(expected[-1])
-            losses_of(client, [FIRST], 2)  # the model is trained further, and the samplers keep their weights
-            futures = [s.compute_logprobs(types.ModelInput.from_ints([*PROMPT, 9, 9, 9])) for s in samplers * 3]
+            losses_of(
+                client, [FIRST], 2
+            )  # the model is trained further, and the samplers keep their weights
+            futures = [
+                s.compute_logprobs(types.ModelInput.from_ints([*PROMPT, 9, 9, 9]))
+                for s in samplers * 3
+            ]
             for own, future in zip(expected * 3, futures, strict=True):
                 first, *others = future.result()
                 assert first is None and others == pytest.approx(own, abs=1e-5)
             assert len({value[0] for value in expected}) == 3
             answer = sampled(samplers[1], 4, seed=0).result()
             assert len({each.sequence_id for each in answer.sequences}) == 4
-            again = sampled(service.create_sampling_client(model_path=named).result(), seed=1).result().sequences[0]
+            again = (
+                sampled(service.create_sampling_client(model_path=named).result(), seed=1)
+                .result()
+                .sequences[0]
+            )
             whole = trainers_logprobs_of(samplers[-1], PROMPT + list(again.tokens))
             assert list(again.logprobs) == pytest.approx(whole, abs=1e-5)
 
@@ -83,7 +98,9 @@ async def test_a_sampler_that_is_used_at_once_is_not_read_from_its_file_and_is_t
             sampler = client.save_weights_and_get_sampling_client().result()
             expected = trainers_logprobs(client, PROMPT)
             at_once = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()
-            assert at_once[1:] == pytest.approx(expected, abs=1e-5) and not worker.load_adapters.called
+            assert (
+                at_once[1:] == pytest.approx(expected, abs=1e-5) and not worker.load_adapters.called
+            )
             losses_of(client, [FIRST], 1)
             sampled(service.create_sampling_client(base_model=model).result()).result()
             assert sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result() == at_once
@@ -103,15 +120,21 @@ async def test_stops_lengths_and_the_last_prompt_tokens(model: str, tmp_path: Pa
             sampler = service.create_sampling_client(base_model=model).result()
             first = sampled(sampler, temperature=0.0).result().sequences[0]
             assert first.stop_reason == "length" and len(first.tokens) == 6
-            stopped = sampled(sampler, temperature=0.0, stop=[int(first.tokens[2])]).result().sequences[0]
+            stopped = (
+                sampled(sampler, temperature=0.0, stop=[int(first.tokens[2])]).result().sequences[0]
+            )
             assert stopped.stop_reason == "stop"
             end = list(first.tokens).index(first.tokens[2]) + 1
             assert list(stopped.tokens) == list(first.tokens[:end])
             never = sampled(sampler, 8, max_tokens=None, stop=[], seed=3).result().sequences
-            assert {len(each.tokens) for each in never} == {64 - len(PROMPT)}, "to the end of the context"
+            assert {len(each.tokens) for each in never} == {64 - len(PROMPT)}, (
+                "to the end of the context"
+            )
             ended = sampled(sampler, 64, max_tokens=60, temperature=4.0, seed=0).result().sequences
             assert any(each.stop_reason == "stop" and each.tokens[-1] == EOS for each in ended)
-            last = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT), prompt_logprobs_last_n=1).result()
+            last = sampler.compute_logprobs(
+                types.ModelInput.from_ints(PROMPT), prompt_logprobs_last_n=1
+            ).result()
             assert last[:2] == [None, None] and np.isfinite(last[2])
 
         await with_sdk(up.server, program)
@@ -120,8 +143,16 @@ async def test_stops_lengths_and_the_last_prompt_tokens(model: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [
-        (PROMPT, {"topk_prompt_logprobs": 2}, "topk_prompt_logprobs is not supported: the engines return"),
-        (PROMPT, {"topk_sample_logprobs": 2}, "topk_sample_logprobs is not supported: the engines return"),
+        (
+            PROMPT,
+            {"topk_prompt_logprobs": 2},
+            "topk_prompt_logprobs is not supported: the engines return",
+        ),
+        (
+            PROMPT,
+            {"topk_sample_logprobs": 2},
+            "topk_sample_logprobs is not supported: the engines return",
+        ),
         (PROMPT, {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
         ([5, 999], {}, "there is no token 999: the model has 260"),
         ([5] * 64, {}, "the prompt has 64 tokens"),
@@ -131,8 +162,16 @@ async def test_stops_lengths_and_the_last_prompt_tokens(model: str, tmp_path: Pa
             {"include_prompt_logprobs": True, "prompt_logprobs_last_n": 3},
             "prompt_logprobs_last_n is 3, not from 1 to 2",
         ),
-        (PROMPT, {"sampling_params": types.SamplingParams(temperature=1e-40)}, "temperature is 1e-40"),
-        (PROMPT, {"sampling_params": types.SamplingParams(stop=["a"] * 65)}, "stop has more than 64 entries"),
+        (
+            PROMPT,
+            {"sampling_params": types.SamplingParams(temperature=1e-40)},
+            "temperature is 1e-40",
+        ),
+        (
+            PROMPT,
+            {"sampling_params": types.SamplingParams(stop=["a"] * 65)},
+            "stop has more than 64 entries",
+        ),
     ],
 )
 async def test_what_cannot_be_sampled_says_why(
@@ -166,7 +205,9 @@ async def test_the_oldest_snapshot_without_a_name_is_removed_and_its_sampler_say
             samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(3)]
             with pytest.raises(tinker.RequestFailedError, match=r"has expired or was deleted"):
                 sampled(samplers[0]).result()
-            assert sampled(samplers[1]).result().sequences and sampled(samplers[2]).result().sequences
+            assert (
+                sampled(samplers[1]).result().sequences and sampled(samplers[2]).result().sequences
+            )
 
         await with_sdk(up.server, program)
         assert len(list((tmp_path / "checkpoints").iterdir())) == 2
@@ -182,7 +223,9 @@ def lose_ranks(up: Any) -> None:
     group.call_first = group.on_rows = group.call = lost
 
 
-async def test_ranks_that_are_lost_while_engines_answer_publish_their_weights_again(model: str, tmp_path: Path) -> None:
+async def test_ranks_that_are_lost_while_engines_answer_publish_their_weights_again(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
         loop = asyncio.get_running_loop()
 
@@ -241,7 +284,9 @@ async def test_a_name_that_is_used_again_is_another_snapshot(model: str, tmp_pat
                     path = saved(kind)
                     samplers.append(service.create_sampling_client(model_path=path).result())
                     expected = trainers_logprobs(client, PROMPT)
-                    assert samplers[-1].compute_logprobs(tokens).result()[1:] == pytest.approx(expected, abs=1e-5)
+                    assert samplers[-1].compute_logprobs(tokens).result()[1:] == pytest.approx(
+                        expected, abs=1e-5
+                    )
                     if kind == "sampler_weights" and not turn:
                         rest.delete_checkpoint_from_tinker_path(path).result()
                 with pytest.raises(tinker.RequestFailedError, match="or another one has its name"):
@@ -250,7 +295,9 @@ async def test_a_name_that_is_used_again_is_another_snapshot(model: str, tmp_pat
         await with_sdk(up.server, program)
 
 
-async def test_ranks_are_replaced_after_the_engines_checkpoint_was_deleted(model: str, tmp_path: Path) -> None:
+async def test_ranks_are_replaced_after_the_engines_checkpoint_was_deleted(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
         loop = asyncio.get_running_loop()
 
@@ -262,7 +309,11 @@ async def test_ranks_are_replaced_after_the_engines_checkpoint_was_deleted(model
             rest.delete_checkpoint_from_tinker_path(path).result()
             loop.call_soon_threadsafe(lose_ranks, up)
             losses_of(client, [FIRST], 1)
-            assert sampled(service.create_sampling_client(base_model=model).result()).result().sequences
+            assert (
+                sampled(service.create_sampling_client(base_model=model).result())
+                .result()
+                .sequences
+            )
 
         await with_sdk(up.server, program)
         assert len(up.dispatches) == 2 and not up.turns.ended.done()

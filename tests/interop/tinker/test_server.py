@@ -37,7 +37,9 @@ async def ask(server: Any, method: str, path: str, **options: Any) -> tuple[int,
         return answer.status, await answer.json()
 
 
-async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_form(model: str, tmp_path: Path) -> None:
+async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_form(
+    model: str, tmp_path: Path
+) -> None:
     mine = {"X-API-Key": "tml-mine"}
     async with tinker_server(model, tmp_path, key="tml-mine") as up:
         for headers in ({}, {"X-API-Key": "tml-other"}, {"Authorization": "Bearer tml-mine-not"}):
@@ -45,20 +47,30 @@ async def test_a_key_is_required_if_there_is_one_and_errors_have_the_protocols_f
             assert status == 401 and body["category"] == "user"
         status, body = await ask(up.server, "GET", "get_server_capabilities", headers=mine)
         assert (status, body["supported_models"][0]["model_name"]) == (200, model)
-        status, body = await ask(up.server, "POST", "create_model", headers=mine, json={"session_id": 5})
+        status, body = await ask(
+            up.server, "POST", "create_model", headers=mine, json={"session_id": 5}
+        )
         assert status == 400 and "session_id" in body["error"]
         status, body = await ask(up.server, "POST", "forward_backward", headers=mine, data=b"{}")
         assert status == 415
         protobuf = {**mine, "Content-Type": "application/x-protobuf"}
-        status, body = await ask(up.server, "POST", "forward_backward", headers=protobuf, data=b"\xff\xff")
+        status, body = await ask(
+            up.server, "POST", "forward_backward", headers=protobuf, data=b"\xff\xff"
+        )
         assert status == 400 and "ForwardBackwardRequest" in body["error"]
         status, body = await ask(
-            up.server, "POST", "telemetry", headers={**mine, "Content-Encoding": "gzip"}, data=b"\x1f\x8b" * 100
+            up.server,
+            "POST",
+            "telemetry",
+            headers={**mine, "Content-Encoding": "gzip"},
+            data=b"\x1f\x8b" * 100,
         )
         assert status == 415, "nothing is decompressed"
         status, body = await ask(up.server, "GET", "sessions", headers={**mine, "Host": "evil.com"})
         assert status == 403
-        status, body = await ask(up.server, "POST", "retrieve_future", headers=mine, json={"request_id": "nothing"})
+        status, body = await ask(
+            up.server, "POST", "retrieve_future", headers=mine, json={"request_id": "nothing"}
+        )
         assert status == 410
         status, body = await ask(up.server, "GET", "nowhere", headers=mine)
         assert status == 404
@@ -69,21 +81,37 @@ async def test_the_next_request_of_a_model_does_not_wait_for_one_that_was_not_ac
 ) -> None:
     async with tinker_server(model, tmp_path) as up:
         session = (await ask(up.server, "POST", "create_session", json={}))[1]["session_id"]
-        new = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
+        new = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": model,
+            "lora_config": {"rank": 2},
+        }
         name = (await ask(up.server, "POST", "create_model", json=new))[1]["model_id"]
         wrong = {"model_id": name, "seq_id": 1, "adam_params": {}, "unknown": 1}
         for _ in range(2):
             status, body = await ask(up.server, "POST", "optim_step", json=wrong)
             assert status == 400 and body["error"].startswith("unknown: ")
-        status, _ = await ask(up.server, "POST", "forward_backward", json={"model_id": name, "seq_id": 2})
+        status, _ = await ask(
+            up.server, "POST", "forward_backward", json={"model_id": name, "seq_id": 2}
+        )
         assert status == 415
-        status, _ = await ask(up.server, "POST", "save_weights", json={"model_id": "no model", "seq_id": 3, "paths": 1})
+        status, _ = await ask(
+            up.server,
+            "POST",
+            "save_weights",
+            json={"model_id": "no model", "seq_id": 3, "paths": 1},
+        )
         assert status == 400
         saves = {"model_id": name, "seq_id": 3, "path": "third"}
         status, body = await ask(up.server, "POST", "save_weights", json=saves)
-        status, body = await ask(up.server, "POST", "retrieve_future", json={"request_id": body["request_id"]})
+        status, body = await ask(
+            up.server, "POST", "retrieve_future", json={"request_id": body["request_id"]}
+        )
         assert (status, body.get("path")) == (200, f"tinker://{name}/weights/third")
-        status, body = await ask(up.server, "POST", "retrieve_future", json={"request_id": f"{name}:1"})
+        status, body = await ask(
+            up.server, "POST", "retrieve_future", json={"request_id": f"{name}:1"}
+        )
         assert body["category"] == "user" and body["error"].startswith("unknown: ")
 
 
@@ -108,11 +136,20 @@ async def test_requests_that_would_swell_the_server_are_rejected_before_they_are
         big = {"tags": ["x" * (1 << 15)]}
         status, body = await ask(up.server, "POST", "create_session", json=big)
         assert status == 400 and "16384 are the most" in body["error"]
-        session = (await ask(up.server, "POST", "create_session", json={"tags": ["x"]}))[1]["session_id"]
+        session = (await ask(up.server, "POST", "create_session", json={"tags": ["x"]}))[1][
+            "session_id"
+        ]
         status, body = await ask(up.server, "GET", f"sessions/{session}")
         assert status == 200
-        new = {"session_id": session, "model_seq_id": 0, "base_model": model, "lora_config": {"rank": 2}}
-        status, body = await ask(up.server, "POST", "create_model", json={**new, "user_metadata": {"x": "x" * 20_000}})
+        new = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": model,
+            "lora_config": {"rank": 2},
+        }
+        status, body = await ask(
+            up.server, "POST", "create_model", json={**new, "user_metadata": {"x": "x" * 20_000}}
+        )
         assert status == 400 and "user_metadata" in body["error"]
         name = (await ask(up.server, "POST", "create_model", json=new))[1]["model_id"]
 
@@ -121,26 +158,38 @@ async def test_requests_that_would_swell_the_server_are_rejected_before_they_are
         sampling = {"sampling_session_id": body["sampling_session_id"], "seq_id": 0, "prompt": {"chunks": []},
                     "sampling_params": {}}  # fmt: skip
         for number in (0, 1025, 3_000_000, 10**9):
-            status, body = await ask(up.server, "POST", "asample", json={**sampling, "num_samples": number})
+            status, body = await ask(
+                up.server, "POST", "asample", json={**sampling, "num_samples": number}
+            )
             assert status == 400 and "not from 1 to 1024" in body["error"]
 
         protobuf = {"Content-Type": "application/x-protobuf"}
         padded = rows_of(name, 1, [60, *[1] * 140_000])  # the padding of a longer context
         assert len(padded) < MOST_BYTES
-        status, body = await ask(up.server, "POST", "forward_backward", headers=protobuf, data=padded)
+        status, body = await ask(
+            up.server, "POST", "forward_backward", headers=protobuf, data=padded
+        )
         assert status == 400 and "send long rows in a request of their own" in body["error"]
-        for seq, kind in ((2, "save_weights"), (3, "save_weights_for_sampler"), (4, "save_weights_external")):
+        for seq, kind in (
+            (2, "save_weights"),
+            (3, "save_weights_for_sampler"),
+            (4, "save_weights_external"),
+        ):
             saves = {"model_id": name, "seq_id": seq, "path": "a", "ttl_seconds": 10**15}
             status, body = await ask(up.server, "POST", kind, json=saves)
             assert status == 400 and "ttl_seconds" in body["error"], kind
         saves = {"model_id": name, "seq_id": 5, "path": "b", "ttl_seconds": 2**31 - 1}
         request = (await ask(up.server, "POST", "save_weights", json=saves))[1]["request_id"]
         status, body = await ask(up.server, "POST", "retrieve_future", json={"request_id": request})
-        assert body.get("path") == f"tinker://{name}/weights/b", "the rejected ones have used their sequence ids"
+        assert body.get("path") == f"tinker://{name}/weights/b", (
+            "the rejected ones have used their sequence ids"
+        )
         for path in ("checkpoints", "training_runs", "sessions"):
             status, body = await ask(up.server, "GET", path)
             assert status == 200, path
-        status, body = await ask(up.server, "POST", "retrieve_future", data=b'{"request_id": "\\ud800"}')
+        status, body = await ask(
+            up.server, "POST", "retrieve_future", data=b'{"request_id": "\\ud800"}'
+        )
         assert status == 400 and "Unicode" in body["error"]
 
 

@@ -59,7 +59,9 @@ def losses_of(client: Any, rows: list[Any], steps: int) -> list[float]:
 
 def trained(model: str, seed: int, rows: list[Any], steps: int) -> Callable[[Any], list[float]]:
     """A program of one tenant."""
-    return lambda service: losses_of(service.create_lora_training_client(model, 4, seed).result(), rows, steps)
+    return lambda service: losses_of(
+        service.create_lora_training_client(model, 4, seed).result(), rows, steps
+    )
 
 
 def resumed(service: Any, name: str, requests: int) -> TrainingClient:
@@ -69,7 +71,9 @@ def resumed(service: Any, name: str, requests: int) -> TrainingClient:
     return client
 
 
-async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_torch(model: str, tmp_path: Path) -> None:
+async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_torch(
+    model: str, tmp_path: Path
+) -> None:
     settings = {"learning_rate": 3e-2, "beta1": 0.8, "beta2": 0.7, "eps": 1e-6, "weight_decay": 0.1}
     async with tinker_server(model, tmp_path) as up:
 
@@ -92,12 +96,19 @@ async def test_gradients_add_up_until_the_step_and_its_settings_are_those_of_tor
         assert all(torch.equal(p, before) for p, before in zip(parameters, initial, strict=True)), (
             "another model's files stay"
         )
-        options = {"lr": settings["learning_rate"], "betas": (0.8, 0.7), "eps": 1e-6, "weight_decay": 0.1}
+        options = {
+            "lr": settings["learning_rate"],
+            "betas": (0.8, 0.7),
+            "eps": 1e-6,
+            "weight_decay": 0.1,
+        }
         optimizer = torch.optim.AdamW(parameters, **options)
         for _ in range(2):
             for tokens in ((5, 6, 7, 8, 9), (30, 20, 10)):
                 logits = worker.backend.model.model(torch.tensor([tokens[:-1]])).logits
-                torch.nn.functional.cross_entropy(logits[0], torch.tensor(tokens[1:]), reduction="sum").backward()
+                torch.nn.functional.cross_entropy(
+                    logits[0], torch.tensor(tokens[1:]), reduction="sum"
+                ).backward()
             torch.nn.utils.clip_grad_norm_(parameters, 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -112,7 +123,9 @@ async def test_requests_come_in_any_order_and_twice_and_are_carried_out_once_in_
     async with tinker_server(model, tmp_path) as up:
         alone = await with_sdk(up.server, trained(model, 1, [FIRST, SECOND], 3))
 
-        one_by_one = {"fwdbwd_max_chunk_len": 1}  # two requests for one batch, of which the first is sent last
+        one_by_one = {
+            "fwdbwd_max_chunk_len": 1
+        }  # two requests for one batch, of which the first is sent last
         with mock.patch.dict(CLIENT_CONFIG, one_by_one):
             chunked = await with_sdk(up.server, trained(model, 1, [FIRST, SECOND], 3))
         assert chunked == pytest.approx(alone, abs=1e-4)
@@ -121,18 +134,26 @@ async def test_requests_come_in_any_order_and_twice_and_are_carried_out_once_in_
         requests = [up.server._store.request(f"{stored['id']}:{seq}") for seq in (1, 2, 3)]
         again = [training.submit(stored["id"], r.seq, r.kind, b"never read") for r in requests]
         assert again == [r.id for r in requests]
-        assert [(await training.result(name, 1.0)).result for name in again] == [r.result for r in requests]
+        assert [(await training.result(name, 1.0)).result for name in again] == [
+            r.result for r in requests
+        ]
 
 
-async def test_eight_tenants_at_once_train_bitwise_as_each_alone(model: str, tmp_path: Path) -> None:
+async def test_eight_tenants_at_once_train_bitwise_as_each_alone(
+    model: str, tmp_path: Path
+) -> None:
     rows = {seed: [datum(seed, 6, 7 + seed, 8, 9), SECOND] for seed in range(1, 9)}
     async with tinker_server(model, tmp_path / "alone") as up:
-        alone = {seed: await with_sdk(up.server, trained(model, seed, rows[seed], 3)) for seed in rows}
+        alone = {
+            seed: await with_sdk(up.server, trained(model, seed, rows[seed], 3)) for seed in rows
+        }
 
     async with tinker_server(model, tmp_path / "together") as up:
 
         def program(service: Any) -> dict[int, list[float]]:
-            clients = {s: service.create_lora_training_client(model, rank=4, seed=s).result() for s in rows}
+            clients = {
+                s: service.create_lora_training_client(model, rank=4, seed=s).result() for s in rows
+            }
             futures: dict[int, list[Any]] = {seed: [] for seed in rows}
             for _ in range(3):  # without waiting: gradients and steps of all alternate
                 for seed, client in clients.items():
@@ -140,7 +161,12 @@ async def test_eight_tenants_at_once_train_bitwise_as_each_alone(model: str, tmp
                 for client in clients.values():
                     client.optim_step(types.AdamParams(**ADAM))
             return {
-                seed: [v for f in own for out in f.result().loss_fn_outputs for v in out["logprobs"].data]
+                seed: [
+                    v
+                    for f in own
+                    for out in f.result().loss_fn_outputs
+                    for v in out["logprobs"].data
+                ]
                 for seed, own in futures.items()
             }
 
@@ -154,7 +180,9 @@ async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: 
         whole = await with_sdk(up.server, trained(model, 1, [FIRST], 5))
     loop, progress = asyncio.get_running_loop(), list[float]()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "STEPS_PER_STATE", 2)  # one state is saved, and steps after it are repeated
+        patch.setattr(
+            training, "STEPS_PER_STATE", 2
+        )  # one state is saved, and steps after it are repeated
         async with tinker_server(model, tmp_path / "cut") as up:
 
             def lose_a_rank() -> None:
@@ -179,7 +207,9 @@ async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: 
             assert len(up.dispatches) == 2
         async with tinker_server(model, tmp_path / "cut") as up:
             before = up.server._store.request(f"{name}:1")
-            assert (await up.server._training.result(before.id, 0.1)).result == before.result, "a future survives it"
+            assert (await up.server._training.result(before.id, 0.1)).result == before.result, (
+                "a future survives it"
+            )
 
             def go_on(service: Any) -> list[float]:
                 assert service.create_rest_client().get_training_run(name).result().lora_rank == 4
@@ -189,7 +219,9 @@ async def test_lost_ranks_and_a_new_server_change_nothing(model: str, tmp_path: 
     assert progress == whole
 
 
-async def test_a_wrong_request_is_its_own_error_and_the_next_one_goes_on(model: str, tmp_path: Path) -> None:
+async def test_a_wrong_request_is_its_own_error_and_the_next_one_goes_on(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
 
         def program(service: Any) -> None:
@@ -200,18 +232,32 @@ async def test_a_wrong_request_is_its_own_error_and_the_next_one_goes_on(model: 
 
         await with_sdk(up.server, program)
         [row] = up.server._store.models()
-        wrong_settings = ({"beta2": 1.0}, {"eps": 0.0}, {"learning_rate": 1e300}, {"grad_clip_norm": 1e300})
+        wrong_settings = (
+            {"beta2": 1.0},
+            {"eps": 0.0},
+            {"learning_rate": 1e300},
+            {"grad_clip_norm": 1e300},
+        )
         queue = up.server._training
         for seq, settings in enumerate(wrong_settings, 2):
-            request = types.OptimStepRequest(optim_params=types.AdamParams(**settings), model_id=row["id"], seq_id=seq)
+            request = types.OptimStepRequest(
+                optim_params=types.AdamParams(**settings), model_id=row["id"], seq_id=seq
+            )
             name = queue.submit(row["id"], seq, "optim_step", request.model_dump_json().encode())
             answer = json.loads((await queue.result(name, 20.0)).result)
             assert answer["category"] == "user" and next(iter(settings)) in answer["error"]
-        name = queue.submit(row["id"], len(wrong_settings) + 2, "forward_backward", encoded([FIRST], "cross_entropy"))
+        name = queue.submit(
+            row["id"],
+            len(wrong_settings) + 2,
+            "forward_backward",
+            encoded([FIRST], "cross_entropy"),
+        )
         assert (await queue.result(name, 20.0)).ok
 
 
-async def test_a_checkpoint_is_loaded_with_its_optimizer_state_or_without(model: str, tmp_path: Path) -> None:
+async def test_a_checkpoint_is_loaded_with_its_optimizer_state_or_without(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
 
         def program(service: Any) -> None:
@@ -223,17 +269,23 @@ async def test_a_checkpoint_is_loaded_with_its_optimizer_state_or_without(model:
             assert losses_of(whole, [FIRST], 3) == goes_on
             fresh = service.create_training_client_from_state(path).result()
             again = losses_of(fresh, [FIRST], 3)
-            assert again[:4] == goes_on[:4] and again[4:] != goes_on[4:], "the same weights, another first step"
+            assert again[:4] == goes_on[:4] and again[4:] != goes_on[4:], (
+                "the same weights, another first step"
+            )
             client.load_state_with_optimizer(path).result()
             assert losses_of(client, [FIRST], 3) == goes_on
 
         await with_sdk(up.server, program)
 
 
-async def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(model: str, tmp_path: Path) -> None:
+async def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(
+    model: str, tmp_path: Path
+) -> None:
     rows = [datum(5, 6, 7, weights=[0.25, 2.0])]
 
-    def custom(data: list[Any], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+    def custom(
+        data: list[Any], logprobs: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, float]]:
         return -(logprobs[0] * torch.tensor([0.25, 2.0])).sum(), {"mine": 1.0}
 
     async with tinker_server(model, tmp_path) as up:
@@ -251,7 +303,9 @@ async def test_a_custom_loss_has_the_gradient_of_the_same_loss_on_the_server(mod
     assert mine["mine"] == 1.0 and mine["loss:sum"] == pytest.approx(theirs["loss:sum"], rel=1e-5)
 
 
-async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: str, tmp_path: Path) -> None:
+async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
         await with_sdk(up.server, trained(model, 1, [FIRST], 1))
         [row] = up.server._store.models()
@@ -259,7 +313,9 @@ async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: s
         group = up.dispatches[0]._groups["policy"]
         group.lost = RuntimeError("lost")
         group.call = group.on_rows = AsyncMock(side_effect=group.lost)
-        name = up.server._training.submit(row["id"], 3, "forward_backward", encoded([FIRST], "cross_entropy"))
+        name = up.server._training.submit(
+            row["id"], 3, "forward_backward", encoded([FIRST], "cross_entropy")
+        )
         with pytest.raises(RuntimeError, match="no more restarts"):
             await asyncio.wait_for(asyncio.shield(up.turns.ended), 60)
         assert up.server._store.request(name).result is None
@@ -267,22 +323,30 @@ async def test_what_the_server_cannot_carry_out_is_left_to_the_next_one(model: s
         assert (await up.server._training.result(name, 60.0)).ok
 
 
-async def test_a_gradient_that_was_dropped_stays_dropped_in_a_new_server(model: str, tmp_path: Path) -> None:
+async def test_a_gradient_that_was_dropped_stays_dropped_in_a_new_server(
+    model: str, tmp_path: Path
+) -> None:
     async with tinker_server(model, tmp_path) as up:
         whole = await with_sdk(up.server, trained(model, 1, [FIRST], 3))
 
         def program(service: Any) -> tuple[str, list[float]]:
             client = service.create_lora_training_client(model, rank=4, seed=1).result()
             before = losses_of(client, [FIRST], 1)
-            bad = datum(5, 6, 7, logprobs=[-2000.0, -2000.0], advantages=[-1.0, -1.0])  # a ratio beyond float32
+            bad = datum(
+                5, 6, 7, logprobs=[-2000.0, -2000.0], advantages=[-1.0, -1.0]
+            )  # a ratio beyond float32
             client.forward_backward([bad], "importance_sampling")
-            with pytest.raises(tinker.RequestFailedError, match="there was no step, and the gradient is dropped"):
+            with pytest.raises(
+                tinker.RequestFailedError, match="there was no step, and the gradient is dropped"
+            ):
                 client.optim_step(types.AdamParams(**ADAM)).result()
             return client.model_id, before + losses_of(client, [FIRST], 1)
 
         name, progress = await with_sdk(up.server, program)
     async with tinker_server(model, tmp_path) as up:
-        progress += await with_sdk(up.server, lambda service: losses_of(resumed(service, name, 6), [FIRST], 1))
+        progress += await with_sdk(
+            up.server, lambda service: losses_of(resumed(service, name, 6), [FIRST], 1)
+        )
     assert progress == whole
 
 
@@ -314,7 +378,12 @@ async def test_a_request_that_fails_within_the_ranks_changes_nothing(
             progress += list(future.result().loss_fn_outputs[0]["logprobs"].data)
             with pytest.raises(tinker.RequestFailedError, match="no more room"):
                 client.optim_step(types.AdamParams(**ADAM)).result()
-            same = client.forward([FIRST], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data
+            same = (
+                client.forward([FIRST], "cross_entropy")
+                .result()
+                .loss_fn_outputs[0]["logprobs"]
+                .data
+            )
             assert list(same) == progress[len(same) :], "there was no step"
             client.optim_step(types.AdamParams(**ADAM)).result()
             return progress + losses_of(client, [FIRST], 1)
@@ -322,12 +391,16 @@ async def test_a_request_that_fails_within_the_ranks_changes_nothing(
         assert await with_sdk(up.server, program) == whole
 
 
-async def test_passes_since_the_last_step_are_counted_for_each_model(model: str, tmp_path: Path) -> None:
+async def test_passes_since_the_last_step_are_counted_for_each_model(
+    model: str, tmp_path: Path
+) -> None:
     """The stages of a pipeline decide by the count whether there is a gradient."""
     async with tinker_server(model, tmp_path) as up:
 
         def program(service: Any) -> None:
-            one, other = (service.create_lora_training_client(model, rank=4, seed=s).result() for s in (1, 2))
+            one, other = (
+                service.create_lora_training_client(model, rank=4, seed=s).result() for s in (1, 2)
+            )
             one.forward_backward([FIRST], "cross_entropy").result()
             other.forward_backward([FIRST], "cross_entropy").result()
             other.optim_step(types.AdamParams(**ADAM)).result()
@@ -337,7 +410,9 @@ async def test_passes_since_the_last_step_are_counted_for_each_model(model: str,
         assert up.dispatches[0]._policy.backend.passes == 1
 
 
-async def test_a_request_that_has_lost_servers_is_given_up_and_the_next_goes_on(model: str, tmp_path: Path) -> None:
+async def test_a_request_that_has_lost_servers_is_given_up_and_the_next_goes_on(
+    model: str, tmp_path: Path
+) -> None:
     """A copy of a server's folder while it works is what a killed server leaves."""
 
     def begin(service: Any) -> str:
@@ -366,11 +441,15 @@ async def test_a_request_that_has_lost_servers_is_given_up_and_the_next_goes_on(
                 await asyncio.Event().wait()
 
             with mock.patch.object(up.dispatches[0], "forward_backward", works_for_ever):
-                up.server._training.submit(name, 2, "forward_backward", encoded([SECOND], "cross_entropy"))
+                up.server._training.submit(
+                    name, 2, "forward_backward", encoded([SECOND], "cross_entropy")
+                )
                 await asyncio.wait_for(working.wait(), 60)
                 await asyncio.to_thread(shutil.copytree, folder, copy)
         store = Store(folder)
-        assert store.request(f"{name}:2").attempts == number, "a server that ends as it should is not counted"
+        assert store.request(f"{name}:2").attempts == number, (
+            "a server that ends as it should is not counted"
+        )
         store.close()
     async with tinker_server(model, folders[-1]) as up:
         problem, logprobs = await with_sdk(up.server, lambda service: outcomes(service, name))

@@ -25,14 +25,18 @@ def started(model: str) -> PolicyWorker:
     return worker
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory")
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="reads Linux's record of memory"
+)
 def test_saving_takes_much_less_memory_than_the_state_that_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "FILE_BYTES", 1 << 23)
     worker = started(make_model(tmp_path / "model", tied=True, intermediate_size=50_000))
     worker.update_policy(make_batch())
-    size = 3 * sum(p.nbytes for p in worker.backend.model.parameters())  # the weights and two moments
+    size = 3 * sum(
+        p.nbytes for p in worker.backend.model.parameters()
+    )  # the weights and two moments
     assert size > 100 << 20
     Path("/proc/self/clear_refs").write_text("5")  # the peak is measured from here
     before = _memory("VmHWM")
@@ -41,7 +45,9 @@ def test_saving_takes_much_less_memory_than_the_state_that_is_saved(
     assert _memory("VmHWM") - before < size / 4
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path, tied_model: str, untied_model: str) -> None:
+def test_a_checkpoint_of_another_model_is_refused_by_name(
+    tmp_path: Path, tied_model: str, untied_model: str
+) -> None:
     started(tied_model).save(str(tmp_path))
     with pytest.raises(UserError, match=r"only the policy has model\.lm_head\.weight"):
         started(untied_model).load(str(tmp_path))
@@ -59,7 +65,9 @@ def test_a_parameter_without_a_gradient_has_no_optimizer_state_after_loading_eit
     other.update_policy(make_batch())
     other.load(str(tmp_path))
     names = {id(p): name for name, p in other.backend.model.named_parameters()}
-    assert {names[id(p)] for p in other.backend.optimizer.state} == set(names.values()) - {"model.model.norm.weight"}
+    assert {names[id(p)] for p in other.backend.optimizer.state} == set(names.values()) - {
+        "model.model.norm.weight"
+    }
     assert torch.equal(other.backend.model.model.base_model.norm.weight, still)
 
 
@@ -81,7 +89,9 @@ def test_an_asynchronous_save_has_the_state_at_its_beginning(
     first, second = (load_file(tmp_path / folder / name) for folder in ("at once", "behind"))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
-    assert [str(warning.message) for warning in recwarn if "torch.distributed" in str(warning.message)] == []
+    assert [
+        str(warning.message) for warning in recwarn if "torch.distributed" in str(warning.message)
+    ] == []
 
 
 def finished(worker: PolicyWorker) -> SaveResult:
@@ -114,7 +124,9 @@ def test_a_disk_that_takes_no_more_is_an_answer_and_the_worker_goes_on(
     assert save().files
 
 
-def test_a_fault_of_another_kind_is_an_error(tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_another_kind_is_an_error(
+    tmp_path: Path, tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = started(tied_model)
 
     def breaks(self: manifest.SummingFile, data: bytes) -> int:
@@ -131,8 +143,13 @@ def test_a_real_limit_of_the_system_is_an_answer_too(tmp_path: Path, tied_model:
         assert worker.save(str(tmp_path / "saved")).problem == "File too large"
 
 
-def test_a_model_of_another_shape_is_refused_naming_the_key(tmp_path: Path, tied_model: str) -> None:
+def test_a_model_of_another_shape_is_refused_naming_the_key(
+    tmp_path: Path, tied_model: str
+) -> None:
     started(tied_model).save(str(tmp_path / "saved"))
     wider = make_model(tmp_path / "model", tied=True, intermediate_size=48)
-    with pytest.raises(UserError, match=r"trainer\.policy\.model\.path.*\[64, 32\] there and \[48, 32\] in the policy"):
+    with pytest.raises(
+        UserError,
+        match=r"trainer\.policy\.model\.path.*\[64, 32\] there and \[48, 32\] in the policy",
+    ):
         started(wider).load(str(tmp_path / "saved"))

@@ -36,7 +36,9 @@ def compiled(path: str, backend: str, checkpointing: bool = False) -> torch.Tens
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.recipe)])
-def test_traced_layers_have_the_gradient_of_the_others(untied_model: str, checkpointing: bool) -> None:
+def test_traced_layers_have_the_gradient_of_the_others(
+    untied_model: str, checkpointing: bool
+) -> None:
     """Everything but the generation of machine code, which takes long."""
     expected = compiled(untied_model, "")
     assert distance(compiled(untied_model, "aot_eager", checkpointing), expected) < 1e-6
@@ -82,7 +84,11 @@ def test_a_gpu_without_what_triton_needs_says_so_before_the_first_batch(
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"include": str(tmp_path)})
     if missing == "named compiler":
         monkeypatch.setenv("CC", "icx")
-    expected = {"compiler": "no gcc or clang here", "named compiler": "no icx here", "headers": "Python.h"}
+    expected = {
+        "compiler": "no gcc or clang here",
+        "named compiler": "no icx here",
+        "headers": "Python.h",
+    }
     with pytest.raises(UserError, match=expected[missing]):
         check_attention_compiler(torch.device("cuda"))
     check_attention_compiler(torch.device("cpu"))
@@ -96,8 +102,12 @@ def selective(cfg: Config) -> None:
     cfg.trainer.policy.gradient_checkpointing = "selective"
 
 
-@pytest.mark.parametrize(("change", "named"), [(adapters, "lora.rank=4"), (selective, "=selective")])
-def test_what_compiled_layers_would_not_see_is_refused(change: Callable[[Config], None], named: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "named"), [(adapters, "lora.rank=4"), (selective, "=selective")]
+)
+def test_what_compiled_layers_would_not_see_is_refused(
+    change: Callable[[Config], None], named: str
+) -> None:
     cfg = config_for("nowhere")
     cfg.trainer.policy.torch_compile = True
     change(cfg)

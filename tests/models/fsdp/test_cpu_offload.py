@@ -64,7 +64,9 @@ class Watched(PolicyWorker):
         return {name: _local(tensor).detach().clone() for name, tensor in found.items()}
 
 
-def noted(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
+def noted(
+    buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]
+) -> Tensor:
     there = tensor.clone() if device == DEVICE else buffers.on_host(tensor, place)
     there.place = str(device)  # type: ignore[attr-defined]
     return there
@@ -98,7 +100,9 @@ def compare_kinds(process: Rank, cfg: Config, folder: Path) -> None:
             worker = Watched(copy.deepcopy(cfg), process.rank, process.count, threads=1)
             if process.count > 1 and not dist.is_initialized():
                 store = dist.FileStore(str(folder / "store"), process.count)
-                dist.init_process_group("gloo", store=store, rank=process.rank, world_size=process.count)
+                dist.init_process_group(
+                    "gloo", store=store, rank=process.rank, world_size=process.count
+                )
             worker.setup()
             found[kind] = train(worker, folder / kind)
             check_devices(worker, kind)
@@ -114,7 +118,9 @@ def compare_kinds(process: Rank, cfg: Config, folder: Path) -> None:
 
 def check_devices(worker: Watched, kind: str) -> None:
     shards = [module for module in worker.backend.model.modules() if isinstance(module, FSDPModule)]
-    policies = {type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards}
+    policies = {
+        type(module._get_fsdp_state()._fsdp_param_group.offload_policy) for module in shards
+    }
     assert (policies == {CPUOffloadPolicy}) == (kind == "parameters")
     if kind == "optimizer":
         assert worker.devices() == {"cpu"}, "between updates they are in host memory"
@@ -124,7 +130,9 @@ def check_devices(worker: Watched, kind: str) -> None:
     if kind == "parameters":
         assert worker.devices() <= {"", "cpu"}, "they stay in host memory"
     buffers = {getattr(buffer, "place", "") for buffer in worker.backend.model.buffers()}
-    assert kind != "parameters" or buffers == {str(DEVICE)}, "parameters that FSDP does not move are on the device"
+    assert kind != "parameters" or buffers == {str(DEVICE)}, (
+        "parameters that FSDP does not move are on the device"
+    )
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -154,12 +162,16 @@ def test_offload_changes_no_bit_on_one_rank(tied_model: str, tmp_path: Path, cas
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("case", ["adamw", pytest.param("muon", marks=pytest.mark.matrix)])
-def test_nor_on_two(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str) -> None:
+def test_nor_on_two(
+    untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path, case: str
+) -> None:
     ranks(2).call(compare_kinds, configured(untied_model, case), tmp_path)
 
 
 @pytest.mark.matrix
-def test_nor_under_a_tensor_axis(untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_nor_under_a_tensor_axis(
+    untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     cfg = configured(untied_model, "adamw")
     cfg.trainer.parallel.tensor = 2
     ranks(2).call(compare_kinds, cfg, tmp_path)
@@ -180,10 +192,14 @@ def test_weights_of_the_host_are_sent_by_the_device() -> None:
     sent: list[torch.Tensor] = []
     rendezvous = {"chunk_bytes": 2**20, "senders": [0]}
     start = lambda sender, tensor: sent.append(tensor)  # noqa: E731
-    group = SimpleNamespace(join=lambda: None, rendezvous=rendezvous, start=start, finish=lambda sender: None)
+    group = SimpleNamespace(
+        join=lambda: None, rendezvous=rendezvous, start=start, finish=lambda sender: None
+    )
     group.senders, group.most_in_flight = 1, 2
     layer = torch.nn.Linear(2, 3)
-    specs: TensorSpecs = {name: (weight.dtype, tuple(weight.shape)) for name, weight in layer.named_parameters()}
+    specs: TensorSpecs = {
+        name: (weight.dtype, tuple(weight.shape)) for name, weight in layer.named_parameters()
+    }
     sender = BroadcastSender(lambda: None, 0, torch.device("meta"))  # type: ignore[arg-type,return-value]
     sender._group = group  # type: ignore[assignment]
     assert sender.send_tensors(layer.named_parameters(), specs, sums=False) == ""

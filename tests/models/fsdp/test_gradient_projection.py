@@ -64,7 +64,9 @@ def test_the_previous_gradient_is_the_one_before_projection_and_clipping() -> No
     part = part_of([2], 0.28, max_grad_norm=1.0)
     step(part, [torch.tensor([2.0, 0.0])])
     _, (clipped,) = step(part, [torch.tensor([3.0, 4.0])])
-    assert clipped.tolist() == pytest.approx([0.28, 0.96], abs=1e-5), "the projected gradient is clipped"
+    assert clipped.tolist() == pytest.approx([0.28, 0.96], abs=1e-5), (
+        "the projected gradient is clipped"
+    )
     metrics, _ = step(part, [torch.tensor([4.0, -3.0])])
     assert metrics["grad_cosine"] == 0.0, "(4, -3) is orthogonal to (3, 4)"
 
@@ -87,7 +89,12 @@ def test_an_opposite_gradient_and_one_without_length_stay() -> None:
 
 
 def test_a_parameter_may_be_one_number() -> None:
-    part = TrainedPart(scalar := nn.ParameterList([nn.Parameter(torch.zeros(()))]), torch.optim.SGD(scalar), 0.0, 0.5)
+    part = TrainedPart(
+        scalar := nn.ParameterList([nn.Parameter(torch.zeros(()))]),
+        torch.optim.SGD(scalar),
+        0.0,
+        0.5,
+    )
     step(part, [torch.tensor(2.0)])
     assert step(part, [torch.tensor(3.0)]) == ({"grad_cosine": 1.0}, [torch.tensor(0.0)])
 
@@ -106,7 +113,9 @@ def test_a_parameter_without_a_gradient_in_one_of_two_steps_is_left_out() -> Non
 
 numbers = st.floats(-1e3, 1e3, width=32).filter(lambda x: x == 0 or abs(x) > 1e-3)
 pairs = st.integers(1, 12).flatmap(
-    lambda size: st.tuples(*[st.lists(numbers, min_size=size, max_size=size).map(torch.tensor) for _ in range(2)])
+    lambda size: st.tuples(
+        *[st.lists(numbers, min_size=size, max_size=size).map(torch.tensor) for _ in range(2)]
+    )
 )
 
 
@@ -151,7 +160,9 @@ def limited(path: str, limit: float = LIMIT) -> Config:
 def steps(rank: Rank) -> list[tuple[Any, float | None, Any]]:
     """Of each step: the whole gradient, its cosine, and the whole gradient that the optimizer gets."""
     worker, seen, result = rank.worker, list[Any](), []
-    worker.backend.optimizer.register_step_pre_hook(lambda *_: seen.append(gradient(worker).numpy()))
+    worker.backend.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(gradient(worker).numpy())
+    )
     mesh = worker.backend.spec.mesh_shape
     batch = ragged()
     for _ in range(3):
@@ -165,7 +176,9 @@ def steps(rank: Rank) -> list[tuple[Any, float | None, Any]]:
 
 def check(result: list[tuple[Any, float | None, Any]]) -> list[float]:
     """The cosines, after a check of every projection by the whole gradients."""
-    whole = [[torch.from_numpy(each).double() for each in (before, after)] for before, _, after in result]
+    whole = [
+        [torch.from_numpy(each).double() for each in (before, after)] for before, _, after in result
+    ]
     assert result[0][1] is None and torch.equal(*whole[0])
     cosines = []
     for (p, _), (g, projected), (_, cosine, _) in zip(whole, whole[1:], result[1:], strict=False):
@@ -230,7 +243,9 @@ def test_ranks_project_as_one_rank_does(
     expected = check(steps(alone(one)))
     ranks(count).set_up(PolicyWorker, several)
     results = ranks(count).call(steps)
-    assert len({tuple(cosine for _, cosine, _ in result) for result in results}) == 1, "the ranks differ"
+    assert len({tuple(cosine for _, cosine, _ in result) for result in results}) == 1, (
+        "the ranks differ"
+    )
     for result in results:
         assert check(result) == pytest.approx(expected, abs=tolerance)
 
@@ -240,12 +255,16 @@ def cosines(rank: Rank) -> list[float | None]:
 
 
 @pytest.mark.slow
-def test_stages_count_embeddings_that_both_have_once(tied_model: str, ranks: Callable[[int], Ranks]) -> None:
+def test_stages_count_embeddings_that_both_have_once(
+    tied_model: str, ranks: Callable[[int], Ranks]
+) -> None:
     cfg = limited(tied_model)
     cfg.trainer.parallel.pipeline = 2
     ranks(2).set_up(PolicyWorker, cfg)
     first, second = ranks(2).call(cosines)
-    assert first == second and first[1:] == pytest.approx(check(steps(alone(limited(tied_model)))), abs=1e-5)
+    assert first == second and first[1:] == pytest.approx(
+        check(steps(alone(limited(tied_model)))), abs=1e-5
+    )
 
 
 def both_parts(rank: Rank) -> dict[str, float]:
@@ -259,7 +278,9 @@ def both_parts(rank: Rank) -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_a_critic_on_the_policys_layers_has_a_limit_of_its_own(tied_model: str, ranks: Callable[[int], Ranks]) -> None:
+def test_a_critic_on_the_policys_layers_has_a_limit_of_its_own(
+    tied_model: str, ranks: Callable[[int], Ranks]
+) -> None:
     cfg = limited(tied_model)
     cfg.trainer.algorithm.advantage_estimator, cfg.trainer.critic.backbone = "gae", "shared"
     expected = both_parts(alone(cfg))
@@ -278,7 +299,9 @@ def trained(cfg: Config) -> tuple[list[dict[str, float]], PolicyWorker]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
-def test_measuring_changes_no_bit_and_without_it_nothing_is_stored(tied_model: str, name: str) -> None:
+def test_measuring_changes_no_bit_and_without_it_nothing_is_stored(
+    tied_model: str, name: str
+) -> None:
     cfg = config_for(tied_model)
     cfg.trainer.policy.optimizer_config.name = name
     plain, without = trained(cfg)
@@ -322,7 +345,9 @@ def resumed(rank: Rank, folder: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw_8bit", "muon"])
-def test_a_resumed_run_has_the_previous_gradient(tied_model: str, tmp_path: Path, name: str) -> None:
+def test_a_resumed_run_has_the_previous_gradient(
+    tied_model: str, tmp_path: Path, name: str
+) -> None:
     cfg = limited(tied_model)
     cfg.trainer.policy.optimizer_config.name = name
     assert written(alone(cfg), str(tmp_path)) == resumed(alone(cfg), str(tmp_path))

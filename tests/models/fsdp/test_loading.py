@@ -105,7 +105,9 @@ def examine(process: Rank, folder: Path) -> None:
                 with pytest.MonkeyPatch.context() as patch:
                     if "rank_zero" not in name:
                         patch.setattr(loading, "_from_rank_zero", None)
-                    found[f"{name} {world} {role.__name__}"] = differences(load(role, folder / name, rank, world))
+                    found[f"{name} {world} {role.__name__}"] = differences(
+                        load(role, folder / name, rank, world)
+                    )
         dist.destroy_process_group()
     (folder / f"{rank}.json").write_text(json.dumps(found))
 
@@ -121,7 +123,10 @@ def load(role: type[ModelWorker], path: Path, rank: int, world: int) -> ModelWor
 
 def differences(worker: ModelWorker) -> list[str]:
     """Names of parameters and buffers that differ from ``from_pretrained``."""
-    loaded, expected = worker.backend.model.model, as_published(worker.backend.spec.path, worker.backend.master_dtype())
+    loaded, expected = (
+        worker.backend.model.model,
+        as_published(worker.backend.spec.path, worker.backend.master_dtype()),
+    )
     wrong = []
     if type(loaded) is not type(expected) or loaded.config.to_dict() != expected.config.to_dict():
         wrong.append("class or configuration")
@@ -150,13 +155,25 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("ranks", [8, 24, 48, 64, 96, 128, 256, 512, 1024])
 def test_a_moe_model_of_30b_is_read_in_slices_by_any_number_of_ranks(ranks: int) -> None:
     """Qwen3-30B-A3B: its routers have 128 rows, so that from 129 ranks on some have none of them."""
-    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4}
+    sizes = {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+    }
     config = Qwen3MoeConfig(
-        **sizes, num_hidden_layers=2, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, head_dim=128
+        **sizes,
+        num_hidden_layers=2,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        head_dim=128,
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    converters = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)]
+    converters = [
+        each for each in get_model_conversion_mapping(model) if isinstance(each, WeightConverter)
+    ]
     assert converters
     assert loading.can_be_sliced(model, converters, shard_placement(ranks))
     assert not loading.can_be_sliced(model, converters, lambda parameter: Shard(1)), "fused halves"

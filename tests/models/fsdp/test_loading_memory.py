@@ -39,13 +39,21 @@ RANKS = 4
 ACCOUNT = Path("/proc/self/status")
 
 #: As in real models, no weight is a large part of the whole.
-SHAPE = {"vocab_size": 2_000, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SHAPE = {
+    "vocab_size": 2_000,
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 NARROW = {"vocab_size": 64, "hidden_size": 32, "head_dim": 8}
 
 
 def llama(**changes: int) -> PreTrainedConfig:
     return LlamaConfig(
-        **SHAPE | {"intermediate_size": 4 * changes.get("hidden_size", 256), "num_hidden_layers": 16} | changes
+        **SHAPE
+        | {"intermediate_size": 4 * changes.get("hidden_size", 256), "num_hidden_layers": 16}
+        | changes
     )
 
 
@@ -81,8 +89,12 @@ CASES = {
     "llama": Case(llama),
     "llama, tensor 2": Case(llama, settings={"trainer.parallel.tensor": 2}),
     "llama, adapters": Case(llama, settings=ADAPTERS, kept=FROZEN),
-    "llama, nf4": Case(llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "nf4"}, kept=FROZEN),
-    "llama, int8": Case(llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "int8"}, kept=FROZEN),
+    "llama, nf4": Case(
+        llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "nf4"}, kept=FROZEN
+    ),
+    "llama, int8": Case(
+        llama, settings=ADAPTERS | {"trainer.policy.lora.base_dtype": "int8"}, kept=FROZEN
+    ),
     "llama, reward model": Case(llama, RewardWorker, kept=FROZEN),
     "eight experts": Case(eight),
     "eight experts, critic": Case(eight, CriticWorker),
@@ -139,14 +151,23 @@ def anonymous_bytes() -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(not ACCOUNT.exists(), reason="reads Linux's account of a process's memory")
 @pytest.mark.parametrize(
-    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.matrix) for case in CASES]
+    "case",
+    [case if case in QUICK else pytest.param(case, marks=pytest.mark.matrix) for case in CASES],
 )
-def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(fork_socket: Path, case: str) -> None:
+def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(
+    fork_socket: Path, case: str
+) -> None:
     shape, kept = CASES[case].shape, CASES[case].kept
     if case.endswith("nf4"):
         pytest.importorskip("bitsandbytes")
-    saved = AutoModelForSequenceClassification if CASES[case].role is RewardWorker else AutoModelForCausalLM
-    with TemporaryDirectory() as folder:  # on the disk: files in memory would count as the process's own
+    saved = (
+        AutoModelForSequenceClassification
+        if CASES[case].role is RewardWorker
+        else AutoModelForCausalLM
+    )
+    with (
+        TemporaryDirectory() as folder
+    ):  # on the disk: files in memory would count as the process's own
         for name, made in (("narrow", shape(**NARROW)), ("large", shape())):
             made.num_labels = 1
             with torch.device("meta"):
@@ -158,4 +179,6 @@ def test_four_ranks_hold_a_model_about_once_in_all_while_they_load_it(fork_socke
         ranks.close()
     size = sum(p.numel() for p in model.parameters()) * kept.itemsize
     found = ", ".join(f"{part / 1e6:.0f}" for part in held)
-    assert sum(held) < 1.3 * size, f"{sum(held) / size:.2f} times the model's {size / 1e6:.0f} MB: {found}"
+    assert sum(held) < 1.3 * size, (
+        f"{sum(held) / size:.2f} times the model's {size / 1e6:.0f} MB: {found}"
+    )

@@ -31,14 +31,21 @@ from tests.workers.processes import Rank, Ranks
 
 pytestmark = pytest.mark.slow
 
-KINDS = {"8bit": (True, torch.float32), "bfloat16": (False, torch.bfloat16), "both": (True, torch.bfloat16)}
+KINDS = {
+    "8bit": (True, torch.float32),
+    "bfloat16": (False, torch.bfloat16),
+    "both": (True, torch.bfloat16),
+}
 
 
 def short(path: str, kind: str) -> Config:
     cfg = config_for(path)
     eight_bits, dtype = KINDS[kind]
     optimizer = cfg.trainer.policy.optimizer_config
-    optimizer.name, optimizer.bf16_stochastic_round = "adamw_8bit" if eight_bits else "adamw", dtype == torch.bfloat16
+    optimizer.name, optimizer.bf16_stochastic_round = (
+        "adamw_8bit" if eight_bits else "adamw",
+        dtype == torch.bfloat16,
+    )
     cfg.trainer.policy.model.dtype = str(dtype).removeprefix("torch.")
     optimizer.weight_decay = 0.1
     return cfg
@@ -80,7 +87,9 @@ def test_eight_bits_are_near_what_they_stand_for(signed: bool, most: float) -> N
     assert len(codes) == 256 and bool((codes.diff() > 0).all())
 
 
-@pytest.mark.parametrize(("shape", "block"), [((9, 2560), 256), ((4, 6, 43), 129), ((5, 257), 0), ((512,), 0)])
+@pytest.mark.parametrize(
+    ("shape", "block"), [((9, 2560), 256), ((4, 6, 43), 129), ((5, 257), 0), ((512,), 0)]
+)
 def test_blocks_divide_rows(shape: tuple[int, ...], block: int) -> None:
     assert block_of(torch.Size(shape)) == block
 
@@ -89,7 +98,11 @@ def test_blocks_divide_rows(shape: tuple[int, ...], block: int) -> None:
 
 
 def walked(
-    optimizer: type[torch.optim.AdamW], start: Tensor, lr: float, gradients: list[Tensor], **options: Any
+    optimizer: type[torch.optim.AdamW],
+    start: Tensor,
+    lr: float,
+    gradients: list[Tensor],
+    **options: Any,
 ) -> Tensor:
     """The change of a parameter, in float64."""
     parameter = nn.Parameter(start.clone())
@@ -105,7 +118,9 @@ def test_steps_that_bfloat16_loses_are_learnt_on_average(eight_bits: bool) -> No
     start = (torch.rand(40, 256, generator=torch.Generator().manual_seed(0)) / 2 + 0.5).bfloat16()
     gradients = [torch.ones(40, 256)] * 100
     assert not walked(torch.optim.AdamW, start, 5e-6, gradients, fused=True).any()
-    found = walked(LowPrecisionAdamW, start, 5e-6, gradients, eight_bits=eight_bits, seed=0, fused=True)
+    found = walked(
+        LowPrecisionAdamW, start, 5e-6, gradients, eight_bits=eight_bits, seed=0, fused=True
+    )
     assert float(found.mean()) == pytest.approx(-5e-4, rel=0.1)
 
 
@@ -118,7 +133,9 @@ def test_steps_are_near_those_of_adamw(kind: str, most: float) -> None:
     eight_bits, dtype = KINDS[kind]
     start = torch.randn(16, 512, generator=generator).bfloat16().to(dtype)
     expected = walked(torch.optim.AdamW, start.float(), 1e-2, gradients, fused=True)
-    found = walked(LowPrecisionAdamW, start, 1e-2, gradients, eight_bits=eight_bits, seed=0, fused=True)
+    found = walked(
+        LowPrecisionAdamW, start, 1e-2, gradients, eight_bits=eight_bits, seed=0, fused=True
+    )
     difference = float((found - expected).norm() / expected.norm())
     assert difference < most
 
@@ -134,7 +151,9 @@ def of_one_gradient(rank: Rank, seeds: list[int]) -> list[Any]:
             whole = torch.randn(parameter.shape, generator=generator)
             parameter.grad_dtype = None
             if isinstance(parameter, DTensor):
-                whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+                whole = distribute_tensor(
+                    whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                )
             parameter.grad = whole
         rank.worker.backend.optimizer.step()
     return [tensor.float().numpy() for tensor in calls.whole_weights(rank.worker).values()]
@@ -165,7 +184,8 @@ def again(rank: Rank, folder: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize(
-    "kind", ["both", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("8bit", "bfloat16"))]
+    "kind",
+    ["both", *(pytest.param(kind, marks=pytest.mark.matrix) for kind in ("8bit", "bfloat16"))],
 )
 def test_ranks_change_nothing_and_checkpoints_are_resumed_by_the_same_and_read_by_others(
     kind: str, untied_model: str, ranks: Callable[[int], Ranks], tmp_path: Path
@@ -192,7 +212,9 @@ def test_gradients_of_micro_batches_are_added_up_in_float32(untied_model: str) -
     worker.setup()
     assert {p.dtype for p in worker.backend.model.parameters()} == {torch.bfloat16}
     worker.forward_backward(make_batch())
-    assert {p.grad.dtype for p in worker.backend.model.parameters() if p.grad is not None} == {torch.float32}
+    assert {p.grad.dtype for p in worker.backend.model.parameters() if p.grad is not None} == {
+        torch.float32
+    }
     assert worker.optimizer_step()["grad_norm"] > 0
 
 
@@ -238,5 +260,7 @@ def test_what_does_not_go_together_is_refused(cfg: Config, named: tuple[str, str
 def test_a_device_whose_own_dtype_is_float32_is_refused(untied_model: str) -> None:
     cfg = config_for(untied_model)
     cfg.trainer.policy.optimizer_config.bf16_stochastic_round = True
-    with pytest.raises(UserError, match=r"bf16_stochastic_round=true .* float32: set trainer\.policy\.model\.dtype"):
+    with pytest.raises(
+        UserError, match=r"bf16_stochastic_round=true .* float32: set trainer\.policy\.model\.dtype"
+    ):
         PolicyWorker(cfg, threads=1).setup()

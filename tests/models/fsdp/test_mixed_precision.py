@@ -24,7 +24,9 @@ CHANGES: dict[str, Callable[[Any], None]] = {
 }
 
 
-def trained(path: str, change: str = "", dtype: str = "bfloat16") -> tuple[Tensor, Tensor, Tensor, bool]:
+def trained(
+    path: str, change: str = "", dtype: str = "bfloat16"
+) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Log-probabilities, the gradient of two passes, the weights after a step, and whether FSDP had them."""
     cfg = settings(path)
     cfg.trainer.policy.model.dtype = dtype
@@ -40,7 +42,9 @@ def trained(path: str, change: str = "", dtype: str = "bfloat16") -> tuple[Tenso
         found = gradient(worker)
         worker.optimizer_step()
         parameters = dict(worker.backend.model.named_parameters())
-        assert all(parameters[name] is before[name] for name in before), "modules have the optimizer's parameters"
+        assert all(parameters[name] is before[name] for name in before), (
+            "modules have the optimizer's parameters"
+        )
         whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in parameters.values()]
         weights = torch.cat([p.detach().flatten() for p in whole])
         return logprobs, found, weights, worker.backend.is_sharded()
@@ -53,7 +57,11 @@ def trained(path: str, change: str = "", dtype: str = "bfloat16") -> tuple[Tenso
     ("change", "name"),
     [
         *(("", name) for name in SHAPES),
-        *(pytest.param(c, name, marks=pytest.mark.matrix) for c in ("recomputed", "frozen") for name in SHAPES),
+        *(
+            pytest.param(c, name, marks=pytest.mark.matrix)
+            for c in ("recomputed", "frozen")
+            for name in SHAPES
+        ),
         pytest.param("compiled", "llama", marks=pytest.mark.matrix),  # others take up to a minute
     ],
 )
@@ -72,7 +80,9 @@ def test_without_fsdp_all_is_bit_for_bit_as_with_it(
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_attention_is_computed_in_float32(shapes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_computed_in_float32(
+    shapes: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dtypes: list[torch.dtype] = []
     kernel = torch.nn.functional.scaled_dot_product_attention
 

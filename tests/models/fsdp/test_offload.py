@@ -37,7 +37,9 @@ class MovesToNewMemory(PolicyWorker):
         super().__init__(*args, **kwargs)
         self.to_host, self.host_addresses = False, dict[str, int]()
 
-        def moved(buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
+        def moved(
+            buffers: OffloadBuffers, tensor: Tensor, device: torch.device, place: tuple[object, ...]
+        ) -> Tensor:
             return buffers.on_host(tensor, place) if self.to_host else tensor.clone()
 
         OffloadBuffers.moved = moved  # type: ignore[method-assign]
@@ -77,7 +79,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["float32", "bfloat16"])
-def cfg(request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
+def cfg(
+    request: pytest.FixtureRequest, model_path: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Config]:
     cfg = config_for(model_path)
     cfg.trainer.policy.model.dtype = request.param  # FSDP2 shards bfloat16, on one rank too
     monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)  # restored afterwards
@@ -103,12 +107,16 @@ def test_bits_are_kept_and_updates_go_on_as_without(cfg: Config) -> None:
         assert travels.round_trip() > len(before) / 2
         assert all(torch.equal(tensor, before[name]) for name, tensor in travels.tensors().items())
         assert travels.score([[3, 4, 5]]) == stays.score([[3, 4, 5]])
-        assert travels.round_trip() > len(before) / 2, "also after log-probabilities, which leave FSDP2's root gathered"
+        assert travels.round_trip() > len(before) / 2, (
+            "also after log-probabilities, which leave FSDP2's root gathered"
+        )
     for name, tensor in stays.tensors().items():
         assert torch.equal(travels.tensors()[name], tensor), name
 
 
-def test_tied_weights_are_one_tensor_wherever_they_are(tied_model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tied_weights_are_one_tensor_wherever_they_are(
+    tied_model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(OffloadBuffers, "moved", OffloadBuffers.moved)
     worker = started(config_for(tied_model))
     worker.offload()
@@ -116,7 +124,9 @@ def test_tied_weights_are_one_tensor_wherever_they_are(tied_model: str, monkeypa
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
-def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Config, tmp_path) -> None:
+def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(
+    cfg: Config, tmp_path
+) -> None:
     worker = started(cfg)
     worker.update_policy(make_batch())
     worker.offload()
@@ -127,7 +137,11 @@ def test_a_checkpoint_can_be_saved_and_loaded_while_the_policy_is_away(cfg: Conf
     worker.offload()
     worker.load(str(tmp_path / "away"))
     worker.onload()
-    assert all(torch.equal(tensor, saved[name]) for name, tensor in worker.tensors().items() if "step" not in name)
+    assert all(
+        torch.equal(tensor, saved[name])
+        for name, tensor in worker.tensors().items()
+        if "step" not in name
+    )
 
 
 def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_allocated() -> None:
@@ -138,7 +152,9 @@ def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_a
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             result = func(*args, **kwargs)
-            made = kwargs.get("device") == HOST or (func is torch.ops.aten._to_copy.default and result.device == HOST)
+            made = kwargs.get("device") == HOST or (
+                func is torch.ops.aten._to_copy.default and result.device == HOST
+            )
             if made and result.numel() > 1:
                 allocated.append((bool(kwargs.get("pin_memory")), result.shape))
             return result
@@ -148,11 +164,16 @@ def test_from_a_gpu_every_offload_copies_into_pinned_memory_that_the_first_has_a
         weights = [torch.zeros(size, device=cuda, requires_grad=True) for size in (3, 4, 4)]
         optimizer = torch.optim.AdamW(weights)
         for weight in weights:
-            optimizer.state[weight] = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[weight] = {
+                name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")
+            }
         for offload in range(3):
             for device in (HOST, cuda):
                 with Allocations():
-                    weights = [buffers.moved(weight, device, ("weight", i)) for i, weight in enumerate(weights)]
+                    weights = [
+                        buffers.moved(weight, device, ("weight", i))
+                        for i, weight in enumerate(weights)
+                    ]
                     buffers.move_optimizer_state(optimizer, device)
                 states = [value for state in optimizer.state.values() for value in state.values()]
                 assert {tensor.device.type for tensor in (*weights, *states)} == {device.type}
@@ -181,7 +202,12 @@ def test_from_a_gpu_and_back_quantized_weights_are_moved_as_codes() -> None:
         ("cuda", True, {}, {}),
         ("cuda", True, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, {}),
         ("cpu", False, {}, {}),
-        ("cuda", False, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}),
+        (
+            "cuda",
+            False,
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"},
+        ),
     ],
 )
 def test_a_gpus_segments_grow_unless_engines_read_them(
@@ -202,12 +228,16 @@ def test_a_gpus_segments_grow_unless_engines_read_them(
     monkeypatch.setattr(FSDPBackend, "_build", lambda backend: None)
     with pytest.raises(AttributeError):  # of the data that replaces the model
         PolicyWorker(cfg, device=device).setup()
-    assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == after
+    assert {
+        name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")
+    } == after
 
 
 @pytest.mark.matrix
 @pytest.mark.slow
-async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_on_two_ranks_too(
+    untied_model: str, bundles: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cfg = config_for(untied_model)
     cfg.trainer.policy.threads = 1
     where = WorkerPlacement(bundles, bundles=(0, 1), num_cpus=0.5)
@@ -222,7 +252,9 @@ async def test_on_two_ranks_too(untied_model: str, bundles: object, monkeypatch:
                 await ranks.on_rows("forward_backward", batch)
                 await ranks.call("optimizer_step")
             assert min(await travels.call("round_trip")) > 10
-        assert await travels.call("score", [[3, 4, 5, 6]]) == await stays.call("score", [[3, 4, 5, 6]])
+        assert await travels.call("score", [[3, 4, 5, 6]]) == await stays.call(
+            "score", [[3, 4, 5, 6]]
+        )
     finally:
         stays.kill()
         travels.kill()

@@ -32,10 +32,15 @@ def test_steps_are_those_of_torch() -> None:
     start, other = torch.randn(12, 8), torch.randn(5)
     ours, rest = (torch.nn.Parameter(t.clone()) for t in (start, other))
     theirs, theirs_rest = (torch.nn.Parameter(t.clone()) for t in (start, other))
-    groups: list[dict[str, Any]] = [{"params": [ours], "muon": True}, {"params": [rest], "muon": False}]
+    groups: list[dict[str, Any]] = [
+        {"params": [ours], "muon": True},
+        {"params": [rest], "muon": False},
+    ]
     found = MuonAdamW(groups, momentum=0.9, lr=0.02, weight_decay=0.1, fused=True)
     expected = [
-        torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            [theirs], lr=0.02, weight_decay=0.1, momentum=0.9, adjust_lr_fn="match_rms_adamw"
+        ),
         torch.optim.AdamW([theirs_rest], lr=0.02, weight_decay=0.1, fused=True),
     ]
     for _ in range(4):
@@ -52,7 +57,9 @@ def steps(rank: Rank) -> dict[str, Any]:
     """Weights after two steps, whole."""
     batch = make_batch()
     for _ in range(2):
-        rank.worker.update_policy(batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim())
+        rank.worker.update_policy(
+            batch.select(split_for_ranks(batch, rank.count)[rank.rank]).trim()
+        )
     return {name: tensor.numpy() for name, tensor in whole_weights(rank.worker).items()}
 
 
@@ -64,7 +71,9 @@ def test_two_ranks_turn_whole_matrices_and_one_goes_on_from_their_checkpoint(
     alone.setup()
     expected = steps(Rank(0, 1, alone))
     turned = {
-        name for name, p in alone.backend.model.model.named_parameters() if MOMENTUM in alone.backend.optimizer.state[p]
+        name
+        for name, p in alone.backend.model.model.named_parameters()
+        if MOMENTUM in alone.backend.optimizer.state[p]
     }
     assert len(turned) == 2 * 7 and not any("embed" in name or "norm" in name for name in turned)
     ranks(2).set_up(PolicyWorker, cfg)
@@ -81,13 +90,17 @@ def matrix(rank: Rank, update: Any) -> Any:
     """Of a step with a given gradient: a matrix whose rows two ranks hold."""
     parameter = rank.worker.backend.model.get_parameter("model.model.layers.0.mlp.up_proj.weight")
     whole = torch.from_numpy(update)
-    parameter.grad = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.grad = distribute_tensor(
+        whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
     rank.worker.backend.optimizer.step()
     result: Tensor = parameter.full_tensor()
     return result.detach().numpy()
 
 
-@pytest.mark.parametrize(("count", "tensor"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("count", "tensor"), [(2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_of_one_gradient_ranks_make_the_weights_of_one_bit_for_bit(
     count: int, tensor: int, tied_model: str, ranks: Callable[[int], Ranks]
 ) -> None:

@@ -25,7 +25,9 @@ pytestmark = pytest.mark.slow
 def outputs_of(rank: Rank) -> tuple[bool, Any]:
     """Whether its weights are sharded in groups, and its log-probabilities."""
     parameters = list(rank.worker.backend.model.parameters())
-    right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
+    right = all(
+        isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters
+    )
     asked = rank.worker.values if isinstance(rank.worker, CriticWorker) else rank.worker.logprobs
     return right, asked(ragged()).numpy()
 
@@ -51,7 +53,9 @@ def test_a_critic_and_a_reference_have_replicas_too(
 def layout(rank: Rank) -> tuple[bool, str]:
     """Whether every parameter is sharded in its group and replicated among them; what the first rank publishes."""
     parameters = list(rank.worker.backend.model.parameters())
-    right = all(isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters)
+    right = all(
+        isinstance(p, DTensor) and p.placements == (Replicate(), Shard(0)) for p in parameters
+    )
     path, *_ = rank.worker.transfer_weights("file", "write") or [""]
     if path:
         rank.worker.transfer_weights("file", "remove", path)
@@ -82,4 +86,6 @@ def test_replicas_have_the_gradient_of_one_rank_and_other_counts_go_on_from_thei
     step_and_save(Rank(0, 1, alone), str(tmp_path / "one"))
     cfg.trainer.policy.fsdp_size = 2
     four.set_up(PolicyWorker, cfg)
-    assert set(four.call(load_whole, str(tmp_path / "one"))) == {load_whole(Rank(0, 1, alone), str(tmp_path / "one"))}
+    assert set(four.call(load_whole, str(tmp_path / "one"))) == {
+        load_whole(Rank(0, 1, alone), str(tmp_path / "one"))
+    }

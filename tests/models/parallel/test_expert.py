@@ -38,7 +38,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize(("name", "count", "sizes"), CASES, ids=str)
 def test_divided_experts_have_one_ranks_gradient(
-    models: dict[str, str], name: str, count: int, sizes: dict[str, Any], ranks: Callable[[int], Ranks]
+    models: dict[str, str],
+    name: str,
+    count: int,
+    sizes: dict[str, Any],
+    ranks: Callable[[int], Ranks],
 ) -> None:
     alone = of_one(models[name])
     ranks(count).close()
@@ -58,15 +62,26 @@ def test_checkpoints_and_weights_of_divided_experts_are_the_whole_models(
     models: dict[str, str], ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     before: dict[str, Any] = {}
-    ways: list[tuple[int, dict[str, int]]] = [(2, {"expert": 2}), (1, {}), (4, {"expert": 2}), (2, {"tensor": 2})]
+    ways: list[tuple[int, dict[str, int]]] = [
+        (2, {"expert": 2}),
+        (1, {}),
+        (4, {"expert": 2}),
+        (2, {"tensor": 2}),
+    ]
     for number, (count, sizes) in enumerate(ways):
         ranks(count).close()
         ranks(count).set_up(PolicyWorker, settings(models["qwen3_moe"], **sizes))
-        found = ranks(count).call(go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number)))
+        found = ranks(count).call(
+            go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number))
+        )
         loaded, after = (joined([each[i] for each in found]) for i in (0, 1))
-        assert all((loaded[name] == value).all() for name, value in before.items()), f"{sizes} loads other weights"
+        assert all((loaded[name] == value).all() for name, value in before.items()), (
+            f"{sizes} loads other weights"
+        )
         before = after
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
         weights = dict(exported.named_parameters())
         assert found[0][2].keys() == weights.keys()
-        assert all((weights[name].detach().numpy() == weight).all() for name, weight in found[0][2].items())
+        assert all(
+            (weights[name].detach().numpy() == weight).all() for name, weight in found[0][2].items()
+        )

@@ -48,13 +48,21 @@ ONE: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, float]]] = {}
 
 def parallel(path: str, **sizes: int) -> Config:
     cfg = settings(path)
-    cfg.generator.backend = "transformers"  # which takes weights by the names of the model's parameters
-    cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = sizes.get("context", 1), sizes.get("tensor", 1)
+    cfg.generator.backend = (
+        "transformers"  # which takes weights by the names of the model's parameters
+    )
+    cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = (
+        sizes.get("context", 1),
+        sizes.get("tensor", 1),
+    )
     cfg.trainer.algorithm.use_entropy_loss, cfg.trainer.algorithm.entropy_loss_coef = True, 0.01
     cfg.trainer.policy.optimizer_config.max_grad_norm = 0.1
     cfg.trainer.micro_batch_tokens = 96
     if len(sizes) > 1:
-        cfg.trainer.policy.reduce_gradients, cfg.trainer.policy.gradient_checkpointing = "update", "selective"
+        cfg.trainer.policy.reduce_gradients, cfg.trainer.policy.gradient_checkpointing = (
+            "update",
+            "selective",
+        )
     return cfg
 
 
@@ -88,19 +96,27 @@ def step(rank: Rank) -> Any:
     ids=str,
 )
 def test_split_matrices_and_sequences_have_one_ranks_gradient(
-    shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
+    shapes: dict[str, str],
+    name: str,
+    count: int,
+    sizes: dict[str, int],
+    ranks: Callable[[int], Ranks],
 ) -> None:
     logprobs, expected, metrics = of_one(shapes[name])
     ranks(count).set_up(PolicyWorker, parallel(shapes[name], **sizes))
     for rows, said, found, told in ranks(count).call(step):
-        torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0
+        )
         difference = distance(torch.from_numpy(found), expected)
         assert difference < 1e-6
         assert told == pytest.approx(metrics, rel=1e-5)
 
 
 @pytest.mark.slow
-def test_plans_that_gather_have_one_ranks_gradient_as_well(ranks: Callable[[int], Ranks], tmp_path: Path) -> None:
+def test_plans_that_gather_have_one_ranks_gradient_as_well(
+    ranks: Callable[[int], Ranks], tmp_path: Path
+) -> None:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(Phi3Config(**WIDE)).save_pretrained(tmp_path)
     _, expected, metrics = of_one(str(tmp_path))
@@ -132,7 +148,9 @@ def test_a_critic_colocated_with_the_policy_is_divided_like_it(
     ranks(2).set_up(CriticWorker, cfg)
     for rows, said in ranks(2).call(valued):
         assert len(rows) == len(expected)
-        torch.testing.assert_close(torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(said), expected[rows, : said.shape[1]], atol=2e-6, rtol=0
+        )
 
 
 IN_BFLOAT16: list[tuple[str, int, dict[str, int]]] = [  # others: test_matrix_bfloat16
@@ -145,7 +163,10 @@ IN_BFLOAT16: list[tuple[str, int, dict[str, int]]] = [  # others: test_matrix_bf
 def in_bfloat16(path: str, **sizes: int) -> Config:
     cfg = settings(path)
     cfg.trainer.policy.model.dtype = "bfloat16"
-    cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = sizes.get("context", 1), sizes.get("tensor", 1)
+    cfg.trainer.parallel.context, cfg.trainer.parallel.tensor = (
+        sizes.get("context", 1),
+        sizes.get("tensor", 1),
+    )
     return cfg
 
 
@@ -166,7 +187,9 @@ def test_in_bfloat16_ranks_differ_no_more_than_one_does_from_itself_in_another_o
     noise, alone = {}, {}
     for name in {name for name, _, _ in IN_BFLOAT16}:
         alone[name] = of_one_in_bfloat16(shapes[name], 0)
-        noise[name] = max(distance(of_one_in_bfloat16(shapes[name], rows), alone[name]) for rows in (1, 2))
+        noise[name] = max(
+            distance(of_one_in_bfloat16(shapes[name], rows), alone[name]) for rows in (1, 2)
+        )
     for name, count, sizes in IN_BFLOAT16:
         ranks(count).set_up(PolicyWorker, in_bfloat16(shapes[name], **sizes))
         found = torch.from_numpy(ranks(count).call(step)[0][2])
@@ -177,7 +200,10 @@ def test_parts_are_multiplied_to_float32_on_any_device() -> None:
     """By torch's fake tensors for the product on a GPU, without numbers."""
     with FakeTensorMode():
         for device in ("cpu", "cuda"):
-            left, right = (torch.empty(shape, device=device, dtype=torch.bfloat16) for shape in ((3, 8), (8, 5)))
+            left, right = (
+                torch.empty(shape, device=device, dtype=torch.bfloat16)
+                for shape in ((3, 8), (8, 5))
+            )
             found = sums._wide(left, right)
             assert (found.shape, found.dtype, found.device.type) == ((3, 5), torch.float32, device)
 
@@ -199,11 +225,19 @@ def merged(rank: Rank) -> dict[str, Any]:
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("name", "count", "sizes"),
-    [("llama", 2, {"context": 2}), ("qwen3_tied", 2, {"tensor": 2}), ("qwen3_moe", 4, {"tensor": 2})],
+    [
+        ("llama", 2, {"context": 2}),
+        ("qwen3_tied", 2, {"tensor": 2}),
+        ("qwen3_moe", 4, {"tensor": 2}),
+    ],
     ids=str,
 )
 def test_adapters_train_on_split_matrices(
-    shapes: dict[str, str], name: str, count: int, sizes: dict[str, int], ranks: Callable[[int], Ranks]
+    shapes: dict[str, str],
+    name: str,
+    count: int,
+    sizes: dict[str, int],
+    ranks: Callable[[int], Ranks],
 ) -> None:
     cfg = parallel(shapes[name])
     cfg.trainer.policy.lora.rank = 4
@@ -219,7 +253,9 @@ def test_adapters_train_on_split_matrices(
     ranks(count).set_up(PolicyWorker, cfg)
     ranks(count).call(set_adapters)
     for rows, said, found, told in ranks(count).call(step):
-        torch.testing.assert_close(torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(said), logprobs[rows, : said.shape[1]], atol=2e-6, rtol=0
+        )
         assert distance(torch.from_numpy(found), expected) < (1.5e-6 if "tensor" in sizes else 1e-6)
         assert told == pytest.approx(metrics, rel=1e-5)
     expected_weights = merged(alone)
@@ -257,7 +293,10 @@ def test_a_teachers_likeliest_tokens_are_one_ranks(
     ranks(2).set_up(PolicyWorker, parallel_of(cfg, sizes))
     for rows, found, gradients in ranks(2).call(compared):
         torch.testing.assert_close(
-            torch.from_numpy(found), torch.from_numpy(said)[rows, : found.shape[1]], atol=1e-5, rtol=0
+            torch.from_numpy(found),
+            torch.from_numpy(said)[rows, : found.shape[1]],
+            atol=1e-5,
+            rtol=0,
         )
         assert distance(torch.from_numpy(gradients), torch.from_numpy(expected)) < 1e-6
 
@@ -298,7 +337,11 @@ def go_on(rank: Rank, loaded: str, folder: str) -> tuple[str, str, Any]:
     worker.save(folder)
     written = worker.transfer_weights("file", "write")
     path = written and written[0]
-    published = {name: tensor.clone().numpy() for name, tensor in read_weights(path).items()} if path else {}
+    published = (
+        {name: tensor.clone().numpy() for name, tensor in read_weights(path).items()}
+        if path
+        else {}
+    )
     if path:
         worker.transfer_weights("file", "remove", path)
     worker.export(f"{folder}_export")
@@ -321,12 +364,16 @@ def test_any_mesh_resumes_from_any_others_checkpoint_and_publishes_whole_weights
         ranks(count).set_up(PolicyWorker, parallel(path, **sizes))
         loaded = str(tmp_path / str(number - 1)) if number else ""
         found = ranks(count).call(go_on, loaded, str(tmp_path / str(number)))
-        assert not state or {before for before, _, _ in found} == {state}, f"{sizes} has loaded other weights"
+        assert not state or {before for before, _, _ in found} == {state}, (
+            f"{sizes} has loaded other weights"
+        )
         state, published = found[0][1:]
         assert {after for _, after, _ in found} == {state}, "the ranks differ"
         model = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
         assert {n for n, _ in model.named_parameters()} == published.keys()
-        assert all(torch.equal(w, torch.from_numpy(published[n])) for n, w in model.named_parameters())
+        assert all(
+            torch.equal(w, torch.from_numpy(published[n])) for n, w in model.named_parameters()
+        )
     ranks(2).set_up(PolicyWorker, parallel(path, tensor=2))
     again = ranks(2).call(go_on, str(tmp_path / "2"), str(tmp_path / "again"))
     assert again[0][1] == state
@@ -354,4 +401,6 @@ def test_what_is_loaded_is_the_files_and_filters_see_all_logits(
     ranks(2).set_up(PolicyWorker, cfg)
     for found, logprobs in ranks(2).call(first):
         calls.equal({n: torch.from_numpy(w) for n, w in found.items()}, expected)
-        torch.testing.assert_close(torch.from_numpy(logprobs), worker.logprobs(ragged()), atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            torch.from_numpy(logprobs), worker.logprobs(ragged()), atol=2e-6, rtol=0
+        )

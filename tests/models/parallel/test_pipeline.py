@@ -11,7 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from skyasync.config.schema import Config
 from skyasync.models.batch import UpdateBatch
@@ -33,7 +39,9 @@ DEEP: dict[str, Any] = {**WIDE, "num_hidden_layers": 5}
 MODELS = {
     "llama": LlamaConfig(**DEEP),
     "qwen3_tied": Qwen3Config(**DEEP, head_dim=8, tie_word_embeddings=True),
-    "gemma2_tied": Gemma2Config(**DEEP, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0),
+    "gemma2_tied": Gemma2Config(
+        **DEEP, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=5.0
+    ),
     "qwen3_moe": Qwen3MoeConfig(**DEEP, **EXPERTS, head_dim=8, moe_intermediate_size=16),
 }
 SEEDS = (0, 1, 2)
@@ -46,7 +54,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return save_models(MODELS, tmp_path_factory.mktemp("deep"))
 
 
-def settings(path: str, *, pipeline: int = 1, expert: int = 0, recomputed: bool = False, **sizes: int) -> Config:
+def settings(
+    path: str, *, pipeline: int = 1, expert: int = 0, recomputed: bool = False, **sizes: int
+) -> Config:
     cfg = parallel(path, **sizes)
     cfg.trainer.parallel.pipeline, cfg.trainer.parallel.expert = pipeline, expert
     cfg.trainer.policy.reduce_gradients = "update" if recomputed else "micro_batch"
@@ -110,7 +120,8 @@ def of_one(path: str) -> Any:
 def difference(found: Gradients, expected: Gradients) -> float:
     """Relative difference of a stage's gradients from one rank's."""
     first, second = (
-        torch.cat([torch.from_numpy(each[name]).flatten() for name in found]) for each in (found, expected)
+        torch.cat([torch.from_numpy(each[name]).flatten() for name in found])
+        for each in (found, expected)
     )
     return distance(first, second)
 
@@ -138,7 +149,11 @@ MATRIX = [
     ids=str,
 )
 def test_stages_have_one_ranks_gradient_over_any_widths(
-    models: dict[str, str], name: str, count: int, sizes: dict[str, Any], ranks: Callable[[int], Ranks]
+    models: dict[str, str],
+    name: str,
+    count: int,
+    sizes: dict[str, Any],
+    ranks: Callable[[int], Ranks],
 ) -> None:
     alone = of_one(models[name])
     ranks(count).close()  # torch keeps meshes of a process's earlier groups
@@ -170,23 +185,32 @@ def state(worker: PolicyWorker) -> dict[str, Any]:
     return found
 
 
-def go_on(rank: Rank, loaded: str, folder: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+def go_on(
+    rank: Rank, loaded: str, folder: str
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The state as loaded, the state that is saved after another step, and the published weights."""
     worker, batch = rank.worker, packing(0)
     if loaded:
         worker.load(loaded)
     before = state(worker)
     shape = worker.backend.spec.mesh_shape
-    worker.update_policy(batch.select(split_for_ranks(batch, shape.data)[shape.data_rank(rank.rank)]).trim())
+    worker.update_policy(
+        batch.select(split_for_ranks(batch, shape.data)[shape.data_rank(rank.rank)]).trim()
+    )
     worker.begin_save(folder) if rank.count > 2 else worker.save(folder)
     while rank.count > 2 and worker.saved() is None:
         pass
     written = worker.transfer_weights("file", "write")
-    sent = {name: tensor.clone().numpy() for name, tensor in read_weights(written[0]).items()} if written else {}
+    sent = (
+        {name: tensor.clone().numpy() for name, tensor in read_weights(written[0]).items()}
+        if written
+        else {}
+    )
     if written:
         worker.transfer_weights("file", "remove", written[0])
     gathered = {
-        name: tensor.numpy() for name, tensor in full_weights(worker.backend.sharded_weights(), torch.float32).items()
+        name: tensor.numpy()
+        for name, tensor in full_weights(worker.backend.sharded_weights(), torch.float32).items()
     }
     assert not sent or all((sent[name] == gathered[name]).all() for name in sent | gathered)
     worker.export(f"{folder}_export")
@@ -216,7 +240,9 @@ def test_any_stages_resume_from_any_others_checkpoint_and_publish_whole_weights(
     for number, (count, stages) in enumerate(ways):
         ranks(count).close()
         ranks(count).set_up(PolicyWorker, settings(path, pipeline=stages))
-        found = ranks(count).call(go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number)))
+        found = ranks(count).call(
+            go_on, str(tmp_path / str(number - 1)) if number else "", str(tmp_path / str(number))
+        )
         loaded, after = (joined([each[i] for each in found]) for i in (0, 1))
         assert not before or loaded.keys() == before.keys()
         assert all((loaded[name] == value).all() for name, value in before.items()), (
@@ -225,7 +251,10 @@ def test_any_stages_resume_from_any_others_checkpoint_and_publish_whole_weights(
         before, weights = after, found[0][2]
         exported = AutoModelForCausalLM.from_pretrained(tmp_path / f"{number}_export")
         assert list(weights) == [name for name, _ in exported.named_parameters()]
-        assert all((weight.detach().numpy() == weights[name]).all() for name, weight in exported.named_parameters())
+        assert all(
+            (weight.detach().numpy() == weights[name]).all()
+            for name, weight in exported.named_parameters()
+        )
         for _, _, other in found:
             assert all((other[name] == weight).all() for name, weight in weights.items())
 
@@ -233,7 +262,10 @@ def test_any_stages_resume_from_any_others_checkpoint_and_publish_whole_weights(
 def outputs_of(rank: Rank) -> Any:
     batch = packing(1)
     if isinstance(rank.worker, CriticWorker):
-        batch.returns, batch.values = torch.ones(batch.tokens.shape), torch.zeros(batch.tokens.shape)
+        batch.returns, batch.values = (
+            torch.ones(batch.tokens.shape),
+            torch.zeros(batch.tokens.shape),
+        )
         values = rank.worker.values(batch)
         rank.worker.forward_backward(batch)
         return values.numpy(), step_metrics(rank.worker)

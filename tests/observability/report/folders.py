@@ -42,15 +42,23 @@ def make_run(folder: Path, *, steps: int = 12, settings: str = "", error: str = 
     lines = {"metrics.jsonl": rows, "samples.jsonl": [sample(step) for step in range(1, steps + 1)]}
     for name, of_file in lines.items():
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in of_file))
-    config = settings or "trainer:\n  plan: one_step_off\n  max_training_steps: 12\n  seed: 42\nmine:\n  strength: 2\n"
+    config = (
+        settings
+        or "trainer:\n  plan: one_step_off\n  max_training_steps: 12\n  seed: 42\nmine:\n  strength: 2\n"
+    )
     (folder / "config.yaml").write_text(config)
-    (folder / "origins.json").write_text('{"trainer.plan": "command line", "mine.strength": "recipe"}')
+    (folder / "origins.json").write_text(
+        '{"trainer.plan": "command line", "mine.strength": "recipe"}'
+    )
     if error:
         (folder / "error.txt").write_text(f"Traceback\n  file\n{error}\n")
     clock = iter(range(10_000))
     timeline = Timeline(folder / "timeline.json", clock=lambda: float(next(clock)))
     for step in range(1, steps + 1):
-        with timeline.span("train", "trainer", step=step), timeline.span("update", "trainer", step=step):
+        with (
+            timeline.span("train", "trainer", step=step),
+            timeline.span("update", "trainer", step=step),
+        ):
             pass
         timeline.add_span("generate", "rollout", 4 * step, 4 * step + 3, step)
     timeline.close()

@@ -34,7 +34,14 @@ def test_what_overlaps_with_training_is_no_wait() -> None:
 
 
 def test_own_metrics_that_are_no_shares_have_charts_of_their_own() -> None:
-    rows = [{**metrics(step), "env/right": 0.5, "env/close": 0.1 * step, "env/length": 4.0 + step} for step in range(9)]
+    rows = [
+        {**metrics(step), "env/right": 0.5, "env/close": 0.1 * step, "env/length": 4.0 + step}
+        for step in range(9)
+    ]
     (responses,) = (part for part in sections(rows) if part.name == "responses")
-    own = [[line.label for line in chart.lines] for chart in responses.charts if "own metrics" in chart.title]
+    own = [
+        [line.label for line in chart.lines]
+        for chart in responses.charts
+        if "own metrics" in chart.title
+    ]
     assert own == [["close", "right"], ["length"]]

@@ -16,7 +16,9 @@ from tests.observability.report.folders import make_run
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(browser() is None, reason="there is no chromium here: apt-get install chromium"),
+    pytest.mark.skipif(
+        browser() is None, reason="there is no chromium here: apt-get install chromium"
+    ),
 ]
 
 LOOK = """<script>
@@ -37,7 +39,9 @@ document.title = JSON.stringify({
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run, with a few lines that measure it."""
     folder = tmp_path_factory.mktemp("page")
-    (folder / "page.html").write_text(page([make_run(folder / "run")]).replace("</body>", f"{LOOK}</body>"))
+    (folder / "page.html").write_text(
+        page([make_run(folder / "run")]).replace("</body>", f"{LOOK}</body>")
+    )
     return folder / "page.html"
 
 

@@ -72,15 +72,24 @@ def test_every_section_has_its_pictures(whole: str) -> None:
 
 def test_the_step_size_under_staleness_is_drawn_if_it_is_controlled() -> None:
     title = "Step size under staleness"
-    for rows, drawn in (([{"staleness_control/lr_scale": 0.5}], True), ([{"policy/lr": 0.5}], False)):
-        assert (title in [chart.title for section in sections(rows) for chart in section.charts]) is drawn
+    for rows, drawn in (
+        ([{"staleness_control/lr_scale": 0.5}], True),
+        ([{"policy/lr": 0.5}], False),
+    ):
+        assert (
+            title in [chart.title for section in sections(rows) for chart in section.charts]
+        ) is drawn
 
 
 def test_the_staleness_bound_is_drawn_if_it_is_controlled() -> None:
     rows = [{"staleness_control/lr_scale": 0.5, "staleness_control/max_staleness": 2.0}]
     charts = {chart.title: chart for section in sections(rows) for chart in section.charts}
-    assert [line.metric for line in charts["Staleness bound"].lines] == ["staleness_control/max_staleness"]
-    assert "Staleness bound" not in [chart.title for section in sections(rows[:0]) for chart in section.charts]
+    assert [line.metric for line in charts["Staleness bound"].lines] == [
+        "staleness_control/max_staleness"
+    ]
+    assert "Staleness bound" not in [
+        chart.title for section in sections(rows[:0]) for chart in section.charts
+    ]
 
 
 def test_a_picture_without_data_says_what_would_fill_it(whole: str) -> None:
@@ -113,7 +122,9 @@ def test_settings_are_those_that_differ(whole: str) -> None:
     assert "trainer.plan" in changed and "mine.strength" in changed
     assert "trainer.seed" not in changed
     assert re.search(
-        r"trainer\.plan.*>command line<.*Set by the recipe.*mine\.strength.*>recipe<", changed, flags=re.DOTALL
+        r"trainer\.plan.*>command line<.*Set by the recipe.*mine\.strength.*>recipe<",
+        changed,
+        flags=re.DOTALL,
     )
 
 
@@ -137,30 +148,45 @@ def test_a_run_that_was_cut_off_has_a_page_that_says_so_first(tmp_path: Path) ->
 
 
 def test_runs_are_compared(run: Path, tmp_path: Path) -> None:
-    other = make_run(tmp_path / "second", settings="trainer:\n  plan: sync\n  max_training_steps: 12\n  seed: 42\n")
+    other = make_run(
+        tmp_path / "second",
+        settings="trainer:\n  plan: sync\n  max_training_steps: 12\n  seed: 42\n",
+    )
     made = page([run, other])
     assert "2 runs compared" in made and ">first</td>" in made and ">second</td>" in made
     differ = made[made.index("Settings in which the runs differ") :]
-    assert "trainer.plan" in differ and "one_step_off" in differ and "max_training_steps" not in differ
+    assert (
+        "trainer.plan" in differ and "one_step_off" in differ and "max_training_steps" not in differ
+    )
     assert Page(made).open == []
 
 
 def test_names_that_matplotlib_reads_as_its_own_stay_as_they_are() -> None:
     """Labels that begin with an underscore are hidden by default, and dollars enclose formulas."""
-    chart, rows = Chart("Reward", (Line("reward", "from $x_{ to $y"),)), [{"step": 1, "reward": 0.5}]
+    chart, rows = (
+        Chart("Reward", (Line("reward", "from $x_{ to $y"),)),
+        [{"step": 1, "reward": 0.5}],
+    )
     assert "from $x_{ to $y" in draw(chart, {"one": rows})
     compared = draw(chart, {"_first": rows, "_second": rows})
     assert "_first" in compared and "_second" in compared
-    histogram = draw(Chart("Tokens", (), kind="histogram"), {name: [{"staleness/tokens_1": 2.0}] for name in "_$"})
+    histogram = draw(
+        Chart("Tokens", (), kind="histogram"),
+        {name: [{"staleness/tokens_1": 2.0}] for name in "_$"},
+    )
     assert "> _<" in histogram and ">$<" in histogram
 
 
-def test_a_page_that_cannot_be_made_is_a_warning(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_made_is_a_warning(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert not write_report(run / "nowhere")
     assert "report.html was not made" in caplog.text
 
 
-def test_the_command_writes_the_page_and_says_where(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page_and_says_where(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     command(["report", str(run)])
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert (run / "report.html").stat().st_size < 1_000_000
@@ -168,7 +194,9 @@ def test_the_command_writes_the_page_and_says_where(run: Path, capsys: pytest.Ca
 
 def test_the_page_names_the_engine_and_why_it_was_chosen(run: Path) -> None:
     with status_file(run, "transformers (generator.backend=auto: vLLM is not installed)"):
-        assert "engine <b>transformers</b> (generator.backend=auto: vLLM is not installed)" in page([run])
+        assert "engine <b>transformers</b> (generator.backend=auto: vLLM is not installed)" in page(
+            [run]
+        )
 
 
 def test_the_page_of_a_running_run_reloads(tmp_path: Path) -> None:
@@ -187,7 +215,11 @@ def test_the_page_of_a_running_run_reloads(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_arguments_are_one_line(
-    argv: list[str], line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    argv: list[str],
+    line: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit):
@@ -204,7 +236,10 @@ def test_samples_are_the_first_a_middle_and_the_last() -> None:
 
 def test_a_sample_shows_its_images_and_loads_nothing_else(tmp_path: Path) -> None:
     url = "data:image/jpeg;base64,aGk="
-    folder, row = make_run(tmp_path / "run"), sample(1) | {"images": [url, "https://example.org/a.png"]}
+    folder, row = (
+        make_run(tmp_path / "run"),
+        sample(1) | {"images": [url, "https://example.org/a.png"]},
+    )
     (folder / "samples.jsonl").write_text(json.dumps(row) + "\n")
     assert Page(page([folder])).outside == [url]
 

@@ -13,7 +13,9 @@ from tests.virtual_time import virtual_time
 
 
 def state(step=1, **changed):
-    return TrainState(**{"step": step, "position": 4 * step, "seed": 42, "dataset_size": 10, **changed})
+    return TrainState(
+        **{"step": step, "position": 4 * step, "seed": 42, "dataset_size": 10, **changed}
+    )
 
 
 async def write(folder):
@@ -121,14 +123,22 @@ def test_the_order_is_that_of_writing_though_the_clock_goes_back(tmp_path, monke
     for step, now in ((9, 1000), (3, 10), (4, 500)):
         monkeypatch.setattr("time.time_ns", lambda now=now: now)
         save(Checkpoints(tmp_path), step)
-    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == ["step_000004", "step_000003", "step_000009"]
+    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == [
+        "step_000004",
+        "step_000003",
+        "step_000009",
+    ]
 
 
 def test_a_state_that_cannot_be_read_keeps_its_place_by_the_step(tmp_path):
     for step in (1, 2, 3):
         save(Checkpoints(tmp_path), step)
     (tmp_path / "step_000002" / "state.json").write_text("{")
-    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == ["step_000003", "step_000002", "step_000001"]
+    assert [p.name for p in Checkpoints(tmp_path).newest_first()] == [
+        "step_000003",
+        "step_000002",
+        "step_000001",
+    ]
     save(Checkpoints(tmp_path, keep=2), 4)
 
 
@@ -141,7 +151,9 @@ def test_there_is_no_latest_without_a_complete_one(tmp_path):
 @pytest.mark.parametrize(("key", "there", "here"), [("seed", 42, 43), ("dataset_size", 10, 11)])
 def test_other_prompts_than_the_checkpoints_are_refused(tmp_path, key, there, here):
     folder = save(Checkpoints(tmp_path), 1)
-    with pytest.raises(UserError, match=rf"was made with {key}={there}, this run has {here}: .*resume_mode=none"):
+    with pytest.raises(
+        UserError, match=rf"was made with {key}={there}, this run has {here}: .*resume_mode=none"
+    ):
         load_state(folder, **{"seed": 42, "dataset_size": 10, key: here})
 
 

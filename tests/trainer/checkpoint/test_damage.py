@@ -137,8 +137,12 @@ def test_a_file_that_did_not_arrive_is_an_error_and_no_checkpoint(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_is_on_the_disk_before_the_name_and_the_name_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[str, int]] = []  # the files that were synced, in order, and their sizes at that time
+def test_all_is_on_the_disk_before_the_name_and_the_name_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[
+        tuple[str, int]
+    ] = []  # the files that were synced, in order, and their sizes at that time
     really, moves = os.fsync, os.replace
 
     def fsync(handle: int) -> None:
@@ -155,9 +159,9 @@ def test_all_is_on_the_disk_before_the_name_and_the_name_last(tmp_path: Path, mo
     unfinished = f"{folder}.unfinished"
     names = [name for name, _ in told]
     files = [path for path in folder.rglob("*") if path.is_file()]
-    assert {name: size for name, size in told if Path(name).suffix in (".json", ".safetensors")} == {
-        f"{unfinished}/{path.relative_to(folder)}": path.stat().st_size for path in files
-    }
+    assert {
+        name: size for name, size in told if Path(name).suffix in (".json", ".safetensors")
+    } == {f"{unfinished}/{path.relative_to(folder)}": path.stat().st_size for path in files}
     assert names[-5:] == [
         f"{unfinished}/manifest.json", f"{unfinished}/policy", unfinished, str(folder), str(tmp_path)
     ]  # fmt: skip
@@ -172,7 +176,9 @@ def test_a_full_disk_leaves_the_former_checkpoint_whole_and_nothing_of_the_new_o
     really = manifest.SummingFile.write
 
     def full(self: manifest.SummingFile, data: bytes) -> int:
-        if part in os.readlink(f"/proc/self/fd/{self.fileno()}") or (part == "weights" and len(data) > 20_000):
+        if part in os.readlink(f"/proc/self/fd/{self.fileno()}") or (
+            part == "weights" and len(data) > 20_000
+        ):
             raise OSError(errno.ENOSPC, "No space left on device")
         return really(self, data)
 
@@ -191,7 +197,11 @@ def test_the_number_to_keep_counts_those_that_are_whole(tmp_path: Path) -> None:
     shorten(save(checkpoints, 2) / WEIGHTS)
     assert checkpoints.latest() == tmp_path / "step_000001"
     save(checkpoints, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000002", "step_000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_000001",
+        "step_000002",
+        "step_000003",
+    ]
     save(checkpoints, 2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
@@ -226,13 +236,17 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
-def test_a_disk_that_is_really_full_keeps_the_former_checkpoint_and_takes_a_later_one(small_disk: Path) -> None:
+def test_a_disk_that_is_really_full_keeps_the_former_checkpoint_and_takes_a_later_one(
+    small_disk: Path,
+) -> None:
     checkpoints = Checkpoints(small_disk, keep=1)
     first, ballast = save(checkpoints, 1), small_disk / "ballast"
     ballast.write_bytes(bytes(32_000))
     with pytest.raises(OSError, match="No space left on device"):
         save(checkpoints, 2)
-    assert checkpoints.newest_first() == [first] and not list(manifest.damage(first, manifest.read(first)))
+    assert checkpoints.newest_first() == [first] and not list(
+        manifest.damage(first, manifest.read(first))
+    )
     ballast.unlink()
     second = save(checkpoints, 3)
     assert [path.name for path in small_disk.iterdir()] == [second.name]

@@ -102,7 +102,9 @@ def test_a_prompt_that_no_step_started_is_counted_all_the_same() -> None:
 @given(st.lists(st.sampled_from(["a", "b", "c"]), max_size=8))
 def test_the_audit_tells_what_was_trained_twice(names: list[str]) -> None:
     lines = [{"step": step, "trained": [name]} for step, name in enumerate(names)]
-    assert {name: len(ends) for name, ends in audit(lines).items()} == {name: names.count(name) for name in set(names)}
+    assert {name: len(ends) for name, ends in audit(lines).items()} == {
+        name: names.count(name) for name in set(names)
+    }
 
 
 def test_a_reason_is_written_with_the_name() -> None:

@@ -31,7 +31,10 @@ def reaches(tree: ast.AST) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names} & LOADERS
         elif isinstance(node, ast.ImportFrom):
-            found |= {(node.module or "").partition(".")[0], *(alias.name for alias in node.names)} & LOADERS
+            found |= {
+                (node.module or "").partition(".")[0],
+                *(alias.name for alias in node.names),
+            } & LOADERS
         elif isinstance(node, ast.Attribute) and ast.unparse(node) in CALLS:
             found.add(ast.unparse(node))
     return found
@@ -41,7 +44,8 @@ def test_no_module_unpickles_what_comes_from_outside() -> None:
     found = {
         file.relative_to(ROOT).as_posix(): names
         for file in ROOT.rglob("*.py")
-        if any(name in (text := file.read_text()) for name in LOADERS | CALLS) and (names := reaches(ast.parse(text)))
+        if any(name in (text := file.read_text()) for name in LOADERS | CALLS)
+        and (names := reaches(ast.parse(text)))
     }
     assert set(found) == AMONG_PROCESSES, found
     assert reaches(ast.parse("import torch\nx = torch.load('a')")) == {"torch.load"}

@@ -68,18 +68,27 @@ class Recorder(TrainerCallback):
 
 
 @every_plan
-def test_all_methods_are_called_and_awaited_in_every_plan(plan: type[RayPPOTrainer], tmp_path: Path) -> None:
+def test_all_methods_are_called_and_awaited_in_every_plan(
+    plan: type[RayPPOTrainer], tmp_path: Path
+) -> None:
     recorder = Recorder()
     run = make_run(plan, callbacks=[recorder], eval_prompts=2, trainer__eval_interval=2, trainer__ckpt_interval=2,
                    trainer__ckpt_path=str(tmp_path)).train()  # fmt: skip
     assert recorder.events[:3] == [("weight_update", 0), ("start", 0), ("step_begin", 1)]
     assert sum(groups for event, groups in recorder.events if event == "rollout") == 12
-    others = [event for event in recorder.events[3:] if event[0] not in ("rollout", "weight_update")]
+    others = [
+        event for event in recorder.events[3:] if event[0] not in ("rollout", "weight_update")
+    ]
     assert others == [
         ("step_end", 1), ("step_begin", 2), ("evaluate", 2), ("step_end", 2), ("checkpoint", "step_000002"),
         ("step_begin", 3), ("evaluate", 3), ("step_end", 3), ("checkpoint", "step_000003"), ("end", 3),
     ]  # fmt: skip
-    assert [version for event, version in recorder.events if event == "weight_update"] == [0, 1, 2, 3]
+    assert [version for event, version in recorder.events if event == "weight_update"] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     assert run.tracker.of("my/metric") == {1: 1.0, 2: 1.0, 3: 1.0}
 
 
@@ -179,7 +188,11 @@ class Counter(TrainerCallback):
 def test_checkpoints_keep_the_state_of_callbacks_and_a_resumed_run_gives_it_back(
     in_background: bool, tmp_path: Path
 ) -> None:
-    settings = {"trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 2, "trainer__ckpt_async": in_background}
+    settings = {
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 2,
+        "trainer__ckpt_async": in_background,
+    }
     first, second = Counter(), Counter()
     run = make_run(RayPPOTrainer, callbacks=[first, second], **settings)
     run.faults["update", 3] = ZeroDivisionError()
@@ -205,8 +218,13 @@ def test_a_state_that_a_checkpoint_cannot_keep_is_an_error_of_one_line(tmp_path:
         def state_dict(self) -> Mapping[str, Any]:
             return {"seen": {1, 2}}
 
-    run = make_run(RayPPOTrainer, callbacks=[Odd()], trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1)
-    with pytest.raises(UserError, match=r"^Odd\.state_dict\(\) returns what a checkpoint cannot keep .*set.*mappings$"):
+    run = make_run(
+        RayPPOTrainer, callbacks=[Odd()], trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1
+    )
+    with pytest.raises(
+        UserError,
+        match=r"^Odd\.state_dict\(\) returns what a checkpoint cannot keep .*set.*mappings$",
+    ):
         run.train()
     assert not (tmp_path / "step_000001").exists()
 
@@ -254,14 +272,18 @@ def test_a_method_that_never_returns_ends_the_run_by_name() -> None:
             await asyncio.Event().wait()
 
     run = make_run(RayPPOTrainer, callbacks=[Hangs()], trainer__step_timeout_s=60.0)
-    with pytest.raises(TimeoutError, match=r"the Hangs\.on_step_end of step 1 did not end within 60 s"):
+    with pytest.raises(
+        TimeoutError, match=r"the Hangs\.on_step_end of step 1 did not end within 60 s"
+    ):
         run.train()
 
 
 def test_a_trainer_has_few_attributes_besides_those_of_a_printed_plan() -> None:
     printed = {"generation_ack", "sync_finished", "_all_generated", "_open_step"}
     for plan in (RayPPOTrainer, FullyAsyncRayPPOTrainer):
-        names = vars(make_run(plan).trainer).keys() - {"asynchronous"}  # which one plan sets by its settings
+        names = vars(make_run(plan).trainer).keys() - {
+            "asynchronous"
+        }  # which one plan sets by its settings
         assert printed < names and len(names - printed) <= 12, sorted(names)
 
 
@@ -305,7 +327,9 @@ def test_early_stopping_counts_evaluations_of_an_evaluations_metric() -> None:
 
 def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> None:
     settings = {"prompts": 24, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
-    run = make_run(RayPPOTrainer, callbacks=[Scores(2, 1, 1, 1), EarlyStopping("my/score", 3)], **settings)
+    run = make_run(
+        RayPPOTrainer, callbacks=[Scores(2, 1, 1, 1), EarlyStopping("my/score", 3)], **settings
+    )
     run.faults["update", 3] = ZeroDivisionError()
     with pytest.raises(ZeroDivisionError):
         run.train()
@@ -316,20 +340,28 @@ def test_early_stopping_goes_on_counting_in_a_resumed_run(tmp_path: Path) -> Non
 
 def test_early_stopping_on_a_metric_that_there_is_not_names_the_nearest() -> None:
     run = make_run(RayPPOTrainer, callbacks=[EarlyStopping("reward/maen")])
-    with pytest.raises(UserError, match=r"there is no metric reward/maen: did you mean reward/mean\?"):
+    with pytest.raises(
+        UserError, match=r"there is no metric reward/maen: did you mean reward/mean\?"
+    ):
         run.train()
 
 
 def test_early_stopping_on_an_evaluation_that_there_is_not_is_an_error_at_the_start() -> None:
     run = make_run(RayPPOTrainer, callbacks=[EarlyStopping("eval/score")])
-    with pytest.raises(UserError, match=r"^EarlyStopping: eval/score needs held-out prompts: set data\.val_data or "):
+    with pytest.raises(
+        UserError,
+        match=r"^EarlyStopping: eval/score needs held-out prompts: set data\.val_data or ",
+    ):
         run.train()
     assert run.trained == []
 
 
 @pytest.mark.parametrize(
     "arguments, problem",
-    [({"mode": "most"}, "mode='most' must be 'max' or 'min'"), ({"patience": 0}, "patience=0 must be at least 1")],
+    [
+        ({"mode": "most"}, "mode='most' must be 'max' or 'min'"),
+        ({"patience": 0}, "patience=0 must be at least 1"),
+    ],
 )
 def test_early_stopping_refuses_wrong_arguments(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):

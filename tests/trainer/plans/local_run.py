@@ -65,7 +65,8 @@ class RecordingDispatch(LocalDispatch):
 
     def weights(self, role: str = POLICY) -> dict[str, Any]:
         return {
-            name: parameter.detach().clone() for name, parameter in self.worker(role).backend.model.named_parameters()
+            name: parameter.detach().clone()
+            for name, parameter in self.worker(role).backend.model.named_parameters()
         }
 
     def worker(self, role: str) -> Any:
@@ -123,9 +124,15 @@ def check_tokens(run: LocalRun) -> int:
         for trajectory in group.trajectories:
             pieces = run.client.pieces[f"{trajectory.id}-t0"]
             (action,) = trajectory.actions
-            assert action.tokens.tolist() == [t for piece in pieces for t in piece.token_ids.tolist()]
-            assert action.logprobs.tolist() == [p for piece in pieces for p in piece.logprobs.tolist()]
-            assert action.versions.tolist() == [v for piece in pieces for v in piece.versions.tolist()]
+            assert action.tokens.tolist() == [
+                t for piece in pieces for t in piece.token_ids.tolist()
+            ]
+            assert action.logprobs.tolist() == [
+                p for piece in pieces for p in piece.logprobs.tolist()
+            ]
+            assert action.versions.tolist() == [
+                v for piece in pieces for v in piece.versions.tolist()
+            ]
             assert (action.versions[1:] >= action.versions[:-1]).all()
             assert len(action.tokens) <= run.cfg.generator.sampling_params.max_generate_length
             mixed += len(set(action.versions)) > 1
@@ -138,7 +145,9 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
     """``steps``: 0 runs all epochs; ``train_length``: most tokens of a response in training."""
     cfg = Config()
     cfg.trainer.policy.model.path, cfg.trainer.policy.threads = model, 1
-    cfg.generator.backend = "transformers"  # the engine computes on the trainer's buffer: there are two
+    cfg.generator.backend = (
+        "transformers"  # the engine computes on the trainer's buffer: there are two
+    )
     cfg.trainer.policy.optimizer_config.lr = 1e-2
     cfg.trainer.train_batch_size, cfg.trainer.max_training_steps = 4, steps
     cfg.trainer.eval_before_train, cfg.trainer.eval_interval = False, 2
@@ -155,12 +164,16 @@ def config(model: str, steps: int = 4, train_length: int = 12, **trainer: Any) -
 def without_times(rows: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
     """The metrics that do not depend on the clock and that all plans have."""
     foreign = ("time/", "idle/", "throughput/", "rollout/")
-    return {step: {k: v for k, v in row.items() if not k.startswith(foreign)} for step, row in rows.items()}
+    return {
+        step: {k: v for k, v in row.items() if not k.startswith(foreign)}
+        for step, row in rows.items()
+    }
 
 
 def prompts(count: int, env: str = f"{__name__}:OddBytes") -> list[Prompt]:
     return [
-        Prompt(PromptId(0, i), [{"role": "user", "content": "ab" * (1 + i % 5) + str(i)}], env) for i in range(count)
+        Prompt(PromptId(0, i), [{"role": "user", "content": "ab" * (1 + i % 5) + str(i)}], env)
+        for i in range(count)
     ]
 
 
@@ -183,8 +196,13 @@ class LocalRun:
         self.cfg, self._engine_is_up = cfg, engine is not None
         tokenizer = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
         tokenizer.chat_template = CHAT
-        rules = EpisodeLimits(spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite)
-        own = replace(engine_config(cfg.trainer.policy.model.path), max_num_seqs=min(64, cfg.generator.max_num_seqs))
+        rules = EpisodeLimits(
+            spares=cfg.generator.oversample_per_prompt, on_nonfinite=cfg.trainer.on_nonfinite
+        )
+        own = replace(
+            engine_config(cfg.trainer.policy.model.path),
+            max_num_seqs=min(64, cfg.generator.max_num_seqs),
+        )
         self.engine: Any = engine or TransformersEngine(own)
         hybrid = range(1, 1 + cfg.generator.hybrid_engines)
         self.client = client([self.engine, *(TransformersEngine(own) for _ in hybrid)], 60)
@@ -205,7 +223,9 @@ class LocalRun:
             else None
         )
         source, destination = (
-            (colocation.source, colocation.destination) if colocation else (self.dispatch, self.client)
+            (colocation.source, colocation.destination)
+            if colocation
+            else (self.dispatch, self.client)
         )
         self.weight_sync = WeightSync(source, destination, probe, 1e-3)
         if colocation and hybrid:

@@ -41,7 +41,10 @@ PLANS = [
     ColocatedAsyncRayPPOTrainer,
     HybridAsyncRayPPOTrainer,
 ]
-BOUNDED = PLANS[2], *PLANS[4:]  # the plans of ``admission``: groups are trained in the order in which they finish
+BOUNDED = (
+    PLANS[2],
+    *PLANS[4:],
+)  # the plans of ``admission``: groups are trained in the order in which they finish
 EPOCH, ROW = 100, 1000  # a prompt's tokens are its epoch and its row, plus these
 
 
@@ -115,16 +118,24 @@ class ScriptedGenerator:
             raise
         finally:
             self.engines.generating -= not is_eval
-        assert self.engines.update_in_flight or self.engines.version == version, "weights changed under a request"
+        assert self.engines.update_in_flight or self.engines.version == version, (
+            "weights changed under a request"
+        )
         output = {
             "prompt_token_ids": [[EPOCH + i.prompt.epoch, ROW + i.prompt.row] for i in ids],
             "response_ids": [[7, 8] for _ in ids],
-            "rewards": [float(i.repetition % 2) if i.prompt.row not in self.all_right else 1.0 for i in ids],
+            "rewards": [
+                float(i.repetition % 2) if i.prompt.row not in self.all_right else 1.0 for i in ids
+            ],
             "loss_masks": [[1, 1] for _ in ids],
             "stop_reasons": ["length" if i.repetition in self.truncated else "stop" for i in ids],
             "rollout_logprobs": [[-0.5, -0.5] for _ in ids],
         }
-        return output | ({"rollout_versions": [[version, self.engines.version] for _ in ids]} if self.stamps else {})
+        return output | (
+            {"rollout_versions": [[version, self.engines.version] for _ in ids]}
+            if self.stamps
+            else {}
+        )
 
 
 @dataclass
@@ -136,7 +147,9 @@ class Dispatch:
     trained: list[list[PromptId]] = field(default_factory=list)
     batches: list[Any] = field(default_factory=list)
     parts: list[Any] = field(default_factory=list)  # of the current update
-    scheduled: list[int] = field(default_factory=list)  # optimizer steps by which the learning rate changes
+    scheduled: list[int] = field(
+        default_factory=list
+    )  # optimizer steps by which the learning rate changes
     exported: list[Path] = field(default_factory=list)
     weights: int = 0  # in place of the model: its number of updates
     cancelled: int = 0
@@ -174,7 +187,11 @@ class Dispatch:
         self.faults.pass_or_raise("save")
 
     async def begin_save(self, folder: Path) -> None:
-        self.pending_save = (folder, self.weights, asyncio.get_running_loop().time() + self.writing_s)
+        self.pending_save = (
+            folder,
+            self.weights,
+            asyncio.get_running_loop().time() + self.writing_s,
+        )
 
     async def saved(self) -> Sums | None:
         folder, weights, end = self.pending_save
@@ -207,7 +224,9 @@ class Sync:
     async def sync(self, version: int, paused: Any = nullcontext) -> None:
         async with paused():
             idle = self.engines.generating == 0
-            assert idle or self.engines.update_in_flight, "a training batch is generated during a weight update"
+            assert idle or self.engines.update_in_flight, (
+                "a training batch is generated during a weight update"
+            )
             await asyncio.sleep(self.seconds())
             self.engines.faults.pass_or_raise("sync")
             self.engines.version = version
@@ -275,7 +294,10 @@ class Run:
 
 
 def dataset(size: int) -> list[Prompt]:
-    return [Prompt(PromptId(0, row), [{"role": "user", "content": str(row)}], "none") for row in range(size)]
+    return [
+        Prompt(PromptId(0, row), [{"role": "user", "content": str(row)}], "none")
+        for row in range(size)
+    ]
 
 
 def stream(prompts: int, *, epochs: int = 1) -> list[PromptId]:

@@ -41,7 +41,9 @@ def settings(model: str, plan: str, objective: str) -> Config:
     loss, estimator, correction = OBJECTIVES[objective]
     cfg = config(model, steps=STEPS)
     cfg.trainer.eval_interval, cfg.trainer.allow_uncorrected = 0, True
-    cfg.trainer.max_staleness = 0  # of fully_async: which of two samples is older depends on the clock
+    cfg.trainer.max_staleness = (
+        0  # of fully_async: which of two samples is older depends on the clock
+    )
     cfg.trainer.stream_groups = 2  # of streamed: sums in the prompts' order
     algorithm = cfg.trainer.algorithm
     algorithm.policy_loss_type, algorithm.advantage_estimator = loss, estimator
@@ -51,7 +53,9 @@ def settings(model: str, plan: str, objective: str) -> Config:
 
 async def figures(model: str, plan: str, objective: str) -> dict[str, list[float]]:
     run = await LocalRun(PLANS[plan], settings(model, plan, objective)).train()
-    return {name: [row[name] for row in run.tracker.rows.values() if name in row] for name in FIGURES}
+    return {
+        name: [row[name] for row in run.tracker.rows.values() if name in row] for name in FIGURES
+    }
 
 
 async def checkpointed(model: str, folder: Path, steps: int = 4, **trainer: object) -> LocalRun:

@@ -27,7 +27,9 @@ async def recorded(plan: type[RayPPOTrainer], cfg: Config, folder: Path) -> Loca
     return run
 
 
-async def replayed(plan: type[RayPPOTrainer], cfg: Config, folder: Path, **attributes: Any) -> LocalRun:
+async def replayed(
+    plan: type[RayPPOTrainer], cfg: Config, folder: Path, **attributes: Any
+) -> LocalRun:
     """The replay of the run in this folder."""
     cfg.trainer.allow_uncorrected = True
     cfg.trainer.ckpt_rollouts = False
@@ -60,4 +62,6 @@ def weights(run: LocalRun) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )

@@ -138,7 +138,9 @@ class Controlled(Run):
         for position in admitted:
             self.admitted_at[position] = self.version
             self.running.append(position)
-        assert not admitted or charged + len(admitted) <= self.machine.slots <= max(before, self.limits.slots)
+        assert not admitted or charged + len(admitted) <= self.machine.slots <= max(
+            before, self.limits.slots
+        )
 
 
 @pytest.mark.matrix
@@ -155,7 +157,9 @@ def test_a_bound_that_falls_and_rises_loses_nothing_and_leaves_the_users_bound_a
 
 
 @pytest.mark.parametrize("lowered, slots", [(3, 8), (1, 4), (0, 2)])
-def test_a_lower_bound_lets_prompts_in_flight_end_and_admits_fewer(lowered: int, slots: int) -> None:
+def test_a_lower_bound_lets_prompts_in_flight_end_and_admits_fewer(
+    lowered: int, slots: int
+) -> None:
     run = Run(AdmissionLimits(batch_size=2, total=60, max_staleness=3))
     for _ in range(10):
         run.step(lambda n: 0)
@@ -178,7 +182,9 @@ def test_a_run_that_fails_and_resumes_loses_nothing_and_repeats_nothing(
     run, trained = Run(limits), []
     for events in (first, second, 10**9):
         drive(run, data, events)
-        trained += run.trained[: len(run.trained) - len(run.taken)]  # a taken, untrained batch is lost with its run
+        trained += run.trained[
+            : len(run.trained) - len(run.taken)
+        ]  # a taken, untrained batch is lost with its run
         if run.over:
             break
         done = set(trained)
@@ -203,7 +209,9 @@ def test_a_batch_names_the_prompts_that_were_rejected_since_the_one_before() -> 
 
 @given(limits(), st.data())
 @settings(max_examples=500, deadline=None)
-def test_mean_bound_admits_what_areals_formula_admits(limits: AdmissionLimits, data: st.DataObject) -> None:
+def test_mean_bound_admits_what_areals_formula_admits(
+    limits: AdmissionLimits, data: st.DataObject
+) -> None:
     """Compared while the stream lasts, since the formula does not know its end."""
     limits = replace(limits, bound="mean", generation_ratio=0.0, generate_batch_size=0, total=10**6)
     eta, batch, run = limits.max_staleness, limits.batch_size, Run(limits)
@@ -217,7 +225,9 @@ def test_mean_bound_admits_what_areals_formula_admits(limits: AdmissionLimits, d
 
 @given(limits(), st.data())
 @settings(max_examples=300, deadline=None)
-def test_staleness_zero_gives_the_synchronous_batches_in_order(limits: AdmissionLimits, data: st.DataObject) -> None:
+def test_staleness_zero_gives_the_synchronous_batches_in_order(
+    limits: AdmissionLimits, data: st.DataObject
+) -> None:
     run = Run(replace(limits, max_staleness=0))
     drive(run, data)
     assert run.trained == list(range(limits.total))
@@ -235,7 +245,9 @@ def test_all_slots_in_use_leave_no_choice_after_the_start() -> None:
 
 
 def test_free_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline() -> None:
-    machine = Admission(AdmissionLimits(batch_size=1, total=10, max_staleness=3, generate_batch_size=2))
+    machine = Admission(
+        AdmissionLimits(batch_size=1, total=10, max_staleness=3, generate_batch_size=2)
+    )
     trained = []
     for version in range(3):
         quick = [p for p in machine.admit() if p != 0]  # prompt 0 is slow
@@ -252,7 +264,9 @@ def test_free_slots_let_finished_prompts_overtake_a_slow_one_until_its_deadline(
 
 @pytest.mark.parametrize("ratio", [0.1, 0.5, 1.0, 1.3, 2.0])
 def test_a_fractional_generation_ratio_admits_prompts_before_the_batch(ratio: float) -> None:
-    limits = AdmissionLimits(batch_size=10, total=1000, max_staleness=ceil(ratio), generation_ratio=ratio)
+    limits = AdmissionLimits(
+        batch_size=10, total=1000, max_staleness=ceil(ratio), generation_ratio=ratio
+    )
     assert len(Admission(limits).admit()) == 10 + Fraction(str(ratio)) * 10
 
 
@@ -366,9 +380,13 @@ def rejecting(draw: st.DrawFn) -> Rejecting:
     bounds = replace(
         bounds,
         steps=draw(st.sampled_from([float("inf"), 1, 2, 5])),
-        most_rejected=draw(st.sampled_from([float("inf"), 0, bounds.batch_size, 3 * bounds.batch_size])),
+        most_rejected=draw(
+            st.sampled_from([float("inf"), 0, bounds.batch_size, 3 * bounds.batch_size])
+        ),
     )
-    return Rejecting(bounds, rejected_numbers=frozenset(draw(st.sets(st.integers(0, bounds.total - 1)))))
+    return Rejecting(
+        bounds, rejected_numbers=frozenset(draw(st.sets(st.integers(0, bounds.total - 1))))
+    )
 
 
 @pytest.mark.matrix
@@ -379,12 +397,18 @@ def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_i
 ) -> None:
     drive(run, data)
     assert len(set(run.trained + run.rejected)) == len(run.trained) + len(run.rejected)
-    assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), "no group is generated without being used"
-    assert set(run.trained).isdisjoint(run.rejected_numbers) and run.rejected_numbers.issuperset(run.rejected)
+    assert sorted(run.trained + run.rejected) == sorted(run.admitted_at), (
+        "no group is generated without being used"
+    )
+    assert set(run.trained).isdisjoint(run.rejected_numbers) and run.rejected_numbers.issuperset(
+        run.rejected
+    )
     assert run.most_charged <= run.limits.slots and len(run.batches) <= run.limits.steps
     if run.limits.bound == "hard":
         assert max(run.ages, default=0) <= run.limits.max_staleness
     if run.limits.steps == float("inf"):
         assert len(run.admitted_at) == run.limits.total
     if run.limits.most_rejected == float("inf"):
-        assert all(size == run.limits.batch_size for size in run.batches[:-1]), "all but the last are full"
+        assert all(size == run.limits.batch_size for size in run.batches[:-1]), (
+            "all but the last are full"
+        )

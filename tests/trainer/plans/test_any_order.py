@@ -56,7 +56,9 @@ class AnyOrder(RayPPOTrainer):
             rollout = waiting.pop(chance.randrange(len(waiting)))
             if self.merges and waiting and chance.random() < 0.3:
                 other = waiting.pop()
-                rollout = Rollout([*rollout.groups, *other.groups], [*rollout.positions, *other.positions])
+                rollout = Rollout(
+                    [*rollout.groups, *other.groups], [*rollout.positions, *other.positions]
+                )
             status = await self.train_on(rollout)
             await self.sync_policy_weights_to_inference_engines()
             await self.end_step(status)
@@ -118,7 +120,9 @@ def test_whatever_the_order_and_however_often_it_is_killed_and_resumed_every_pro
         trained += run.dispatch.trained[: run.trainer.checkpointer.saved_step - saved]
         saved = run.trainer.checkpointer.saved_step
     trained += run.dispatch.trained
-    assert sorted(prompt for step in trained for prompt in step) == sorted(stream(prompts, epochs=epochs))
+    assert sorted(prompt for step in trained for prompt in step) == sorted(
+        stream(prompts, epochs=epochs)
+    )
     progress = run.trainer.context.progress
     assert (progress.position, progress.trained_early) == (prompts * epochs, frozenset())
     assert progress.step == len(trained)
@@ -135,8 +139,12 @@ async def killed(run, after):
 
 def test_prompts_that_were_rejected_are_consumed_in_any_order_too():
     refill = {"type": "variance", "mode": "refill", "max_sample_batches": 5}
-    settings_ = {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in refill.items()}
+    settings_ = {
+        f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in refill.items()
+    }
     dull = frozenset(range(0, 24, 3))
     run = make_run(FreshestFirst, prompts=24, all_right=dull, **settings_).train()
-    assert sorted(run.trained) == [prompt for prompt in sorted(stream(24)) if prompt.row not in dull]
+    assert sorted(run.trained) == [
+        prompt for prompt in sorted(stream(24)) if prompt.row not in dull
+    ]
     assert run.trainer.context.progress.position == 24

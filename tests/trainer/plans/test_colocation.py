@@ -57,8 +57,13 @@ def colocated(model: str, yes: bool) -> Any:
 
 
 @pytest.mark.matrix
-async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_bit(model: str) -> None:
-    separate, together = await Watched(colocated(model, False)).train(), await Watched(colocated(model, True)).train()
+async def test_the_cache_is_freed_for_training_and_the_run_is_the_same_bit_for_bit(
+    model: str,
+) -> None:
+    separate, together = (
+        await Watched(colocated(model, False)).train(),
+        await Watched(colocated(model, True)).train(),
+    )
     assert separate.caches_alive == [True] * STEPS
     assert together.caches_alive == [False] * STEPS
     assert without_times(together.tracker.rows) == without_times(separate.tracker.rows)
@@ -107,5 +112,7 @@ def test_a_plan_that_generates_while_engines_sleep_is_told_so() -> None:
 
     run = make_run(Forgetful)
     Turns(run)
-    with pytest.raises(UserError, match=r"Forgetful generates after training without a weight sync.*colocate_all"):
+    with pytest.raises(
+        UserError, match=r"Forgetful generates after training without a weight sync.*colocate_all"
+    ):
         run.train()

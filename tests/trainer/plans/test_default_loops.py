@@ -16,7 +16,9 @@ class Broken(Exception):
 
 class AsyncRayPPOTrainer(Base):
     async def train(self):
-        assert not self.cfg.trainer.placement.colocate_all, "colocate_all is not supported for async training"
+        assert not self.cfg.trainer.placement.colocate_all, (
+            "colocate_all is not supported for async training"
+        )
         generation_buffer = asyncio.Queue(maxsize=1)
         generator_task = asyncio.create_task(self._run_generate_loop(generation_buffer))
         assert generator_task
@@ -69,7 +71,9 @@ every_form = pytest.mark.parametrize("plan", [AsyncRayPPOTrainer, HelperTrainer,
 
 @every_form
 def test_it_trains_all_steps_of_the_run_one_step_off(plan):
-    run = make_run(plan, prompts=10, trainer__epochs=2, trainer__eval_interval=2, eval_prompts=2).train()
+    run = make_run(
+        plan, prompts=10, trainer__epochs=2, trainer__eval_interval=2, eval_prompts=2
+    ).train()
     assert run.tracker.of("staleness/max") == {1: 0, 2: 1, 3: 1, 4: 1, 5: 1}
     assert run.trained == stream(10, epochs=2)
     assert run.sync.versions == [0, 1, 2, 3, 4, 5]
@@ -79,7 +83,9 @@ def test_it_trains_all_steps_of_the_run_one_step_off(plan):
 
 @every_form
 def test_generation_overlaps_training(plan):
-    run = make_run(plan, prompts=24, trainer__epochs=1, generating=[2.0], updating=[2.0], syncing=[0.0]).train()
+    run = make_run(
+        plan, prompts=24, trainer__epochs=1, generating=[2.0], updating=[2.0], syncing=[0.0]
+    ).train()
     assert all(run.tracker.of("time/step_s")[step] == pytest.approx(2.0) for step in range(2, 6))
 
 
@@ -89,7 +95,9 @@ def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
         "prompts": 24, "trainer__epochs": 1, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1,
     }  # fmt: skip
     first = make_run(plan, **settings, trainer__max_training_steps=2).train()
-    more = make_run(plan, **settings, trainer__max_training_steps=5, trainer__resume_mode="latest").train()
+    more = make_run(
+        plan, **settings, trainer__max_training_steps=5, trainer__resume_mode="latest"
+    ).train()
     assert first.trained + more.trained == stream(24)[: len(first.trained + more.trained)]
     assert (first.trainer.global_step, more.trainer.global_step) == (2, 5)
     assert [step for step, _ in more.tracker.rows] == [3, 4, 5]
@@ -97,7 +105,9 @@ def test_it_reads_the_number_of_steps_saves_and_resumes(plan, tmp_path):
 
 @every_form
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5])
-def test_stopped_anywhere_and_resumed_it_trains_what_is_left_in_the_middle_of_an_epoch_too(plan, stop, tmp_path):
+def test_stopped_anywhere_and_resumed_it_trains_what_is_left_in_the_middle_of_an_epoch_too(
+    plan, stop, tmp_path
+):
     settings = {
         "prompts": 10, "trainer__epochs": 2, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1,
         "trainer__ckpt_rollouts": True, "eval_prompts": 2, "trainer__eval_interval": 2,
@@ -117,8 +127,12 @@ def test_stopped_anywhere_and_resumed_it_trains_what_is_left_in_the_middle_of_an
 @every_form
 def test_rejected_prompts_that_leave_fewer_batches_end_it_well(plan):
     sampling = {"type": "variance", "mode": "refill"}
-    settings = {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in sampling.items()}
-    run = make_run(plan, prompts=30, trainer__epochs=1, all_right=frozenset(range(0, 30, 2)), **settings).train()
+    settings = {
+        f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in sampling.items()
+    }
+    run = make_run(
+        plan, prompts=30, trainer__epochs=1, all_right=frozenset(range(0, 30, 2)), **settings
+    ).train()
     assert run.trained == [prompt for prompt in stream(30) if prompt.row % 2]
     assert run.trainer.global_step == 4
 
@@ -135,21 +149,31 @@ def test_a_generate_loop_that_fails_ends_it_with_its_error(plan):
 
 def test_a_loop_over_no_epochs_is_told_why_it_trains_nothing():
     run = make_run(EpochsTrainer, prompts=24, trainer__max_training_steps=3)
-    with pytest.raises(UserError, match=r"without a step, and 3 steps are left; a loop over trainer\.epochs=0"):
+    with pytest.raises(
+        UserError, match=r"without a step, and 3 steps are left; a loop over trainer\.epochs=0"
+    ):
         run.train()
 
 
-UNCORRECTED = {"prompts": 24, "trainer__epochs": 1, "trainer__algorithm__off_policy_correction": "none"}
+UNCORRECTED = {
+    "prompts": 24,
+    "trainer__epochs": 1,
+    "trainer__algorithm__off_policy_correction": "none",
+}
 
 
 @every_form
 def test_stale_samples_that_nothing_corrects_end_the_run_at_the_first_batch(plan):
     run = make_run(plan, **UNCORRECTED)
-    with pytest.raises(UserError, match=r"trains samples of policy version 0 in step 2, whose policy is version 1"):
+    with pytest.raises(
+        UserError, match=r"trains samples of policy version 0 in step 2, whose policy is version 1"
+    ):
         run.train()
     assert run.trainer.global_step == 1 and run.dispatch.weights == 1
     make_run(plan, **UNCORRECTED | {"trainer__algorithm__off_policy_correction": "auto"}).train()
-    make_run(plan, **UNCORRECTED | {"trainer__algorithm__policy_loss_type": "decoupled_ppo"}).train()
+    make_run(
+        plan, **UNCORRECTED | {"trainer__algorithm__policy_loss_type": "decoupled_ppo"}
+    ).train()
 
 
 def test_uncorrected_samples_must_be_requested():

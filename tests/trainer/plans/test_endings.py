@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyasync.inference.client import InferenceClient
-from skyasync.inference.interface import EngineConfig, GenerationRequest, InferenceEngine, SamplingParams
+from skyasync.inference.interface import (
+    EngineConfig,
+    GenerationRequest,
+    InferenceEngine,
+    SamplingParams,
+)
 from skyasync.simulate.clock import run_virtual
 from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
@@ -67,7 +72,10 @@ def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_reque
 
         run.generator.generate = calls_the_engine
         error = await error_of(TimeoutError, run, within=60)
-        assert "was not answered: engine 0 generated nothing for 30 s (generator.request_timeout_s)" in str(error)
+        assert (
+            "was not answered: engine 0 generated nothing for 30 s (generator.request_timeout_s)"
+            in str(error)
+        )
         assert str(error).startswith("request e0-i")
 
     run_virtual(scenario())
@@ -76,7 +84,9 @@ def test_an_engine_that_never_answers_ends_the_run_within_its_limit_naming_reque
 @every_plan
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_generator_of_ones_own_that_never_answers_has_the_limit_of_a_step(plan, held_out):
-    run = make_run(plan, prompts=12, eval_prompts=2, trainer__eval_interval=1, trainer__step_timeout_s=50.0)
+    run = make_run(
+        plan, prompts=12, eval_prompts=2, trainer__eval_interval=1, trainer__step_timeout_s=50.0
+    )
     generate = run.generator.generate
 
     async def hangs(batch):
@@ -86,18 +96,26 @@ def test_a_generator_of_ones_own_that_never_answers_has_the_limit_of_a_step(plan
     run.generator.generate = hangs
     error = run_virtual(error_of(TimeoutError, run, within=110))
     what = "evaluation" if held_out else "generation"
-    assert f"the {what} of step " in str(error) and "within 50 s (trainer.step_timeout_s)" in str(error)
+    assert f"the {what} of step " in str(error) and "within 50 s (trainer.step_timeout_s)" in str(
+        error
+    )
 
 
 @pytest.mark.parametrize(
     ("plan", "call"),
     [(plan, "stats") for plan in PLANS]
-    + [(plan, call) for plan in (AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer) for call in ("pause", "resume")],
+    + [
+        (plan, call)
+        for plan in (AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer)
+        for call in ("pause", "resume")
+    ],
 )
 def test_an_engine_that_is_stuck_in_any_call_ends_the_run_within_its_limit(plan, call):
     run = make_run(plan, prompts=12, trainer__step_timeout_s=50.0)
     answers = getattr(run.engines, call)
-    setattr(run.engines, call, lambda *args: never() if run.trainer.global_step == 1 else answers(*args))
+    setattr(
+        run.engines, call, lambda *args: never() if run.trainer.global_step == 1 else answers(*args)
+    )
     error = run_virtual(error_of(TimeoutError, run, within=80))
     assert "(trainer.step_timeout_s)" in str(error)
 
@@ -234,8 +252,12 @@ class EndsEarly(RayPPOTrainer):
 
 def test_a_plan_that_never_ends_a_step_is_told_what_it_lacks(caplog):
     make_run(WithoutEndStep, prompts=12).train()
-    message = "WithoutEndStep.train trains on without end_step: step 1 is not logged, evaluated or saved"
-    assert [record.message for record in caplog.records if "end_step" in record.message] == [message]
+    message = (
+        "WithoutEndStep.train trains on without end_step: step 1 is not logged, evaluated or saved"
+    )
+    assert [record.message for record in caplog.records if "end_step" in record.message] == [
+        message
+    ]
 
 
 def test_a_plan_that_ends_before_its_prompts_does_not_seem_to_have_trained_them(caplog):

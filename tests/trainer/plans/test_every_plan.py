@@ -82,17 +82,26 @@ def test_the_last_batch_may_be_smaller_and_is_trained(plan):
 
 @every_plan
 def test_max_training_steps_decide_unless_epochs_are_set(plan, caplog):
-    assert make_run(plan, prompts=40, trainer__max_training_steps=2).train().trained == stream(40)[:8]
-    assert make_run(plan, prompts=8, trainer__max_training_steps=5).train().trained == stream(8, epochs=3)[:20]
+    assert (
+        make_run(plan, prompts=40, trainer__max_training_steps=2).train().trained == stream(40)[:8]
+    )
+    assert (
+        make_run(plan, prompts=8, trainer__max_training_steps=5).train().trained
+        == stream(8, epochs=3)[:20]
+    )
     assert "the data has ended" not in caplog.text
-    assert make_run(plan, prompts=8, trainer__max_training_steps=99, trainer__epochs=1).train().trained == stream(8)
+    assert make_run(
+        plan, prompts=8, trainer__max_training_steps=99, trainer__epochs=1
+    ).train().trained == stream(8)
     assert "the data has ended with step 2 of trainer.max_training_steps=99" in caplog.text
 
 
 @every_plan
 def test_mini_batches_and_passes_update_the_policy_as_often_as_total_updates_says(plan):
     passes = 1 if plan is StreamedRayPPOTrainer else 3  # which has but one
-    run = make_run(plan, prompts=8, trainer__policy_mini_batch_size=2, trainer__update_epochs_per_batch=passes).train()
+    run = make_run(
+        plan, prompts=8, trainer__policy_mini_batch_size=2, trainer__update_epochs_per_batch=passes
+    ).train()
     assert run.dispatch.weights == run.trainer.context.length.updates == 2 * 2 * passes
     first_pass = [i for update in run.dispatch.trained[:2] for i in update]
     assert first_pass == stream(8)[:4]
@@ -111,13 +120,22 @@ def test_weights_are_handed_over_every_nth_step_and_after_the_last(plan, interva
     assert sorted(run.trained) == sorted(stream(28))
     depth = 3 - (interval - 1) if plan in BOUNDED else int(plan is AsyncRayPPOTrainer)
     assert max(run.tracker.of("staleness/max").values()) <= depth + interval - 1
-    versions = {step: max(version for version in [0, *sync_steps] if version <= step) for step in range(1, 8)}
+    versions = {
+        step: max(version for version in [0, *sync_steps] if version <= step)
+        for step in range(1, 8)
+    }
     assert run.tracker.of("eval/version") == {step: versions[step] for step in (2, 4, 6, 7)}
 
 
 def test_an_on_policy_plan_that_skips_syncs_needs_a_correction():
-    with pytest.raises(UserError, match=r"correction=none leaves .* since trainer\.sync_interval=2 is asynchronous"):
-        make_run(RayPPOTrainer, trainer__sync_interval=2, trainer__algorithm__off_policy_correction="none")
+    with pytest.raises(
+        UserError, match=r"correction=none leaves .* since trainer\.sync_interval=2 is asynchronous"
+    ):
+        make_run(
+            RayPPOTrainer,
+            trainer__sync_interval=2,
+            trainer__algorithm__off_policy_correction="none",
+        )
 
 
 # ---------------------------------------------------------------- metrics
@@ -126,17 +144,28 @@ def test_an_on_policy_plan_that_skips_syncs_needs_a_correction():
 @every_plan
 def test_metrics_of_a_step_are_logged_at_that_step_once_and_in_order(plan):
     recorder = Recorder()
-    run = make_run(plan, prompts=12, callbacks=[recorder], eval_prompts=3, trainer__eval_interval=2).train()
+    run = make_run(
+        plan, prompts=12, callbacks=[recorder], eval_prompts=3, trainer__eval_interval=2
+    ).train()
     assert [step for step, _ in run.tracker.rows] == [1, 2, 3]
     for name in ("policy/loss", "mine"):
         assert run.tracker.of(name) == {1: 1, 2: 2, 3: 3}
-    for name in ("time/generate_s", "time/train_s", "time/sync_s", "sync/logprob_gap", "reward/mean", "idle/engines"):
+    for name in (
+        "time/generate_s",
+        "time/train_s",
+        "time/sync_s",
+        "sync/logprob_gap",
+        "reward/mean",
+        "idle/engines",
+    ):
         assert sorted(run.tracker.of(name)) == [1, 2, 3], name
 
 
 @every_plan
 def test_an_evaluation_belongs_to_the_step_after_which_it_ran_and_to_that_policy(plan):
-    run = make_run(plan, prompts=20, eval_prompts=3, trainer__eval_interval=2, trainer__eval_before_train=True).train()
+    run = make_run(
+        plan, prompts=20, eval_prompts=3, trainer__eval_interval=2, trainer__eval_before_train=True
+    ).train()
     assert run.tracker.of("eval/version") == {0: 0, 2: 2, 4: 4, 5: 5}
     assert sorted(run.tracker.of("eval/score")) == [0, 2, 4, 5]
 
@@ -197,9 +226,16 @@ def test_without_stamps_the_version_at_the_start_of_generation_counts(plan):
 
 @every_plan
 @pytest.mark.parametrize("saved", [1, 2, 3, 4, 5, 6, 7, 8])
-def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_and_at_its_end(plan, saved, tmp_path):
+def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_and_at_its_end(
+    plan, saved, tmp_path
+):
     """10 prompts in batches of 4: epochs end after steps 2.5, 5 and 7.5."""
-    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    shared = {
+        "prompts": 10,
+        "trainer__epochs": 3,
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 1,
+    }
     first = make_run(plan, **shared)
     first.faults["update", saved + 1] = Broken()
     if saved < 8:
@@ -219,12 +255,19 @@ def test_a_resumed_run_goes_on_with_the_right_prompts_in_the_middle_of_an_epoch_
 @every_plan
 @pytest.mark.parametrize(("before", "after"), [(4, 8), (8, 4), (4, 3), (5, 4)])
 def test_a_resumed_run_may_have_another_batch_size(plan, before, after, tmp_path):
-    shared = {"prompts": 16, "trainer__epochs": 2, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    shared = {
+        "prompts": 16,
+        "trainer__epochs": 2,
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 1,
+    }
     first = make_run(plan, **shared, trainer__train_batch_size=before)
     first.faults["update", 3] = Broken()
     with pytest.raises(Broken):
         first.train()
-    second = make_run(plan, **shared, trainer__train_batch_size=after, trainer__resume_mode="latest").train()
+    second = make_run(
+        plan, **shared, trainer__train_batch_size=after, trainer__resume_mode="latest"
+    ).train()
     assert first.trained + second.trained == stream(16, epochs=2)
     steps = -(-(32 - 2 * before) // after)
     assert [step for step, _ in second.tracker.rows] == list(range(3, 3 + steps))
@@ -233,10 +276,18 @@ def test_a_resumed_run_may_have_another_batch_size(plan, before, after, tmp_path
 
 @every_plan
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
-def test_a_resumed_run_of_another_batch_size_ends_after_the_steps_that_are_set(plan, before, after, tmp_path):
+def test_a_resumed_run_of_another_batch_size_ends_after_the_steps_that_are_set(
+    plan, before, after, tmp_path
+):
     shared = {"prompts": 16, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
-    make_run(plan, **shared, trainer__train_batch_size=before, trainer__max_training_steps=3).train()
-    more = {"trainer__train_batch_size": after, "trainer__max_training_steps": 5, "trainer__resume_mode": "latest"}
+    make_run(
+        plan, **shared, trainer__train_batch_size=before, trainer__max_training_steps=3
+    ).train()
+    more = {
+        "trainer__train_batch_size": after,
+        "trainer__max_training_steps": 5,
+        "trainer__resume_mode": "latest",
+    }
     second = make_run(plan, **shared, **more).train()
     assert [step for step, _ in second.tracker.rows] == [4, 5]
     assert len(second.trained) == 2 * after
@@ -246,7 +297,9 @@ def test_a_resumed_run_of_another_batch_size_ends_after_the_steps_that_are_set(p
 def test_resuming_a_finished_run_trains_nothing_and_ends_well(plan, tmp_path):
     shared = {"prompts": 8, "trainer__ckpt_path": str(tmp_path / "c"), "trainer__ckpt_interval": 1}
     make_run(plan, **shared).train()
-    again = make_run(plan, **shared, trainer__resume_mode="latest", trainer__export_path=str(tmp_path / "e")).train()
+    again = make_run(
+        plan, **shared, trainer__resume_mode="latest", trainer__export_path=str(tmp_path / "e")
+    ).train()
     assert not again.trained
     assert not again.generator.asked
     assert again.dispatch.exported == [tmp_path / "e"]
@@ -257,14 +310,25 @@ def test_resuming_a_finished_run_trains_nothing_and_ends_well(plan, tmp_path):
 @every_plan
 def test_the_last_checkpoint_is_numbered_with_the_last_step(plan, tmp_path):
     recorder = Recorder()
-    make_run(plan, prompts=14, callbacks=[recorder], trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=3).train()
+    make_run(
+        plan,
+        prompts=14,
+        callbacks=[recorder],
+        trainer__ckpt_path=str(tmp_path),
+        trainer__ckpt_interval=3,
+    ).train()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000003", "step_000004"]
-    assert [e for e in recorder.events if e[0] == "checkpoint"] == [("checkpoint", 3), ("checkpoint", 4)]
+    assert [e for e in recorder.events if e[0] == "checkpoint"] == [
+        ("checkpoint", 3),
+        ("checkpoint", 4),
+    ]
 
 
 @every_plan
 def test_the_time_of_a_checkpoint_is_logged_at_its_step(plan, tmp_path):
-    run = make_run(plan, prompts=16, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=2).train()
+    run = make_run(
+        plan, prompts=16, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=2
+    ).train()
     assert sorted(run.tracker.of("time/checkpoint_s")) == [2, 4]
 
 
@@ -276,7 +340,9 @@ def test_no_checkpoint_is_written_unless_asked_for(plan, tmp_path):
 
 @every_plan
 def test_resuming_without_a_checkpoint_starts_from_scratch(plan, tmp_path):
-    run = make_run(plan, prompts=8, trainer__ckpt_path=str(tmp_path), trainer__resume_mode="latest").train()
+    run = make_run(
+        plan, prompts=8, trainer__ckpt_path=str(tmp_path), trainer__resume_mode="latest"
+    ).train()
     assert run.trained == stream(8)
 
 
@@ -308,7 +374,9 @@ def test_other_data_than_the_checkpoints_is_refused_and_the_tracker_closed(plan,
     depth=st.integers(1, 3),
     kind=st.sampled_from([Broken, UserError, TimeoutError, KeyError]),
 )
-def test_an_error_in_any_part_at_any_step_ends_the_run_with_that_very_error(plan, fault, generating, depth, kind):
+def test_an_error_in_any_part_at_any_step_ends_the_run_with_that_very_error(
+    plan, fault, generating, depth, kind
+):
     run = make_run(
         plan, prompts=24, eval_prompts=2, generating=[generating], trainer__eval_interval=2,
         trainer__eval_before_train=True, trainer__async_queue_size=depth,
@@ -343,7 +411,11 @@ def test_an_error_in_a_callback_ends_the_run_with_that_very_error(plan, event, t
 @every_plan
 def test_an_error_while_saving_leaves_no_checkpoint_and_is_raised(plan, tmp_path):
     run = make_run(
-        plan, prompts=12, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1, trainer__ckpt_patience=1
+        plan,
+        prompts=12,
+        trainer__ckpt_path=str(tmp_path),
+        trainer__ckpt_interval=1,
+        trainer__ckpt_patience=1,
     )
     error = run.faults["save", 2] = OSError("disk full")
     with pytest.raises(
@@ -352,7 +424,11 @@ def test_an_error_while_saving_leaves_no_checkpoint_and_is_raised(plan, tmp_path
         run.train()
     assert caught.value.__cause__ is error
     resumed = make_run(
-        plan, prompts=12, trainer__ckpt_path=str(tmp_path), trainer__ckpt_interval=1, trainer__resume_mode="latest"
+        plan,
+        prompts=12,
+        trainer__ckpt_path=str(tmp_path),
+        trainer__ckpt_interval=1,
+        trainer__resume_mode="latest",
     ).train()
     assert resumed.trained == stream(12)[4:]
 
@@ -543,7 +619,10 @@ def test_a_mixin_of_algorithm_hooks_works_with_the_plan_by_inheritance(plan):
     assert set(run.tracker.of("reward/mean").values()) == {1.0}
     assert run.trained == [i for i in stream(16) if i.row % 2 == 0]
     assert all((batch.advantages == 3.0).all() for batch in run.dispatch.batches)
-    assert {float(r) for batch in run.dispatch.batches for r in batch.rewards.flatten()} <= {-1.0, 1.0}
+    assert {float(r) for batch in run.dispatch.batches for r in batch.rewards.flatten()} <= {
+        -1.0,
+        1.0,
+    }
 
 
 @every_plan
@@ -578,10 +657,14 @@ def test_dynamic_sampling_leaves_out_the_groups_that_its_setting_says(plan):
         def postprocess_generator_output(self, groups):
             for group in groups:
                 for trajectory in group.trajectories:
-                    trajectory.segments[-1].reward = 1.0 if group.prompt.id.row == 3 else trajectory.reward
+                    trajectory.segments[-1].reward = (
+                        1.0 if group.prompt.id.row == 3 else trajectory.reward
+                    )
             return groups
 
-    run = make_run(OneRowAllRight, prompts=8, trainer__algorithm__dynamic_sampling__type="variance").train()
+    run = make_run(
+        OneRowAllRight, prompts=8, trainer__algorithm__dynamic_sampling__type="variance"
+    ).train()
     assert run.trained == [i for i in stream(8) if i != PromptId(0, 3)]
 
 
@@ -591,12 +674,16 @@ def test_groups_can_be_filtered_by_a_metric_of_their_environment(plan):
         def postprocess_generator_output(self, groups):
             for group in groups:
                 for number, trajectory in enumerate(group.trajectories):
-                    trajectory.metrics = {"score": 1.0 if group.prompt.id.row == 3 else float(number)}
+                    trajectory.metrics = {
+                        "score": 1.0 if group.prompt.id.row == 3 else float(number)
+                    }
                     trajectory.segments[-1].reward = float(number)
             return groups
 
     asked = {"type": "variance", "metric": "score"}
-    settings = {f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in asked.items()}
+    settings = {
+        f"trainer__algorithm__dynamic_sampling__{name}": value for name, value in asked.items()
+    }
     run = make_run(RowThreeScoresAlike, prompts=8, **settings).train()
     assert run.trained == [i for i in stream(8) if i != PromptId(0, 3)]
 

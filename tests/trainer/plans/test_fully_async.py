@@ -17,7 +17,14 @@ from skyasync.trainer import RayPPOTrainer
 from skyasync.trainer.plans.fully_async import FullyAsyncRayPPOTrainer
 from skyasync.trainer.plans.one_step_off import AsyncRayPPOTrainer
 from tests.inference.tiny_llama import save_tiny_llama
-from tests.trainer.plans.local_run import LocalRun, Memory, RecordingClient, check_tokens, config, without_times
+from tests.trainer.plans.local_run import (
+    LocalRun,
+    Memory,
+    RecordingClient,
+    check_tokens,
+    config,
+    without_times,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -39,10 +46,13 @@ class RememberingSync(Memory): ...
 
 
 @EVERY_PARTIAL_ROLLOUT
-async def test_without_staleness_it_is_the_synchronous_plan_bit_for_bit(model: str, partial_rollout: str) -> None:
+async def test_without_staleness_it_is_the_synchronous_plan_bit_for_bit(
+    model: str, partial_rollout: str
+) -> None:
     sync = await LocalRun(RayPPOTrainer, config(model, steps=6)).train()
     streamed = await LocalRun(
-        FullyAsyncRayPPOTrainer, config(model, steps=6, max_staleness=0, partial_rollout=partial_rollout)
+        FullyAsyncRayPPOTrainer,
+        config(model, steps=6, max_staleness=0, partial_rollout=partial_rollout),
     ).train()
     assert without_times(streamed.tracker.rows) == without_times(sync.tracker.rows)
     assert len({row["policy/loss"] for row in sync.tracker.rows.values()}) == 6
@@ -69,8 +79,13 @@ async def test_every_prompt_is_trained_once_with_bounded_staleness(
 ) -> None:
     cfg = config(model, steps=0, epochs=3, max_staleness=staleness, partial_rollout=partial_rollout)
     run = await LocalRun(Remembering, cfg).train()
-    assert sorted(run.trainer.trained_ids) == [PromptId(epoch, row) for epoch in range(3) for row in range(10)]
-    assert max(row["staleness/max"] for row in run.tracker.rows.values() if "staleness/max" in row) <= staleness
+    assert sorted(run.trainer.trained_ids) == [
+        PromptId(epoch, row) for epoch in range(3) for row in range(10)
+    ]
+    assert (
+        max(row["staleness/max"] for row in run.tracker.rows.values() if "staleness/max" in row)
+        <= staleness
+    )
     assert sorted(run.tracker.rows) == list(range(1, 9)), "30 prompts in batches of 4"
 
 
@@ -84,11 +99,17 @@ async def test_waiting_rollouts_leave_no_trajectory_of_two_versions(model: str) 
 # ---------------------------------------------------------------- tokens, log-probabilities, versions
 
 
-@pytest.mark.parametrize("partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"])
-async def test_what_is_trained_is_what_the_engine_computed_token_by_token(model: str, partial_rollout: str) -> None:
+@pytest.mark.parametrize(
+    "partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"]
+)
+async def test_what_is_trained_is_what_the_engine_computed_token_by_token(
+    model: str, partial_rollout: str
+) -> None:
     cfg = config(model, steps=8, max_staleness=2, partial_rollout=partial_rollout, train_length=40)
     run = await LocalRun(Remembering, cfg, client=RecordingClient).train()
-    assert check_tokens(run) > 5, "no trajectory was in flight during a weight update, so the test checks nothing"
+    assert check_tokens(run) > 5, (
+        "no trajectory was in flight during a weight update, so the test checks nothing"
+    )
 
 
 async def test_after_a_cut_every_token_has_the_logprob_of_its_version(model: str) -> None:
@@ -96,11 +117,15 @@ async def test_after_a_cut_every_token_has_the_logprob_of_its_version(model: str
     cfg = config(model, steps=8, max_staleness=2, partial_rollout="recompute", train_length=40)
     run = await LocalRun(Remembering, cfg).train()
     mixed = 0
-    for trajectory in (t for groups in run.trainer.trained for group in groups for t in group.trajectories):
+    for trajectory in (
+        t for groups in run.trainer.trained for group in groups for t in group.trajectories
+    ):
         tokens, (action,) = trajectory.tokens, trajectory.actions
         mixed += len(set(action.versions)) > 1
         for version in set(action.versions):
-            scored = run.dispatch.score_under(run.trainer.weights[version], tokens)[-len(action.tokens) :]
+            scored = run.dispatch.score_under(run.trainer.weights[version], tokens)[
+                -len(action.tokens) :
+            ]
             for found, expected, v in zip(action.logprobs, scored, action.versions, strict=True):
                 assert v != version or found == pytest.approx(expected, abs=1e-4)
     assert mixed > 5
@@ -132,8 +157,12 @@ class WatchingClient(InferenceClient):
 
 
 @pytest.mark.parametrize("eval_mode", ["pause", "overlap"])
-async def test_evaluation_is_pinned_to_the_version_it_is_labelled_with(model: str, eval_mode: str) -> None:
-    cfg = config(model, steps=6, max_staleness=3, eval_mode=eval_mode, eval_interval=1, train_length=40)
+async def test_evaluation_is_pinned_to_the_version_it_is_labelled_with(
+    model: str, eval_mode: str
+) -> None:
+    cfg = config(
+        model, steps=6, max_staleness=3, eval_mode=eval_mode, eval_interval=1, train_length=40
+    )
     run = await LocalRun(Remembering, cfg, client=WatchingClient).train()
     assert [row["eval/version"] for row in run.tracker.rows.values()] == [1, 2, 3, 4, 5, 6]
     assert run.client.eval_versions == [{step} for step in range(1, 7) for _ in range(3)]
@@ -148,7 +177,12 @@ async def test_evaluation_is_pinned_to_the_version_it_is_labelled_with(model: st
 async def test_a_resumed_run_trains_what_is_left_and_nothing_twice(
     model: str, tmp_path: Path, bound: str, resumed_plan: type[Memory]
 ) -> None:
-    settings = {"epochs": 4, "ckpt_interval": 3, "ckpt_path": str(tmp_path), "staleness_bound": bound}
+    settings = {
+        "epochs": 4,
+        "ckpt_interval": 3,
+        "ckpt_path": str(tmp_path),
+        "staleness_bound": bound,
+    }
     first = LocalRun(Remembering, config(model, steps=0, max_staleness=2, **settings))
     first.trainer.callbacks.append(Stop(after=5))
     with pytest.raises(Stopped):
@@ -157,7 +191,9 @@ async def test_a_resumed_run_trains_what_is_left_and_nothing_twice(
     cfg = config(model, steps=0, max_staleness=2, resume_mode="latest", **settings)
     second = await LocalRun(resumed_plan, cfg).train()
     after = second.trainer.trained_ids
-    assert sorted(before + after) == [PromptId(epoch, row) for epoch in range(4) for row in range(10)]
+    assert sorted(before + after) == [
+        PromptId(epoch, row) for epoch in range(4) for row in range(10)
+    ]
     assert sorted(second.tracker.rows) == list(range(4, 11))
 
 

@@ -35,7 +35,11 @@ class Counting(TrainerCallback):
     """Allocated memory blocks after some of the steps; a terminal polls meanwhile."""
 
     def __init__(self, steps: int) -> None:
-        self.recorder, self.blocks, self.at = ProgressRecorder(steps), list[int](), (SETTLED, steps - LAST)
+        self.recorder, self.blocks, self.at = (
+            ProgressRecorder(steps),
+            list[int](),
+            (SETTLED, steps - LAST),
+        )
 
     def on_step_end(self, trainer: object, metrics: dict[str, float]) -> None:
         step = trainer.global_step  # type: ignore[attr-defined]
@@ -50,7 +54,11 @@ class Counting(TrainerCallback):
 @pytest.mark.parametrize("plan", ["fully_async", "sync", "one_step_off", "streamed"])
 def test_what_a_run_holds_does_not_grow(plan: str, tmp_path: Path) -> None:
     cfg = SimulationConfig()
-    cfg.trainer.max_training_steps, cfg.trainer.train_batch_size, cfg.generator.n_samples_per_prompt = STEPS, 2, 2
+    (
+        cfg.trainer.max_training_steps,
+        cfg.trainer.train_batch_size,
+        cfg.generator.n_samples_per_prompt,
+    ) = STEPS, 2, 2
     cfg.generator.num_inference_engines, cfg.simulate.slots, cfg.simulate.length_mean = 2, 4, 100.0
     counting = Counting(STEPS)
 

@@ -40,7 +40,9 @@ async def test_a_plan_trains_adapters_whose_syncs_arrive_and_whose_reference_is_
     before = run.dispatch.weights()
     await run.train()
     after = run.dispatch.weights()
-    assert {name for name in after if not torch.equal(after[name], before[name])} == {n for n in after if "lora_" in n}
+    assert {name for name in after if not torch.equal(after[name], before[name])} == {
+        n for n in after if "lora_" in n
+    }
     rows = [run.tracker.rows[step] for step in (1, 2, 3)]
     assert all(row["sync/logprob_gap_mean"] < 1e-4 for row in rows)
     assert all(row["policy/grad_norm"] > 0 for row in rows)

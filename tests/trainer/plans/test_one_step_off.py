@@ -20,7 +20,13 @@ def test_staleness_is_0_for_the_first_step_and_1_afterwards():
 
 
 @settings(max_examples=60, deadline=None)
-@given(depth=st.integers(1, 4), steps=st.integers(1, 9), generating=SECONDS, updating=SECONDS, syncing=SECONDS)
+@given(
+    depth=st.integers(1, 4),
+    steps=st.integers(1, 9),
+    generating=SECONDS,
+    updating=SECONDS,
+    syncing=SECONDS,
+)
 def test_whatever_takes_long_the_staleness_is_that_of_the_depth_and_nothing_is_lost(
     depth, steps, generating, updating, syncing
 ):
@@ -29,7 +35,9 @@ def test_whatever_takes_long_the_staleness_is_that_of_the_depth_and_nothing_is_l
         generating=generating, updating=updating, syncing=syncing,
     ).train()  # fmt: skip
     for metric in ("staleness/min", "staleness/max"):
-        assert run.tracker.of(metric) == {step: min(step - 1, depth) for step in range(1, steps + 1)}
+        assert run.tracker.of(metric) == {
+            step: min(step - 1, depth) for step in range(1, steps + 1)
+        }
     assert run.trained == stream(4 * steps)
     assert run.sync.versions == list(range(steps + 1))
     assert run.engines.generating == 0
@@ -61,13 +69,21 @@ def test_the_queue_never_holds_more_than_its_size(depth, generating, updating):
             super()._tell(event, *args)
 
     waiting: list[int] = []
-    make_run(Counting, prompts=40, trainer__async_queue_size=depth, generating=generating, updating=updating).train()
+    make_run(
+        Counting,
+        prompts=40,
+        trainer__async_queue_size=depth,
+        generating=generating,
+        updating=updating,
+    ).train()
     assert max(most) <= depth + 1  # the queue, and one finished batch that waits for a place in it
     assert not waiting
 
 
 def test_generation_of_the_next_batch_overlaps_training_on_this_one():
-    run = make_run(AsyncRayPPOTrainer, prompts=24, generating=[2.0], updating=[2.0], syncing=[0.0]).train()
+    run = make_run(
+        AsyncRayPPOTrainer, prompts=24, generating=[2.0], updating=[2.0], syncing=[0.0]
+    ).train()
     elapsed = run.tracker.of("time/step_s")
     assert elapsed[1] == pytest.approx(4.0)  # nothing to overlap with yet
     assert all(elapsed[step] == pytest.approx(2.0) for step in range(2, 7))
@@ -110,14 +126,21 @@ def test_the_loop_fits_on_a_screen():
     "settings_",
     [
         {"trainer__algorithm__off_policy_correction": "none"},
-        {"trainer__algorithm__off_policy_correction": "none", "trainer__algorithm__policy_loss_type": "vanilla"},
+        {
+            "trainer__algorithm__off_policy_correction": "none",
+            "trainer__algorithm__policy_loss_type": "vanilla",
+        },
     ],
 )
 def test_training_on_stale_samples_without_a_correction_is_refused_naming_both_keys(settings_):
-    with pytest.raises(UserError, match=r"off_policy_correction=none.*policy_loss_type=") as refused:
+    with pytest.raises(
+        UserError, match=r"off_policy_correction=none.*policy_loss_type="
+    ) as refused:
         make_run(AsyncRayPPOTrainer, **settings_)
     assert "trainer.allow_uncorrected=true" in str(refused.value)
-    assert make_run(AsyncRayPPOTrainer, trainer__allow_uncorrected=True, **settings_).train().trained
+    assert (
+        make_run(AsyncRayPPOTrainer, trainer__allow_uncorrected=True, **settings_).train().trained
+    )
 
 
 @pytest.mark.parametrize(
@@ -125,8 +148,14 @@ def test_training_on_stale_samples_without_a_correction_is_refused_naming_both_k
     [
         {},
         {"trainer__algorithm__ratio_anchor": "behaviour"},
-        {"trainer__algorithm__off_policy_correction": "none", "trainer__algorithm__policy_loss_type": "decoupled_ppo"},
-        {"trainer__algorithm__off_policy_correction": "none", "trainer__algorithm__policy_loss_type": "m2po"},
+        {
+            "trainer__algorithm__off_policy_correction": "none",
+            "trainer__algorithm__policy_loss_type": "decoupled_ppo",
+        },
+        {
+            "trainer__algorithm__off_policy_correction": "none",
+            "trainer__algorithm__policy_loss_type": "m2po",
+        },
     ],
 )
 def test_a_loss_or_a_correction_that_uses_the_behaviour_policy_is_enough(settings_):

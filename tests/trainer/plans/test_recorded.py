@@ -31,6 +31,8 @@ async def test_a_recorded_checkpoint_is_continued_with_the_same_figures(model, t
     resumed = await checkpointed(model, tmp_path, resume_mode="latest")
     assert list(resumed.tracker.rows) == [4]
     step = resumed.tracker.rows[4]
-    assert step["staleness/mean"] == 1.0  # the rollouts of the checkpoint were trained, not generated again
+    assert (
+        step["staleness/mean"] == 1.0
+    )  # the rollouts of the checkpoint were trained, not generated again
     assert step["policy/loss"] == pytest.approx(-0.03891989216208458, rel=1e-3)
     assert step["policy/grad_norm"] == pytest.approx(1.1303585767745972, rel=1e-3)

@@ -35,7 +35,12 @@ class Broken(Exception):
 
 def interrupted(plan: type, tmp_path: Path, step: int, **settings: Any) -> tuple[Any, Any]:
     """A run that fails in the update after ``step``, and the run that resumes from its checkpoint."""
-    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    shared = {
+        "prompts": 10,
+        "trainer__epochs": 3,
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 1,
+    }
     first = make_run(plan, **shared, **settings)
     first.faults["update", step + 1] = Broken()
     with pytest.raises(Broken):
@@ -50,7 +55,11 @@ def interrupted(plan: type, tmp_path: Path, step: int, **settings: Any) -> tuple
 def test_what_was_finished_is_trained_and_not_asked_for_again(
     plan: type, step: int, depth: int, tmp_path: Path
 ) -> None:
-    ages = {"trainer__async_queue_size": depth} if plan is AsyncRayPPOTrainer else {"trainer__max_staleness": depth}
+    ages = (
+        {"trainer__async_queue_size": depth}
+        if plan is AsyncRayPPOTrainer
+        else {"trainer__max_staleness": depth}
+    )
     whole = make_run(plan, prompts=10, trainer__epochs=3, generating=[1.0], **ages).train()
     first, second = interrupted(plan, tmp_path, step, generating=[1.0], **ages)
     held = set(first.generator.asked) - set(first.trained)
@@ -62,16 +71,25 @@ def test_what_was_finished_is_trained_and_not_asked_for_again(
     kept = [prompt for prompt, times in again.items() if times == 1 and prompt in held]
     assert kept, "finished at the checkpoint"
     ages_of = second.tracker.of("staleness/max")
-    assert {s: ages_of[s] for s in ages_of} == {s: a for s, a in whole.tracker.of("staleness/max").items() if s > step}
+    assert {s: ages_of[s] for s in ages_of} == {
+        s: a for s, a in whole.tracker.of("staleness/max").items() if s > step
+    }
 
 
 def test_what_a_resumed_run_has_not_requested_yet_is_in_its_next_checkpoint(tmp_path: Path) -> None:
-    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1}
+    shared = {
+        "prompts": 10,
+        "trainer__epochs": 3,
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 1,
+    }
     first = make_run(FullyAsyncRayPPOTrainer, **shared, generating=[1.0], trainer__max_staleness=2)
     first.faults["update", 4] = Broken()
     with pytest.raises(Broken):
         first.train()
-    second = make_run(RayPPOTrainer, **shared, trainer__resume_mode="latest")  # requests one batch at a time
+    second = make_run(
+        RayPPOTrainer, **shared, trainer__resume_mode="latest"
+    )  # requests one batch at a time
     second.faults["update", 2] = Broken()  # its second
     with pytest.raises(Broken):
         second.train()
@@ -92,28 +110,45 @@ def test_without_saved_rollouts_a_resumed_run_generates_again(plan: type, tmp_pa
 def test_rollouts_of_another_group_size_are_left_out_in_a_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    shared = {"prompts": 10, "trainer__ckpt_path": str(tmp_path), "trainer__ckpt_interval": 1, "trainer__epochs": 3}
+    shared = {
+        "prompts": 10,
+        "trainer__ckpt_path": str(tmp_path),
+        "trainer__ckpt_interval": 1,
+        "trainer__epochs": 3,
+    }
     first = make_run(AsyncRayPPOTrainer, **shared)
     first.faults["update", 3] = Broken()
     with pytest.raises(Broken):
         first.train()
-    second = make_run(AsyncRayPPOTrainer, **shared, generator__n_samples_per_prompt=4, trainer__resume_mode="latest")
+    second = make_run(
+        AsyncRayPPOTrainer,
+        **shared,
+        generator__n_samples_per_prompt=4,
+        trainer__resume_mode="latest",
+    )
     second.train()
     assert set(second.trained) == set(second.generator.asked)
-    assert "are left out and generated again: they are not of generator.n_samples_per_prompt=4" in caplog.text
+    assert (
+        "are left out and generated again: they are not of generator.n_samples_per_prompt=4"
+        in caplog.text
+    )
 
 
 class Long(RayPPOTrainer):
     """The responses to one row are cut off."""
 
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
-        for trajectory in (t for group in groups if group.prompt.id.row == 2 for t in group.trajectories):
+        for trajectory in (
+            t for group in groups if group.prompt.id.row == 2 for t in group.trajectories
+        ):
             trajectory.stop_reason = "length"
         return groups
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(plan: type, tmp_path: Path) -> None:
+def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(
+    plan: type, tmp_path: Path
+) -> None:
     folder = RunDirectory(tmp_path, "run")
     settings = {"dynamic_sampling__type": "variance", "truncated_responses": "drop"}
     run = make_run(
@@ -121,15 +156,27 @@ def test_what_is_not_trained_stands_in_the_ledger_with_its_reason(plan: type, tm
         **{f"trainer__algorithm__{name}": value for name, value in settings.items()},
     )  # fmt: skip
     run.train()
-    rejected = {name: why for row in read_rows(folder.ledger) for name, why in row.get("rejected", {}).items()}
+    rejected = {
+        name: why
+        for row in read_rows(folder.ledger)
+        for name, why in row.get("rejected", {}).items()
+    }
     assert rejected == {"e0-i5": NO_SIGNAL, "e0-i2": TRUNCATED}
-    assert {end.partition("@")[0] for (end,) in audit(read_rows(folder.ledger)).values()} == {"trained", "rejected"}
+    assert {end.partition("@")[0] for (end,) in audit(read_rows(folder.ledger)).values()} == {
+        "trained",
+        "rejected",
+    }
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_ledger_of_an_interrupted_run_has_every_prompt_once(plan: type, tmp_path: Path) -> None:
     folder = RunDirectory(tmp_path, "run")
-    shared = {"prompts": 10, "trainer__epochs": 3, "trainer__ckpt_path": str(tmp_path / "c"), "run_dir": folder}
+    shared = {
+        "prompts": 10,
+        "trainer__epochs": 3,
+        "trainer__ckpt_path": str(tmp_path / "c"),
+        "run_dir": folder,
+    }
     first = make_run(plan, **shared, trainer__ckpt_interval=2)
     first.faults["update", 6] = Broken()  # step 5 is redone
     with pytest.raises(Broken):
@@ -143,11 +190,14 @@ def test_the_ledger_of_an_interrupted_run_has_every_prompt_once(plan: type, tmp_
     assert all(len(ends) == 1 and ends[0].startswith("trained@") for ends in found.values())
 
 
-def test_a_prompt_that_is_replaced_has_no_version_in_a_checkpoint_since_its_slot_is_free(tmp_path: Path) -> None:
+def test_a_prompt_that_is_replaced_has_no_version_in_a_checkpoint_since_its_slot_is_free(
+    tmp_path: Path,
+) -> None:
     """With it the resumed run would have more open prompts than slots, and forget when all of them were started."""
     right = frozenset(range(0, 40, 2))
     sampling = {
-        f"trainer__algorithm__dynamic_sampling__{k}": v for k, v in {"type": "variance", "mode": "refill"}.items()
+        f"trainer__algorithm__dynamic_sampling__{k}": v
+        for k, v in {"type": "variance", "mode": "refill"}.items()
     }
     run = make_run(
         FullyAsyncRayPPOTrainer, prompts=40, all_right=right, generating=(1.0, 0.5, 2.5), trainer__ckpt_interval=1,
@@ -171,7 +221,10 @@ def test_what_a_filter_rejects_stands_in_the_ledger(tmp_path: Path) -> None:
     )  # fmt: skip
     run.train()
     found = audit(read_rows(folder.ledger))
-    assert sorted(name for name, ends in found.items() if ends[0].startswith("rejected")) == ["e0-i2", "e0-i5"]
+    assert sorted(name for name, ends in found.items() if ends[0].startswith("rejected")) == [
+        "e0-i2",
+        "e0-i5",
+    ]
     assert len(found) == 10
 
 
@@ -200,7 +253,9 @@ STEPS = 6  # of four prompts, with ten in an epoch
 
 def definite(plan: type[RayPPOTrainer], model: str, folder: Path, **settings: Any) -> LocalRun:
     """Settings of a plan whose batches do not depend on the clock."""
-    cfg = config(model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), stream_groups=2, **settings)
+    cfg = config(
+        model, steps=STEPS, ckpt_interval=1, ckpt_path=str(folder), stream_groups=2, **settings
+    )
     cfg.generator.sampling_params.seed = 5  # a request is sampled by its name, in any run
     return LocalRun(type("Remembering", (Memory, plan), {}), cfg)
 
@@ -213,11 +268,16 @@ def whole_runs(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[typ
 
 
 @pytest.mark.parametrize(
-    "stop", [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(5, marks=pytest.mark.matrix)]
+    "stop",
+    [pytest.param(2, marks=pytest.mark.matrix), 3, pytest.param(5, marks=pytest.mark.matrix)],
 )
 @pytest.mark.parametrize("plan", DEFINITE)
 async def test_plans_whose_batches_are_definite_resume_bit_for_bit(
-    plan: type[RayPPOTrainer], whole_runs: dict[type, LocalRun], model: str, tmp_path: Path, stop: int
+    plan: type[RayPPOTrainer],
+    whole_runs: dict[type, LocalRun],
+    model: str,
+    tmp_path: Path,
+    stop: int,
 ) -> None:
     """The step is interrupted at its end, before its checkpoint, and repeated."""
     whole = whole_runs[plan]
@@ -226,7 +286,10 @@ async def test_plans_whose_batches_are_definite_resume_bit_for_bit(
     with pytest.raises(Broken):
         await first.train()
     second = await definite(plan, model, tmp_path / "cut", resume_mode="latest").train()
-    assert first.trainer.trained_ids[: 4 * (stop - 1)] + second.trainer.trained_ids == whole.trainer.trained_ids
+    assert (
+        first.trainer.trained_ids[: 4 * (stop - 1)] + second.trainer.trained_ids
+        == whole.trainer.trained_ids
+    )
     for step in range(stop, STEPS + 1):
         for name in ("policy/loss", "policy/grad_norm", "reward/mean", "staleness/max"):
             assert second.tracker.rows[step][name] == whole.tracker.rows[step][name], (step, name)
@@ -259,21 +322,32 @@ class RecordsRequests(InferenceClient):
         super()._submit(request, caller_id, group)
 
 
-async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(model: str, tmp_path: Path) -> None:
+async def test_a_resumed_run_asks_the_engines_for_no_token_that_the_checkpoint_had(
+    model: str, tmp_path: Path
+) -> None:
     def run(**settings: Any) -> LocalRun:
-        cfg = config(model, steps=5, train_length=40, ckpt_interval=1, ckpt_path=str(tmp_path), **settings)
+        cfg = config(
+            model, steps=5, train_length=40, ckpt_interval=1, ckpt_path=str(tmp_path), **settings
+        )
         return LocalRun(Watched, cfg, client=RecordsRequests)
 
     first = run()
     first.trainer.callbacks.append(Stop(after=3))
     with pytest.raises(Broken):
         await first.train()
-    kept = saved.read(tmp_path / "step_000002" / saved.FILE, first.trainer.context.prompts.of_identity)
+    kept = saved.read(
+        tmp_path / "step_000002" / saved.FILE, first.trainer.context.prompts.of_identity
+    )
     had = {str(t.id): t for t in kept.partial}
     assert sum(len(t.actions[0].tokens) for t in had.values() if t.actions) >= 40
 
     second = await run(resume_mode="latest").train()
-    trained = {str(t.id): t for groups in second.trainer.trained for group in groups for t in group.trajectories}
+    trained = {
+        str(t.id): t
+        for groups in second.trainer.trained
+        for group in groups
+        for t in group.trajectories
+    }
     for name, before in had.items():
         (now,), asked = trained[name].actions, second.client.asked.get(f"{name}-t0", [])
         done = before.actions[0] if before.actions else None

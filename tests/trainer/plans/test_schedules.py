@@ -48,7 +48,9 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         if self.chance.random() < self.failures:
             raise Broken
 
-    async def roll_out(self, prompts: Any, step: int | None = None) -> tuple[list[Group], dict[str, float]]:
+    async def roll_out(
+        self, prompts: Any, step: int | None = None
+    ) -> tuple[list[Group], dict[str, float]]:
         for prompt in prompts:
             assert prompt.id not in self.admitted_at, "submitted twice"
             self.admitted_at[prompt.id] = self.policy_version
@@ -61,7 +63,9 @@ class Unlucky(FullyAsyncRayPPOTrainer):
 
     async def train_on(self, rollout: Any) -> dict[str, float]:
         await self.happens()
-        self.history.ages.update(self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups)
+        self.history.ages.update(
+            self.global_step - self.admitted_at[group.prompt.id] for group in rollout.groups
+        )
         self.history.unsaved += [group.prompt.id for group in rollout.groups]
         self.context.progress.trained(rollout.positions)
         return {}
@@ -79,7 +83,13 @@ class Unlucky(FullyAsyncRayPPOTrainer):
     async def end_step(self, status: dict[str, float]) -> None:
         await self.happens()
         if self.chance.random() < 0.5:
-            self.history.save((self.global_step, self.context.progress.position, self.context.progress.trained_early))
+            self.history.save(
+                (
+                    self.global_step,
+                    self.context.progress.position,
+                    self.context.progress.trained_early,
+                )
+            )
 
 
 class History:
@@ -109,7 +119,9 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
         "trainer__max_staleness": staleness,
         "trainer__sync_interval": interval,
         "trainer__partial_rollout": draw(st.sampled_from(["keep", "wait"])),
-        "generator__generate_batch_size": draw(st.sampled_from([0, min(interval * batch + 1, slots)])),
+        "generator__generate_batch_size": draw(
+            st.sampled_from([0, min(interval * batch + 1, slots)])
+        ),
         "generator__max_concurrent_rollouts": draw(st.integers(0, 2 * batch)),
     }
 
@@ -151,5 +163,7 @@ def test_none_is_lost_or_trained_twice_or_too_old_and_nothing_jams(
 @pytest.mark.slow
 @settings(max_examples=THOROUGH, deadline=None, database=None)
 @given(schedules(), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.02, 0.1]))
-def test_the_same_on_ten_thousand_schedules(schedule: dict[str, Any], seed: int, failures: float) -> None:
+def test_the_same_on_ten_thousand_schedules(
+    schedule: dict[str, Any], seed: int, failures: float
+) -> None:
     play(schedule, seed, failures)

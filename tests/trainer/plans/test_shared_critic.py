@@ -20,7 +20,16 @@ from tests.trainer.plans.local_run import LocalRun, RecordingDispatch, config, w
 pytestmark = pytest.mark.slow
 
 PLANS = [RayPPOTrainer, AsyncRayPPOTrainer, FullyAsyncRayPPOTrainer, StreamedRayPPOTrainer]
-FOUND = {"loss", "clip_frac", "explained_variance", "values_mean", "returns_mean", "grad_norm", "lr", "tokens"}
+FOUND = {
+    "loss",
+    "clip_frac",
+    "explained_variance",
+    "values_mean",
+    "returns_mean",
+    "grad_norm",
+    "lr",
+    "tokens",
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +40,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def ppo(model: str, steps: int = 2, **trainer: Any) -> Config:
     cfg = config(model, steps=steps, **trainer)
     algorithm = cfg.trainer.algorithm
-    algorithm.advantage_estimator, algorithm.gae_whiten, algorithm.gamma, algorithm.lambd = "gae", False, 0.95, 0.9
+    algorithm.advantage_estimator, algorithm.gae_whiten, algorithm.gamma, algorithm.lambd = (
+        "gae",
+        False,
+        0.95,
+        0.9,
+    )
     cfg.trainer.critic.backbone, cfg.trainer.critic.optimizer_config.lr = "shared", 3e-2
     return cfg
 
@@ -55,7 +69,9 @@ class Counting(RecordingDispatch):
 
 
 @pytest.mark.parametrize("plan", PLANS)
-async def test_every_plan_trains_it_with_the_policy_and_on_its_ranks(model: str, plan: type[RayPPOTrainer]) -> None:
+async def test_every_plan_trains_it_with_the_policy_and_on_its_ranks(
+    model: str, plan: type[RayPPOTrainer]
+) -> None:
     cfg = ppo(model)
     run = LocalRun(plan, cfg, dispatch=Counting(cfg))
     before = run.dispatch.weights()
@@ -69,11 +85,15 @@ async def test_every_plan_trains_it_with_the_policy_and_on_its_ranks(model: str,
     for name, now in run.dispatch.weights().items():
         assert not torch.equal(now, before[name]), name
     for batch in run.dispatch.batches:
-        advantages, returns = gae(batch.rewards, batch.values, batch.loss_mask, gamma=0.95, lambd=0.9)
+        advantages, returns = gae(
+            batch.rewards, batch.values, batch.loss_mask, gamma=0.95, lambd=0.9
+        )
         assert torch.equal(batch.advantages, advantages) and torch.equal(batch.returns, returns)
 
 
-async def test_with_several_updates_one_pass_gives_both_values_and_log_probabilities(model: str) -> None:
+async def test_with_several_updates_one_pass_gives_both_values_and_log_probabilities(
+    model: str,
+) -> None:
     cfg = ppo(model, steps=1, update_epochs_per_batch=2)
     run = await LocalRun(RayPPOTrainer, cfg, dispatch=Counting(cfg)).train()
     assert run.dispatch.asked == ["policy.logprobs_and_values"]
@@ -108,7 +128,9 @@ async def test_a_resumed_run_is_the_run_in_one_piece_bit_for_bit_and_exports_the
     await piece(1)
     again = await piece(2)
     rows = [without_times(run.tracker.rows)[2] for run in (whole, again)]
-    assert {k: v for k, v in rows[0].items() if k in rows[1]} == {k: v for k, v in rows[1].items() if k in rows[0]}
+    assert {k: v for k, v in rows[0].items() if k in rows[1]} == {
+        k: v for k, v in rows[1].items() if k in rows[0]
+    }
     assert rows[0].keys() >= {f"critic/{name}" for name in FOUND}
     for name, weights in whole.dispatch.weights().items():
         assert torch.equal(again.dispatch.weights()[name], weights), name

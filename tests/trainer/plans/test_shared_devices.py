@@ -57,7 +57,9 @@ class Failing(TransformersEngine):
 
     restartable = True
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[GenerationOutput], None]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
         raise EngineFailedError("the process is gone")
         yield []
 
@@ -87,11 +89,15 @@ async def test_colocated_async_trains_while_requests_wait_and_keeps_its_bound(mo
     check_trained(run)
     assert run.trainer.asleep == [{0}] * STEPS
     assert max(run.trainer.in_flight) > 0, "rollouts are interrupted by training"
-    assert any(len(pieces) > 1 for pieces in run.client.pieces.values()), "and continue from their tokens"
+    assert any(len(pieces) > 1 for pieces in run.client.pieces.values()), (
+        "and continue from their tokens"
+    )
     assert max(row["staleness/max"] for row in run.tracker.rows.values()) > 0
 
 
-async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_weights(model: str) -> None:
+async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_weights(
+    model: str,
+) -> None:
     cfg = settings(model, "hybrid_async")
     cfg.generator.max_num_seqs = 4
     run, equal = LocalRun(Hybrid, cfg, RecordingClient), list[bool]()
@@ -113,8 +119,12 @@ async def test_hybrid_engines_compute_while_the_policy_waits_with_the_newest_wei
     assert any(row["throughput/engine_1_tokens_per_s"] > 0 for row in run.tracker.rows.values())
 
 
-@pytest.mark.parametrize("plan", ["colocated_async", pytest.param("hybrid_async", marks=pytest.mark.matrix)])
-async def test_a_stopped_run_continues_and_trains_every_prompt_once(model: str, plan: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "plan", ["colocated_async", pytest.param("hybrid_async", marks=pytest.mark.matrix)]
+)
+async def test_a_stopped_run_continues_and_trains_every_prompt_once(
+    model: str, plan: str, tmp_path: Path
+) -> None:
     kind = {"colocated_async": Colocated, "hybrid_async": Hybrid}[plan]
     cfg = settings(model, plan, ckpt_path=str(tmp_path), ckpt_interval=2)
     cfg.generator.max_num_seqs = 4
@@ -126,14 +136,18 @@ async def test_a_stopped_run_continues_and_trains_every_prompt_once(model: str, 
                 self.stop("enough")
 
     first = await LocalRun(Stopped, cfg, RecordingClient).train()
-    second = await LocalRun(kind, settings(model, plan, ckpt_path=str(tmp_path), resume_mode="latest")).train()
+    second = await LocalRun(
+        kind, settings(model, plan, ckpt_path=str(tmp_path), resume_mode="latest")
+    ).train()
     trained = first.trainer.trained_ids + second.trainer.trained_ids
     assert len(first.trainer.trained) == 4, "the step after the call is the last"
     assert len(trained) == len(set(trained)) == 4 * STEPS
     assert max(row["staleness/max"] for row in second.tracker.rows.values()) <= STALENESS
 
 
-async def test_a_hybrid_engine_that_fails_while_it_computes_is_replaced_and_nothing_is_lost(model: str) -> None:
+async def test_a_hybrid_engine_that_fails_while_it_computes_is_replaced_and_nothing_is_lost(
+    model: str,
+) -> None:
     cfg = settings(model, "hybrid_async")
     cfg.generator.max_num_seqs = 4
     run = LocalRun(Hybrid, cfg, RecordingClient)

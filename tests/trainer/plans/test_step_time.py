@@ -87,11 +87,15 @@ def seconds(row: dict[str, float]) -> float:
 
 @every_plan
 @pytest.mark.parametrize("eval_mode", ["overlap", "pause"])
-def test_steps_evaluations_checkpoints_exports_and_start_add_up_to_the_runs_duration(plan, eval_mode, tmp_path):
+def test_steps_evaluations_checkpoints_exports_and_start_add_up_to_the_runs_duration(
+    plan, eval_mode, tmp_path
+):
     run, duration_s = slow_run(plan, tmp_path, trainer__eval_mode=eval_mode)
     rows = dict(run.tracker.rows)
     assert list(rows) == list(range(11))
-    assert "time/eval_s" in rows[3] and "time/checkpoint_s" in rows[4] and "time/export_s" in rows[5]
+    assert (
+        "time/eval_s" in rows[3] and "time/checkpoint_s" in rows[4] and "time/export_s" in rows[5]
+    )
     finish_s = STEP_END_S  # of the last step, whose time has ended
     whole = rows[1]["time/start_s"] + sum(map(seconds, rows.values())) + finish_s
     assert whole == pytest.approx(duration_s, rel=1e-3)
@@ -111,7 +115,10 @@ def test_phases_of_a_step_leave_out_an_export(plan, tmp_path):
 def test_engines_that_work_all_the_time_are_never_idle_in_any_step(plan, tmp_path):
     run, _ = slow_run(plan, tmp_path)
     assert max(run.tracker.of("idle/engines").values()) == pytest.approx(0.0, abs=1e-6)
-    assert all(rate == pytest.approx(100.0, rel=0.01) for rate in run.tracker.of("throughput/tokens_per_s").values())
+    assert all(
+        rate == pytest.approx(100.0, rel=0.01)
+        for rate in run.tracker.of("throughput/tokens_per_s").values()
+    )
 
 
 @every_plan
@@ -122,10 +129,17 @@ def test_the_counters_are_read_once_per_step(plan, tmp_path):
 
 def test_a_batch_that_was_generated_during_an_evaluation_is_marked():
     run = make_run(
-        AsyncRayPPOTrainer, prompts=28, eval_prompts=3, generating=[1.0], updating=[1.0], trainer__eval_interval=3
+        AsyncRayPPOTrainer,
+        prompts=28,
+        eval_prompts=3,
+        generating=[1.0],
+        updating=[1.0],
+        trainer__eval_interval=3,
     ).train()
     # After the third step's sync the fifth batch begins, and the evaluation, at the same time.
-    assert run.tracker.of("rollout/in_evaluation") == {step: float(step == 5) for step in range(1, 8)}
+    assert run.tracker.of("rollout/in_evaluation") == {
+        step: float(step == 5) for step in range(1, 8)
+    }
 
 
 @virtual_time
@@ -160,9 +174,21 @@ class Stopwatch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["sync", "one_step_off", "fully_async", "streamed", "colocated_async", "hybrid_async"])
-async def test_in_a_real_run_the_rows_add_up_to_what_a_watch_says(plan: str, model: str, tmp_path: Path) -> None:
-    cfg = config(model, steps=16, train_length=40, plan=plan, max_staleness=2, eval_interval=5, ckpt_interval=6)
+@pytest.mark.parametrize(
+    "plan", ["sync", "one_step_off", "fully_async", "streamed", "colocated_async", "hybrid_async"]
+)
+async def test_in_a_real_run_the_rows_add_up_to_what_a_watch_says(
+    plan: str, model: str, tmp_path: Path
+) -> None:
+    cfg = config(
+        model,
+        steps=16,
+        train_length=40,
+        plan=plan,
+        max_staleness=2,
+        eval_interval=5,
+        ckpt_interval=6,
+    )
     cfg.trainer.ckpt_path = str(tmp_path)
     cfg.generator.n_samples_per_prompt = 8
     cfg.trainer.placement.colocate_all = plan == "colocated_async"
@@ -183,7 +209,9 @@ async def test_in_a_real_run_the_rows_add_up_to_what_a_watch_says(plan: str, mod
 
 def idle_share(spans: list[Span]) -> float:
     """The part of the trainer's lane without a span, from its first update to its last end of a step."""
-    lane = sorted((span.start_s, span.end_s) for span in spans if span.track == "trainer" and span.step)
+    lane = sorted(
+        (span.start_s, span.end_s) for span in spans if span.track == "trainer" and span.step
+    )
     covered_s = 0.0
     until = lane[0][0]
     for start, end in lane:

@@ -46,7 +46,9 @@ def save_double(folder: Path) -> str:
 
 
 @given(st.permutations(range(6)), st.sets(st.integers(0, 5)), st.booleans(), st.data())
-def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, rejected, in_order, data) -> None:
+def test_every_group_is_taken_once_and_in_order_only_where_order_counts(
+    order, rejected, in_order, data
+) -> None:
     arrivals, taken = Arrivals(in_order, started=6), []
     groups = [Group(prompt, []) for prompt in dataset(6)]
     for place in order:
@@ -62,7 +64,9 @@ def test_every_group_is_taken_once_and_in_order_only_where_order_counts(order, r
 
 
 @given(st.permutations(range(7)), st.sets(st.integers(0, 6)), st.integers(1, 8), st.data())
-def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, rejected, portion, data) -> None:
+def test_what_is_trained_together_does_not_depend_on_what_ends_first(
+    order, rejected, portion, data
+) -> None:
     arrivals, taken = Arrivals(False, 7, portion), []
     groups = [Group(prompt, []) for prompt in dataset(7)]
     for place in order:
@@ -73,7 +77,10 @@ def test_what_is_trained_together_does_not_depend_on_what_ends_first(order, reje
         taken.append([group.prompt.id.row for group in some])
     assert arrivals.complete
     firsts = range(0, 7, portion)
-    portions = [[row for row in range(first, min(first + portion, 7)) if row not in rejected] for first in firsts]
+    portions = [
+        [row for row in range(first, min(first + portion, 7)) if row not in rejected]
+        for first in firsts
+    ]
     assert taken == [rows for rows in portions if rows]
 
 
@@ -83,16 +90,26 @@ def test_groups_may_be_trained_in_the_order_of_their_prompts() -> None:
         trainer__stream_groups=2,
     ).train()  # fmt: skip
     assert [[i.row for i in part] for part in run.dispatch.trained] == [[i.row for i in stream(4)]]
-    assert run.tracker.of("time/step_s")[1] == pytest.approx(9.0 + 2 * 2.0)  # all wait for the first one
+    assert run.tracker.of("time/step_s")[1] == pytest.approx(
+        9.0 + 2 * 2.0
+    )  # all wait for the first one
 
 
 def test_metrics_of_rewards_are_of_the_whole_batch() -> None:
     """Prompts whose samples are all right arrive first, half of the others' samples are right."""
     right = frozenset(identity.row for identity in stream(8)[::2])
-    settings: dict[str, Any] = {"prompts": 8, "all_right": right, "generating": (1.0, 9.0, 3.0, 20.0)}
-    settings |= {"trainer__algorithm__reward_scale": 10.0, "trainer__algorithm__use_kl_in_reward": True}
+    settings: dict[str, Any] = {
+        "prompts": 8,
+        "all_right": right,
+        "generating": (1.0, 9.0, 3.0, 20.0),
+    }
+    settings |= {
+        "trainer__algorithm__reward_scale": 10.0,
+        "trainer__algorithm__use_kl_in_reward": True,
+    }
     streamed, synchronous = (
-        make_run(plan, **settings).train().tracker for plan in (StreamedRayPPOTrainer, RayPPOTrainer)
+        make_run(plan, **settings).train().tracker
+        for plan in (StreamedRayPPOTrainer, RayPPOTrainer)
     )
     for name in ("reward/mean", "reward/shaped_mean", "reward/kl"):
         assert streamed.of(name) == pytest.approx(synchronous.of(name))
@@ -101,7 +118,11 @@ def test_metrics_of_rewards_are_of_the_whole_batch() -> None:
 
 def test_a_batch_trains_while_its_stragglers_are_generated() -> None:
     run = make_run(
-        StreamedRayPPOTrainer, prompts=4, generating=[1.0, 1.0, 1.0, 9.0], updating=[2.0], syncing=[0.0]
+        StreamedRayPPOTrainer,
+        prompts=4,
+        generating=[1.0, 1.0, 1.0, 9.0],
+        updating=[2.0],
+        syncing=[0.0],
     ).train()
     # Three groups are there after a second and trained until the third; the last comes after 9 and takes 2 more.
     assert run.tracker.of("time/step_s")[1] == pytest.approx(11.0)
@@ -137,14 +158,20 @@ class Gradients(LocalRun):
         clip = worker.backend._clip
 
         def noted() -> float:
-            self.found.append(torch.cat([p.grad.flatten().clone() for p in worker.backend.model.parameters()]))
+            self.found.append(
+                torch.cat([p.grad.flatten().clone() for p in worker.backend.model.parameters()])
+            )
             return clip()
 
         worker.backend._clip = noted
 
 
 async def gradients(
-    model: str, plan: type[RayPPOTrainer], dtype: torch.dtype, algorithm: dict[str, Any], **trainer: Any
+    model: str,
+    plan: type[RayPPOTrainer],
+    dtype: torch.dtype,
+    algorithm: dict[str, Any],
+    **trainer: Any,
 ):
     cfg = config(model, steps=1, train_batch_size=8, **trainer)
     for name, value in algorithm.items():
@@ -164,7 +191,9 @@ async def gradients(
     ],
     ids=lambda algorithm: algorithm.get("loss_reduction", "token_mean"),
 )
-async def test_the_gradient_is_that_of_the_synchronous_plan(model, double, algorithm, dtype, close) -> None:
+async def test_the_gradient_is_that_of_the_synchronous_plan(
+    model, double, algorithm, dtype, close
+) -> None:
     model = double if dtype == torch.float64 else model
     (expected,) = await gradients(model, RayPPOTrainer, dtype, algorithm)
     (found,) = await gradients(model, StreamedRayPPOTrainer, dtype, algorithm)
@@ -173,7 +202,9 @@ async def test_the_gradient_is_that_of_the_synchronous_plan(model, double, algor
 
 async def test_the_first_mini_batchs_gradient_is_that_of_the_synchronous_plan_too(model) -> None:
     expected = await gradients(model, RayPPOTrainer, torch.float32, {}, policy_mini_batch_size=4)
-    found = await gradients(model, StreamedRayPPOTrainer, torch.float32, {}, policy_mini_batch_size=4)
+    found = await gradients(
+        model, StreamedRayPPOTrainer, torch.float32, {}, policy_mini_batch_size=4
+    )
     assert len(found) == len(expected) == 2
     assert float((found[0] - expected[0]).norm() / expected[0].norm()) < 1e-6
     # Then the engines' log-probabilities replace the policy's own: equal up to rounding.

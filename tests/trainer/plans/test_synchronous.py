@@ -19,13 +19,21 @@ def test_the_plan_is_the_base_trainer_under_its_name():
 @settings(max_examples=30, deadline=None)
 @given(steps=st.integers(1, 6), generating=SECONDS, updating=SECONDS, syncing=SECONDS)
 def test_every_sample_is_from_the_newest_policy(steps, generating, updating, syncing):
-    run = make_run(RayPPOTrainer, prompts=4 * steps, generating=generating, updating=updating, syncing=syncing).train()
-    assert run.tracker.of("staleness/min") == run.tracker.of("staleness/max") == dict.fromkeys(range(1, steps + 1), 0)
+    run = make_run(
+        RayPPOTrainer, prompts=4 * steps, generating=generating, updating=updating, syncing=syncing
+    ).train()
+    assert (
+        run.tracker.of("staleness/min")
+        == run.tracker.of("staleness/max")
+        == dict.fromkeys(range(1, steps + 1), 0)
+    )
     assert run.sync.versions == list(range(steps + 1))
 
 
 def test_phases_take_turns():
-    run = make_run(RayPPOTrainer, prompts=12, generating=[2.0], updating=[3.0], syncing=[0.5]).train()
+    run = make_run(
+        RayPPOTrainer, prompts=12, generating=[2.0], updating=[3.0], syncing=[0.5]
+    ).train()
     assert list(run.tracker.of("time/step_s").values()) == pytest.approx([5.5] * 3)
 
 

@@ -90,7 +90,9 @@ async def test_whole_distributions_are_compared_where_that_is_asked_for(
 
 def plainly(model: str, teacher: str, batch: Any, *, k: int, weight: float) -> tuple[float, float]:
     """The mean KL over the loss tokens, and the norm of its gradient."""
-    student, taught = (AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, teacher))
+    student, taught = (
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64) for path in (model, teacher)
+    )
 
     def log_probabilities_of(found: Any) -> torch.Tensor:
         logits = found(batch.tokens, attention_mask=batch.attention_mask.long()).logits[:, :-1]
@@ -99,7 +101,9 @@ def plainly(model: str, teacher: str, batch: Any, *, k: int, weight: float) -> t
     mine, theirs = log_probabilities_of(student), log_probabilities_of(taught).detach()
     top = theirs.topk(k).indices
     rests = [1 - each.gather(-1, top).exp().sum(-1) for each in (mine, theirs)]
-    kl = (mine.gather(-1, top).exp() * (mine - theirs).gather(-1, top)).sum(-1) + rests[0] * (rests[0] / rests[1]).log()
+    kl = (mine.gather(-1, top).exp() * (mine - theirs).gather(-1, top)).sum(-1) + rests[0] * (
+        rests[0] / rests[1]
+    ).log()
     (weight * kl.mean()).backward()
     norm = torch.cat([p.grad.flatten() for p in student.parameters() if p.grad is not None]).norm()
     return float(kl.detach().mean()), float(norm)
@@ -110,12 +114,16 @@ async def test_rewards_and_a_teacher_add_up(model: str, teacher: str) -> None:
     cfg.trainer.algorithm.advantage_estimator = "grpo"
     run = await LocalRun(RayPPOTrainer, cfg).train()
     (batch,) = run.dispatch.batches
-    rewarded, _ = compute_advantages(cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids)
+    rewarded, _ = compute_advantages(
+        cfg.trainer.algorithm, batch.rewards, batch.loss_mask, batch.group_ids
+    )
     taught = (batch.teacher_logprobs - batch.proximal_logprobs) * batch.loss_mask
     assert rewarded.any() and torch.equal(batch.advantages, rewarded + taught)
 
 
-async def test_several_updates_use_the_advantages_of_the_policy_before_them(model: str, teacher: str) -> None:
+async def test_several_updates_use_the_advantages_of_the_policy_before_them(
+    model: str, teacher: str
+) -> None:
     cfg = distilled(model, teacher, steps=1, update_epochs_per_batch=2)
     run = await LocalRun(RayPPOTrainer, cfg).train()
     first, second = run.dispatch.batches
@@ -123,7 +131,9 @@ async def test_several_updates_use_the_advantages_of_the_policy_before_them(mode
 
 
 async def test_a_model_is_taught_nothing_by_itself_and_a_run_repeats(model: str) -> None:
-    runs = [await LocalRun(RayPPOTrainer, distilled(model, model, steps=1)).train() for _ in range(2)]
+    runs = [
+        await LocalRun(RayPPOTrainer, distilled(model, model, steps=1)).train() for _ in range(2)
+    ]
     assert abs(runs[0].tracker.rows[1]["teacher/kl"]) < 1e-6
     assert without_times(runs[0].tracker.rows) == without_times(runs[1].tracker.rows)
 

@@ -91,27 +91,41 @@ def off_by(run: LocalRun, tokens: list[int], logprobs: list[float], version: int
     return [abs(found - expected) for found, expected in zip(logprobs, scored, strict=True)]
 
 
-@pytest.mark.parametrize("partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"])
+@pytest.mark.parametrize(
+    "partial_rollout", [pytest.param("keep", marks=pytest.mark.matrix), "recompute"]
+)
 async def test_versions_are_right_to_the_token_and_nothing_is_lost(
     model: str, engine: Any, partial_rollout: str
 ) -> None:
-    cfg = config(model, steps=0, epochs=3, max_staleness=2, partial_rollout=partial_rollout, train_length=48)
+    cfg = config(
+        model, steps=0, epochs=3, max_staleness=2, partial_rollout=partial_rollout, train_length=48
+    )
     cfg.generator.backend = "vllm"
     run = await LocalRun(Remembering, cfg, client=RecordingClient, engine=engine).train()
-    assert sorted(run.trainer.trained_ids) == [PromptId(epoch, row) for epoch in range(3) for row in range(10)]
-    assert check_tokens(run) > 5, "no trajectory was in flight during a weight update, so the test checks nothing"
+    assert sorted(run.trainer.trained_ids) == [
+        PromptId(epoch, row) for epoch in range(3) for row in range(10)
+    ]
+    assert check_tokens(run) > 5, (
+        "no trajectory was in flight during a weight update, so the test checks nothing"
+    )
     jumps = []
-    for trajectory in (t for groups in run.trainer.trained for group in groups for t in group.trajectories):
+    for trajectory in (
+        t for groups in run.trainer.trained for group in groups for t in group.trajectories
+    ):
         tokens, (action,) = trajectory.tokens, trajectory.actions
         for version in sorted(set(action.versions)):
             gaps = off_by(run, tokens, action.logprobs, version)
             of_version = [gap for gap, v in zip(gaps, action.versions, strict=True) if v == version]
             if partial_rollout == "recompute" or version == action.versions[0]:
-                assert max(of_version) < 1e-3  # later tokens of "keep" also read what older weights have cached
+                assert (
+                    max(of_version) < 1e-3
+                )  # later tokens of "keep" also read what older weights have cached
         if len(set(action.versions)) > 1:
             after = sum(v == action.versions[0] for v in action.versions)
             jumps.append(off_by(run, tokens, action.logprobs, action.versions[0])[after])
-    assert median(jumps) > 1e-3, "the first token of a new version has the log-probability of the old one"
+    assert median(jumps) > 1e-3, (
+        "the first token of a new version has the log-probability of the old one"
+    )
 
 
 # ---------------------------------------------------------------- both plans on the same rollouts
@@ -154,14 +168,18 @@ class NoEngine(InferenceEngine):
     pause = resume = update_weights = _nothing
 
 
-async def replayed(plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId, dict[str, Any]]) -> LocalRun:
+async def replayed(
+    plan: type[RayPPOTrainer], cfg: Any, tape: dict[TrajectoryId, dict[str, Any]]
+) -> LocalRun:
     run = LocalRun(plan, cfg, engine=NoEngine(EngineConfig("model")))
     run.trainer.generator, run.trainer.weight_sync.probe = Player(tape), ()
     return await run.train()
 
 
 @pytest.mark.matrix
-async def test_recorded_rollouts_train_the_same_in_both_plans_bit_for_bit(model: str, engine: Any) -> None:
+async def test_recorded_rollouts_train_the_same_in_both_plans_bit_for_bit(
+    model: str, engine: Any
+) -> None:
     cfg = config(model, steps=6, eval_interval=0, train_length=32)
     cfg.generator.backend = "vllm"
     cfg.trainer.policy.optimizer_config.lr = 1e-3  # slow enough for samples to differ until the end

@@ -1,10 +1,12 @@
-"""An SGLang server that the run does not start; what is the same for all servers is in ``inference.remote``.
+"""An SGLang server that the run does not start; what is the same for all servers is in
+``inference.remote``.
 
-Its JSON is that of its own ``io_struct.py`` and ``http_server.py`` (0.5.23). Its log-probabilities are of the tempered
-distribution, after penalties and biases, and before top-k, top-p and min-p: those are not supported.
+Its JSON is that of its own ``io_struct.py`` and ``http_server.py`` (0.5.23). Its log-probabilities
+are of the tempered distribution, after penalties and biases, and before top-k, top-p and min-p:
+those are not supported.
 
-Invariant: the server gets each name once. If a client closes a connection, the server ends the request by its name two
-seconds later, and would end a second request of that name.
+Invariant: the server gets each name once. If a client closes a connection, the server ends the
+request by its name two seconds later, and would end a second request of that name.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ class SGLangServerEngine(RemoteEngine):
     kind = "SGLang"
     core_route = INFO  # which asks the server's scheduler
     how_to_start = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
-    proves_weights = False  # it has no digests of what was sent: verification prompts run after every sync
+    proves_weights = (
+        False  # it has no digests of what was sent: verification prompts run after every sync
+    )
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -67,7 +71,9 @@ class SGLangServerEngine(RemoteEngine):
 
     async def _cache_used(self) -> int | None:
         loads = (await self._server.get("/v1/loads")).get("loads") or ()
-        return sum(int(load["num_used_tokens"]) for load in loads) if loads else None
+        if loads:
+            return sum(int(load["num_used_tokens"]) for load in loads)
+        return None
 
     async def _reset(self, info: Mapping[str, Any]) -> int:
         await self._server.post("/abort_request", {"abort_all": True})
@@ -94,13 +100,22 @@ class SGLangServerEngine(RemoteEngine):
                 logprobs: Sequence[Sequence[Any]] = (meta.get("output_token_logprobs") or ())[-new:]
                 if len(logprobs) != new:
                     name = pending.request.request_id
-                    raise RuntimeError(f"{new} tokens of {name} have {len(logprobs)} log-probabilities")
-                pending.receive([int(each[1]) for each in logprobs], [float(each[0]) for each in logprobs])
-            if reason := meta.get("finish_reason"):
+                    raise RuntimeError(
+                        f"{new} tokens of {name} have {len(logprobs)} log-probabilities"
+                    )
+                pending.receive(
+                    [int(each[1]) for each in logprobs], [float(each[0]) for each in logprobs]
+                )
+            reason = meta.get("finish_reason")
+            if reason:
                 # With a status the request was not cut, but could not be computed.
                 if reason["type"] not in FINISH_REASONS or reason.get("status_code"):
-                    raise RuntimeError(f"{self._server.name} failed on request {pending.request.request_id}: {reason}")
-                return self._ended(pending, FINISH_REASONS[reason["type"]], meta.get("weight_versions"))
+                    raise RuntimeError(
+                        f"{self._server.name} failed on request {pending.request.request_id}: {reason}"
+                    )
+                return self._ended(
+                    pending, FINISH_REASONS[reason["type"]], meta.get("weight_versions")
+                )
         raise self._server.failure("it ended an answer without a reason")
 
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
@@ -129,14 +144,24 @@ class SGLangServerEngine(RemoteEngine):
             return
         if mode == "wait":  # which the server does not have
             self._open.clear()
-            while sent := {pending.task for pending in self._requests.values() if pending.server_id and pending.task}:
+            while sent := {
+                pending.task
+                for pending in self._requests.values()
+                if pending.server_id and pending.task
+            }:
                 await asyncio.wait(sent)
                 await asyncio.sleep(0)  # the tasks that have waited for it remove it from the table
-        await self._server.post("/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"})
+        await self._server.post(
+            "/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}
+        )
 
     async def _load(self, update: WeightUpdate) -> None:
         with _as_folder(Path(update.info["path"])) as folder:
-            body = {"model_path": str(folder), "weight_version": str(update.version), "flush_cache": False}
+            body = {
+                "model_path": str(folder),
+                "weight_version": str(update.version),
+                "flush_cache": False,
+            }
             await self._server.post("/update_weights_from_disk", body)
 
 
@@ -146,7 +171,8 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
     Raises:
         UserError: naming what it lacks.
     """
-    settings, off = vars(sampling), vars(_OFF)
+    settings = vars(sampling)
+    off = vars(_OFF)
     for name in BACKENDS["sglang_server"][1]["lacks"]:
         if settings[name] != off[name] and not (name == "top_k" and sampling.top_k <= 0):
             raise UserError(

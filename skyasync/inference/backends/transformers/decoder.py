@@ -1,7 +1,9 @@
-"""The decode loop of the embedded engine: continuous batching, one token for every running request per step.
+"""The decode loop of the embedded engine: continuous batching, one token for every running request
+per step.
 
-Invariant: a request is in exactly one place (waiting, admitted, running) until it is reported finished, once.
-Between two calls of ``step`` everything may be changed: weights, version, requests; the caches stay as they are.
+Invariant: a request is in exactly one place (waiting, admitted, running) until it is reported
+finished, once. Between two calls of ``step`` everything may be changed: weights, version, requests;
+the caches stay as they are.
 """
 
 from __future__ import annotations
@@ -21,14 +23,20 @@ from skyasync.arrays import Experts, joined_experts
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.backends.transformers.model import FORWARD_TOKENS, EmbeddedModel
 from skyasync.inference.backends.transformers.sampling import BatchSampler, edits_logits
-from skyasync.inference.interface import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    FinishReason,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.inference.stop_strings import StopStrings
 from skyasync.models.images import Images
 
 
 @dataclass(eq=False)
 class DecodingRow:
-    """A request of the decoder. ``limit`` is the most tokens it may get; ``owner`` receives its outputs."""
+    """A request of the decoder. ``limit`` is the most tokens it may get; ``owner`` receives its
+    outputs."""
 
     request: GenerationRequest
     prompt: list[int]
@@ -45,7 +53,9 @@ class DecodingRow:
     _versions: array[int] = field(default_factory=lambda: array("i"))
     shift: int = 0  # of its positions, by images
     reported: int = 0  # tokens that ``progress`` has given
-    experts: list[Experts] = field(default_factory=list)  # the prompt's, then of each token but the newest, if asked
+    experts: list[Experts] = field(
+        default_factory=list
+    )  # the prompt's, then of each token but the newest, if asked
 
     def __post_init__(self) -> None:
         self.sampling: SamplingParams = self.request.sampling
@@ -65,7 +75,8 @@ class DecodingRow:
         self.token_ids.append(token)
         self._logprobs.append(logprob)
         self._versions.append(version)
-        count, stops = len(self.token_ids), self.stop_strings
+        count = len(self.token_ids)
+        stops = self.stop_strings
         stopped = token in self.stop_ids
         if stops and not stopped and count > self.sampling.min_tokens:
             stopped = stops.completed_by_last(self.token_ids)
@@ -75,11 +86,15 @@ class DecodingRow:
             self.finish_reason = "length"
 
     def fail(self, why: str) -> None:
-        self.finish_reason, self.error = "error", f"request {self.request.request_id!r} cannot be answered: {why}"
+        self.finish_reason, self.error = (
+            "error",
+            f"request {self.request.request_id!r} cannot be answered: {why}",
+        )
 
     def progress(self) -> GenerationOutput:
         """The new tokens since the last call."""
-        start, self.reported = self.reported, len(self.token_ids)
+        start = self.reported
+        self.reported = len(self.token_ids)
         return self.output(start)
 
     def output(self, start: int = 0) -> GenerationOutput:
@@ -98,7 +113,9 @@ class DecodingRow:
 class Decoder:
     """Append rows to ``waiting``, then call ``step`` until ``busy`` is false. Not thread-safe."""
 
-    def __init__(self, model: EmbeddedModel, *, version: int, max_num_seqs: int, cache_bytes: int) -> None:
+    def __init__(
+        self, model: EmbeddedModel, *, version: int, max_num_seqs: int, cache_bytes: int
+    ) -> None:
         self.model = model
         self.version = version
         self.generated_tokens = 0
@@ -106,7 +123,9 @@ class Decoder:
         self._cache_bytes = cache_bytes
         self.cache: SlotCache | None = None  # made by the next ``step``
         self.waiting: deque[DecodingRow] = deque()
-        self._admitted: list[DecodingRow] = []  # the cache has slots for them; sorted by prompt, longest last
+        self._admitted: list[
+            DecodingRow
+        ] = []  # the cache has slots for them; sorted by prompt, longest last
         self._running: list[DecodingRow] = []  # row i lives in slot i
         self._changed = False  # the tensors below no longer describe the running rows
         self._sampler: BatchSampler
@@ -125,7 +144,8 @@ class Decoder:
 
     @torch.inference_mode()
     def abort(self, ids: Collection[str] | None) -> list[DecodingRow]:
-        """Take out the requests with these ids (None: all) and return them, their outputs marked as aborted."""
+        """Take out the requests with these ids (None: all) and return them, their outputs marked as
+        aborted."""
         everywhere = [*self._running, *self._admitted, *self.waiting]
         cut = [row for row in everywhere if ids is None or row.request.request_id in ids]
         for row in cut:
@@ -137,15 +157,18 @@ class Decoder:
 
     @torch.inference_mode()
     def step(self) -> list[DecodingRow]:
-        """Prefill some admitted prompts, else decode one token per running row; returns the rows that got a token, and
-        those that cannot be sampled: they end alone."""
+        """Prefill some admitted prompts, else decode one token per running row; returns the rows
+        that got a token, and those that cannot be sampled: they end alone."""
         if not self._admitted:
             self._admit()
         try:
             rows, tokens, logprobs = self._prefill() if self._admitted else self._decode()
         except Exception:
             failed = []
-            for row in [*self._running, *self._admitted]:  # which cannot be sampled even alone, from logits of 0?
+            for row in [
+                *self._running,
+                *self._admitted,
+            ]:  # which cannot be sampled even alone, from logits of 0?
                 logits = torch.zeros(1, self.model.vocabulary, device=self.model.device)
                 try:
                     BatchSampler([row], self.model.device)(logits, np.array([len(row.token_ids)]))
@@ -173,7 +196,8 @@ class Decoder:
         return rows
 
     def _admit(self) -> None:
-        """Take waiting requests, in order, while slots and cache suffice for all that they may become."""
+        """Take waiting requests, in order, while slots and cache suffice for all that they may
+        become."""
         if self.cache is None:
             prefixes = self.model.prefill([[0]])[1]
             self.cache = SlotCache(prefixes, self._cache_bytes)
@@ -187,11 +211,16 @@ class Decoder:
         if self._admitted:
             self.cache.reserve(self.running, columns)
             self._admitted.sort(
-                key=lambda row: (len(row.prompt), row.prompt, [image.digest for image in row.request.images])
+                key=lambda row: (
+                    len(row.prompt),
+                    row.prompt,
+                    [image.digest for image in row.request.images],
+                )
             )
 
     def _prefill(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
-        """Compute each different prompt once, give all its samples a copy, and sample their first tokens.
+        """Compute each different prompt once, give all its samples a copy, and sample their first
+        tokens.
 
         Takes the admitted rows with the longest prompts, as many as a forward pass has tokens for.
         """
@@ -200,7 +229,8 @@ class Decoder:
         images: list[Images] = []  # of each prompt
         index: list[int] = []  # of each row's prompt
         while self._admitted:
-            prompt, own = self._admitted[-1].prompt, self._admitted[-1].request.images
+            prompt = self._admitted[-1].prompt
+            own = self._admitted[-1].request.images
             if not prompts or prompt != prompts[-1] or own != images[-1]:
                 if prompts and (len(prompts) + 1) * len(prompts[0]) > FORWARD_TOKENS:
                     break
@@ -222,7 +252,8 @@ class Decoder:
             row.shift = shift
         self._running += rows
         self._changed = True
-        if (chosen := self.model.chosen()) is not None:
+        chosen = self.model.chosen()
+        if chosen is not None:
             chosen = chosen.reshape(len(prompts), -1, *chosen.shape[1:])
             for row, i in zip(rows, index, strict=True):
                 row.experts.append(chosen[i, : len(row.prompt)])
@@ -230,18 +261,24 @@ class Decoder:
 
     def _decode(self) -> tuple[list[DecodingRow], Tensor, Tensor]:
         """The running rows, their next tokens and the log-probabilities of these, ``[rows]``."""
-        rows, device = self._running, self.model.device
+        rows = self._running
+        device = self.model.device
         if self._changed:
             self._sampler = BatchSampler(rows, device)
             self._tokens = torch.tensor([row.token_ids[-1] for row in rows], device=device)
             self._lengths = np.array([row.cached for row in rows])
             self._positions = np.array([len(row.token_ids) for row in rows])
             shifts = [row.shift for row in rows]
-            self._shifts = torch.tensor(shifts, device=device) if any(shifts) else None
+            if any(shifts):
+                self._shifts = torch.tensor(shifts, device=device)
+            else:
+                self._shifts = None
             self._changed = False
         assert self.cache is not None
         lengths = torch.from_numpy(self._lengths).to(device)
-        logits = self.model.decode(self._tokens, lengths, int(self._lengths.max()) + 1, self.cache, self._shifts)
+        logits = self.model.decode(
+            self._tokens, lengths, int(self._lengths.max()) + 1, self.cache, self._shifts
+        )
         self._tokens, logprobs = self._sampler(logits, self._positions)
         self._lengths = self._lengths + 1
         self._positions = self._positions + 1

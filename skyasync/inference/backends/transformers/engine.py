@@ -1,12 +1,14 @@
 """The embedded engine: transformers' models under a decode loop of ours, in one thread.
 
-Invariant: the model, the decoder and every request belong to the engine's thread. The event loop only posts commands
-(``in_thread``), which run between two tokens: a change holds from the next token on, and a weight update, a pause or an
-abort needs no lock. Every request is answered once: with its output, or with the error that ended the engine.
+Invariant: the model, the decoder and every request belong to the engine's thread. The event loop
+only posts commands (``in_thread``), which run between two tokens: a change holds from the next
+token on, and a weight update, a pause or an abort needs no lock. Every request is answered once:
+with its output, or with the error that ended the engine.
 
-Why not one of the library's own cores: here a prompt is computed once for all its samples, finished rows leave the
-batch, new requests join between two tokens, and the cache is not copied at every token. On one core, 0.45 M parameters,
-tokens per CPU second (``python -m benchmarks.embedded_engine``):
+Why not one of the library's own cores: here a prompt is computed once for all its samples, finished
+rows leave the batch, new requests join between two tokens, and the cache is not copied at every
+token. On one core, 0.45 M parameters, tokens per CPU second
+(``python -m benchmarks.embedded_engine``):
 
     core                              64 requests    1024 requests    1024 in groups of 16
     ``generate`` with hooks                 5,500            5,200                   5,200
@@ -62,7 +64,8 @@ REMEMBERED_WORDS = 64  # lists of bad words whose tokens are remembered
 def in_thread(
     method: Callable[Concatenate[TransformersEngine, P], T],
 ) -> Callable[Concatenate[TransformersEngine, P], Coroutine[Any, Any, T]]:
-    """The method runs in the engine's thread, between two tokens. Raises the error that ended the engine's work."""
+    """The method runs in the engine's thread, between two tokens. Raises the error that ended the
+    engine's work."""
 
     def command(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if engine._failure is not None:
@@ -72,14 +75,17 @@ def in_thread(
     @wraps(method)
     async def call(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if engine._thread is None:
-            raise RuntimeError("the engine is not running: it has not been started, or was shut down")
+            raise RuntimeError(
+                "the engine is not running: it has not been started, or was shut down"
+            )
         return await asyncio.wrap_future(engine._thread.submit(command, engine, *args, **kwargs))
 
     return call
 
 
 class Reply:
-    """Where the outputs of one call go: an asyncio queue of lists, or of the error that ended the engine."""
+    """Where the outputs of one call go: an asyncio queue of lists, or of the error that ended the
+    engine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -94,9 +100,9 @@ class Reply:
 class TransformersEngine(InferenceEngine):
     """An engine in this process, on one GPU or on CPU threads.
 
-    A response ends with ``finish_reason="length"`` at ``max_tokens`` or when prompt and response together have
-    ``max_model_len`` tokens, whichever comes first. A batch computes attention over its longest sequence:
-    sequences of very different lengths are better served by vLLM.
+    A response ends with ``finish_reason="length"`` at ``max_tokens`` or when prompt and response
+    together have ``max_model_len`` tokens, whichever comes first. A batch computes attention over
+    its longest sequence: sequences of very different lengths are better served by vLLM.
     """
 
     _model: EmbeddedModel  # this and the decoder are made by ``_load``
@@ -105,19 +111,24 @@ class TransformersEngine(InferenceEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
-        self._failure: BaseException | None = None  # ended all work, and is the answer to all later calls
+        self._failure: BaseException | None = (
+            None  # ended all work, and is the answer to all later calls
+        )
         self._step_is_queued = False
         self._content = CurrentContent()
         self._state: Literal["running", "draining", "paused"] = "running"
         self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
         self._paused_rows: list[DecodingRow] = []  # accepted while not running
         self._drained: list[Future[None]] = []
-        self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()  # of running requests
+        self._stop_strings = WeakValueDictionary[
+            tuple[tuple[str, ...], bool], StopStrings
+        ]()  # of running requests
         self._tokenised_words: dict[tuple[str, ...], Words] = {}
         self._busy_s = 0.0
         self._paused = Stopwatch()
 
-    # -- lifecycle ----------------------------------------------------------------------------------------
+    # -- lifecycle
+    # ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         self._thread = ThreadPoolExecutor(1, "transformers engine")
@@ -136,13 +147,17 @@ class TransformersEngine(InferenceEngine):
             free, total = torch.cuda.mem_get_info(self._model.device)
             cache_bytes = max(int(free - (1 - config.gpu_memory_utilization) * total), 2**28)
         self._decoder = Decoder(
-            self._model, version=config.version, max_num_seqs=config.max_num_seqs, cache_bytes=cache_bytes
+            self._model,
+            version=config.version,
+            max_num_seqs=config.max_num_seqs,
+            cache_bytes=cache_bytes,
         )
         self._reader, self._updater = WeightReader(self._model.device), WeightUpdater(self._model)
 
     async def shutdown(self) -> None:
         """End the thread; requests that still wait for an answer get an error."""
-        thread, self._thread = self._thread, None
+        thread = self._thread
+        self._thread = None
         if thread is not None:
             ended = RuntimeError("the engine was shut down before the request was answered")
             await asyncio.get_running_loop().run_in_executor(thread, self._fail, ended)
@@ -156,21 +171,26 @@ class TransformersEngine(InferenceEngine):
         for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
             reply.send(error)
         self._rows.clear()
-        drained, self._drained = self._drained, []
+        drained = self._drained
+        self._drained = []
         for future in drained:
             future.set_exception(error)
 
-    # -- the loop -----------------------------------------------------------------------------------------
+    # -- the loop
+    # -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Compute one token for every running request, and queue the next step after the commands that wait."""
+        """Compute one token for every running request, and queue the next step after the commands
+        that wait."""
         self._step_is_queued = False
         if not self._has_work:
             return
         try:
             started = time.perf_counter()
             rows = self._decoder.step()
-            self._busy_s += time.perf_counter() - started  # counted before the tokens are known outside
+            self._busy_s += (
+                time.perf_counter() - started
+            )  # counted before the tokens are known outside
             self._report(row for row in rows if row.finish_reason)
             if self._state == "draining" and not self._decoder.busy:
                 self._enter("paused")
@@ -202,13 +222,17 @@ class TransformersEngine(InferenceEngine):
         self._state = state
         self._paused.switch(state == "paused")
         if state != "draining":
-            drained, self._drained = self._drained, []
+            drained = self._drained
+            self._drained = []
             for future in drained:
                 future.set_result(None)
 
-    # -- requests -----------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncGenerator[list[GenerationOutput], None]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncGenerator[list[GenerationOutput], None]:
         """Leaving the iteration early aborts what is unanswered.
 
         Raises:
@@ -235,7 +259,9 @@ class TransformersEngine(InferenceEngine):
         rows: dict[str, DecodingRow] = {}
         refused: list[GenerationOutput] = []
         arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
-        prompts = {key: array.tolist() for key, array in arrays.items()}  # one list for all samples of a prompt
+        prompts = {
+            key: array.tolist() for key, array in arrays.items()
+        }  # one list for all samples of a prompt
         for request in requests:
             name = request.request_id
             if name in rows or name in self._rows:
@@ -257,7 +283,9 @@ class TransformersEngine(InferenceEngine):
 
     def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply) -> DecodingRow:
         """Raises ``RequestFailedError`` if this engine could never answer the request."""
-        sampling, longest, tokenizer = request.sampling, self.config.max_model_len, self._model.tokenizer
+        sampling = request.sampling
+        longest = self.config.max_model_len
+        tokenizer = self._model.tokenizer
         if not prompt:
             raise RequestFailedError("its prompt is empty")
         if len(prompt) >= longest:
@@ -269,7 +297,9 @@ class TransformersEngine(InferenceEngine):
         except UserError as error:
             raise RequestFailedError(str(error)) from error
         if sampling.structured_outputs or sampling.repetition_detection:
-            raise RequestFailedError("structured_outputs and repetition_detection need generator.backend=vllm")
+            raise RequestFailedError(
+                "structured_outputs and repetition_detection need generator.backend=vllm"
+            )
         tokens_of: dict[str, Collection[int]] = {
             "its prompt": prompt,
             "logit_bias": sampling.logit_bias,
@@ -286,14 +316,20 @@ class TransformersEngine(InferenceEngine):
         stop_strings = None
         if sampling.stop:
             if tokenizer is None:
-                raise RequestFailedError(f"it has stop strings, but {self.config.model_path} has no tokenizer")
+                raise RequestFailedError(
+                    f"it has stop strings, but {self.config.model_path} has no tokenizer"
+                )
             key = (sampling.stop, sampling.skip_special_tokens)
             stop_strings = self._stop_strings.get(key)
             if stop_strings is None:
-                stop_strings = self._stop_strings[key] = StopStrings(tokenizer, key[0], skip_special_tokens=key[1])
+                stop_strings = self._stop_strings[key] = StopStrings(
+                    tokenizer, key[0], skip_special_tokens=key[1]
+                )
         if sampling.bad_words:
             if tokenizer is None:
-                raise RequestFailedError(f"it has bad words, but {self.config.model_path} has no tokenizer")
+                raise RequestFailedError(
+                    f"it has bad words, but {self.config.model_path} has no tokenizer"
+                )
             if sampling.bad_words not in self._tokenised_words:
                 if len(self._tokenised_words) >= REMEMBERED_WORDS:
                     self._tokenised_words.clear()
@@ -343,7 +379,8 @@ class TransformersEngine(InferenceEngine):
                 )
         return self._model.score(sequences)
 
-    # -- control ------------------------------------------------------------------------------------------
+    # -- control
+    # ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         """A drain ("wait") that ``resume`` or another pause overtakes ends early."""
@@ -358,27 +395,36 @@ class TransformersEngine(InferenceEngine):
             self._abort(None)
         done: Future[None] = Future()
         self._drained.append(done)
-        self._enter("draining" if mode == "wait" and self._decoder.busy and self._state != "paused" else "paused")
+        self._enter(
+            "draining"
+            if mode == "wait" and self._decoder.busy and self._state != "paused"
+            else "paused"
+        )
         return done
 
     @in_thread
     def resume(self) -> None:
         self._enter("running")
-        rows, self._paused_rows = self._paused_rows, []
+        rows = self._paused_rows
+        self._paused_rows = []
         self._decoder.waiting.extend(rows)
         self._queue_step()
 
     async def update_weights(self, update: WeightUpdate) -> None:
         """Needs no pause: the update happens between two tokens, and the cache is kept."""
         reader = await self._reader_of(update)
-        received = await asyncio.to_thread(reader.read, update.info)  # the engine computes meanwhile
+        received = await asyncio.to_thread(
+            reader.read, update.info
+        )  # the engine computes meanwhile
         await self._apply(update, received)
 
     @in_thread
     def _reader_of(self, update: WeightUpdate) -> WeightReader:
         known = ["shared_memory"]  # and the broadcast, if it was configured for it
         if update.backend not in (*known, self.config.weight_sync_backend):
-            raise UserError(unknown("weight sync backend of the transformers engine", update.backend, known))
+            raise UserError(
+                unknown("weight sync backend of the transformers engine", update.backend, known)
+            )
         return self._reader
 
     @in_thread
@@ -392,7 +438,9 @@ class TransformersEngine(InferenceEngine):
     @in_thread
     def sleep(self) -> None:
         if self._rows:
-            raise UserError(f"sleep needs an idle engine; {len(self._rows)} requests are unanswered")
+            raise UserError(
+                f"sleep needs an idle engine; {len(self._rows)} requests are unanswered"
+            )
         self._decoder.cache = None
         give_back()
 
@@ -402,7 +450,9 @@ class TransformersEngine(InferenceEngine):
 
     async def stats(self) -> EngineStats:
         if self._thread is None:
-            raise RuntimeError("the engine is not running: it has not been started, or was shut down")
+            raise RuntimeError(
+                "the engine is not running: it has not been started, or was shut down"
+            )
         return EngineStats(
             running=self._decoder.running,
             waiting=len(self._decoder.waiting) + len(self._paused_rows),

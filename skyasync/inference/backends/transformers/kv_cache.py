@@ -1,7 +1,8 @@
 """A key-value cache with one slot per running request, allocated ahead.
 
-Invariant: the running requests occupy slots 0 to n-1, so that a step reads plain views and copies nothing;
-columns beyond a request's own length hold finite numbers (zeros or leftovers) that the mask hides.
+Invariant: the running requests occupy slots 0 to n-1, so that a step reads plain views and copies
+nothing; columns beyond a request's own length hold finite numbers (zeros or leftovers) that the
+mask hides.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives the shapes."""
+    """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives
+    the shapes."""
 
     def __init__(self, prefixes: Cache, budget: int) -> None:
         layers: Sequence[Any] = prefixes.layers
@@ -77,21 +79,27 @@ class SlotCache(Cache):
         return slots * columns * self.bytes_per_token <= self.budget
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Allocate for ``slots`` requests of up to ``columns`` tokens, those already running included."""
+        """Allocate for ``slots`` requests of up to ``columns`` tokens, those already running
+        included."""
         have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
         if slots <= have_slots and columns <= have_columns:
             return
-        generous = max(have_slots, 1 << max(2, (slots - 1).bit_length())), max(have_columns, -(-columns // 64) * 64)
+        generous = (
+            max(have_slots, 1 << max(2, (slots - 1).bit_length())),
+            max(have_columns, -(-columns // 64) * 64),
+        )
         new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
         for layer in self.slot_layers:
             layer.keys = _resized(layer.keys, new_slots, new_columns)
             layer.values = _resized(layer.values, new_slots, new_columns)
 
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
-        """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt share it."""
+        """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt
+        share it."""
         layers: Sequence[Any] = prefixes.layers
         for layer, prefix in zip(self.slot_layers, layers, strict=True):
-            slots, length = slice(first_slot, first_slot + len(index)), min(prefix.keys.shape[2], self.columns)
+            slots = slice(first_slot, first_slot + len(index))
+            length = min(prefix.keys.shape[2], self.columns)
             layer.keys[slots, :, :length] = prefix.keys[index, :, :length]
             layer.values[slots, :, :length] = prefix.values[index, :, :length]
 
@@ -103,15 +111,19 @@ class SlotCache(Cache):
                     tensor[target, :, :width] = tensor[source, :, :width]
 
     def at(self, columns: Tensor, width: int) -> SlotCache:
-        """Set where the next token of each running slot goes, and how many columns attention reads."""
+        """Set where the next token of each running slot goes, and how many columns attention
+        reads."""
         for layer in self.slot_layers:
-            layer.columns, layer.width = columns, width
+            layer.columns = columns
+            layer.width = width
         return self
 
 
 def _resized(tensor: Tensor, slots: int, columns: int) -> Tensor:
-    """A zeroed tensor (the system hands out its pages when they are touched) with the old content."""
+    """A zeroed tensor (the system hands out its pages when they are touched) with the old
+    content."""
     new = tensor.new_zeros(slots, tensor.shape[1], columns, tensor.shape[3])
-    n, width = min(slots, tensor.shape[0]), min(columns, tensor.shape[2])
+    n = min(slots, tensor.shape[0])
+    width = min(columns, tensor.shape[2])
     new[:n, :, :width] = tensor[:n, :, :width]
     return new

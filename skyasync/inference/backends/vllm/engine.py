@@ -1,12 +1,13 @@
 """vLLM as an engine: ``AsyncLLM`` in this process, its core in a child process.
 
-Invariant: a token's version is the one that vLLM's core sent along with it. The core changes its version only while it
-is paused, between two steps, so every version is exact. No caller waits for a core that has ended or whose weights are
-broken, and no process of it outlives this one (``process_guard``).
+Invariant: a token's version is the one that vLLM's core sent along with it. The core changes its
+version only while it is paused, between two steps, so every version is exact. No caller waits for a
+core that has ended or whose weights are broken, and no process of it outlives this one
+(``process_guard``).
 
-A request that has a token keeps its cache over a weight update: its later tokens read keys and values of the former
-weights, which is what "keep" means. A request without a token is started over. The prefix cache is salted with the
-version, so that no prompt finds the blocks of an older one.
+A request that has a token keeps its cache over a weight update: its later tokens read keys and
+values of the former weights, which is what "keep" means. A request without a token is started over.
+The prefix cache is salted with the version, so that no prompt finds the blocks of an older one.
 
 | who waits                | for what                      | woken by                                             |
 |--------------------------|-------------------------------|------------------------------------------------------|
@@ -91,10 +92,10 @@ class VLLMEngine(InferenceEngine):
 
     - ``cpu_bind``: cores for the threads, on a CPU.
     - ``sleep_mode``: allow ``sleep``, on a GPU.
-    - ``engine_index``: number among the engines. Each has random numbers of its own, and a place in the weight syncs by
-      nccl and cuda_ipc.
-    - ``one_per_prompt``: requests of one call that differ in their id alone are one request for vLLM, of which it
-      draws n samples.
+    - ``engine_index``: number among the engines. Each has random numbers of its own, and a place in
+      the weight syncs by nccl and cuda_ipc.
+    - ``one_per_prompt``: requests of one call that differ in their id alone are one request for
+      vLLM, of which it draws n samples.
 
     Attributes:
         version: salts the prefix cache: a prompt finds only blocks of its own version.
@@ -108,20 +109,28 @@ class VLLMEngine(InferenceEngine):
         self._guard: ProcessGuard | None = None
         self._adapter: LoRARequest | None = None  # that requests are computed with
         self._end = "it was not started"  # why it cannot be called; empty while it can
-        self._in_flight: dict[str, set[str]] = {}  # request as vLLM knows it -> requests that its samples answer
+        self._in_flight: dict[
+            str, set[str]
+        ] = {}  # request as vLLM knows it -> requests that its samples answer
         self._restarting: set[str] = set()
         self._scores = 0
         self._finished_tokens = 0
-        self._reported: dict[str, int] = {}  # tokens of unanswered requests that ``progress`` has given
-        self._busy, self._paused = Stopwatch(), Stopwatch()
+        self._reported: dict[
+            str, int
+        ] = {}  # tokens of unanswered requests that ``progress`` has given
+        self._busy = Stopwatch()
+        self._paused = Stopwatch()
         self._control = asyncio.Lock()
         self._content = CurrentContent()
         self._reader: WeightReader | None = None  # of adapters by broadcast
-        self._unproven: list[str] | None = None  # weights that no worker could compare yet; None before the first
+        self._unproven: list[str] | None = (
+            None  # weights that no worker could compare yet; None before the first
+        )
         self._asleep = False  # as a whole or in part: nothing is scheduled
         self._images: ImageProcessor | None = None  # of a model that reads images
 
-    # -- lifecycle ----------------------------------------------------------------------------------------
+    # -- lifecycle
+    # ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         try:
@@ -156,8 +165,10 @@ class VLLMEngine(InferenceEngine):
             self._end = ""
 
     async def shutdown(self) -> None:
-        """End all processes; requests that still wait for an answer get ``EngineFailedError``. Safe to call twice."""
-        llm, guard = self._llm, self._guard
+        """End all processes; requests that still wait for an answer get ``EngineFailedError``. Safe
+        to call twice."""
+        llm = self._llm
+        guard = self._guard
         self._give_up("it was shut down")
         self._llm = self._guard = None
         if llm is not None:
@@ -174,7 +185,9 @@ class VLLMEngine(InferenceEngine):
             self._llm.output_processor.propagate_error(self._failure())
 
     def _failure(self) -> EngineFailedError:
-        return EngineFailedError(f"the vLLM engine of {self.config.model_path} is not running: {self._end}")
+        return EngineFailedError(
+            f"the vLLM engine of {self.config.model_path} is not running: {self._end}"
+        )
 
     @property
     def llm(self) -> AsyncLLM:
@@ -200,9 +213,12 @@ class VLLMEngine(InferenceEngine):
         finally:
             task.cancel()
 
-    # -- requests -----------------------------------------------------------------------------------------
+    # -- requests
+    # -----------------------------------------------------------------------------------------
 
-    async def generate(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[list[GenerationOutput]]:
+    async def generate(
+        self, requests: Sequence[GenerationRequest]
+    ) -> AsyncIterator[list[GenerationOutput]]:
         finished: list[GenerationOutput] = []
         failures: list[EngineFailedError] = []
         arrived = asyncio.Event()
@@ -211,25 +227,45 @@ class VLLMEngine(InferenceEngine):
             """Requests that are alike: vLLM draws a sample for each of one prompt."""
             names = {request.request_id for request in bundle}
             try:
-                output, answers = await self._output(bundle[0], names), []
+                output = await self._output(bundle[0], names)
+                answers = []
                 for request, completion in zip(bundle, output.outputs, strict=True):
-                    name, reason = request.request_id, completion.finish_reason
+                    name = request.request_id
+                    reason = completion.finish_reason
                     if reason not in ("stop", "length", "abort", "repetition", None):
                         raise RequestFailedError(f"vLLM says {reason}")
-                    end: Any = "abort" if name not in names else "length" if reason == "repetition" else reason
+                    end: Any = (
+                        "abort"
+                        if name not in names
+                        else "length"
+                        if reason == "repetition"
+                        else reason
+                    )
                     logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
-                    tokens, versions = ints(completion.token_ids), versions_of(completion)
+                    tokens = ints(completion.token_ids)
+                    versions = versions_of(completion)
                     experts = self._experts(completion.routed_experts)
-                    answers.append(GenerationOutput(name, tokens, floats(logprobs.logprobs), versions, end, experts))
+                    answers.append(
+                        GenerationOutput(
+                            name, tokens, floats(logprobs.logprobs), versions, end, experts
+                        )
+                    )
                 finished.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
             except Exception as error:
-                why = error.__cause__ if isinstance(error.__cause__, Exception) else error  # vLLM wraps what it raises
+                # vLLM wraps what it raises
+                if isinstance(error.__cause__, Exception):
+                    why = error.__cause__
+                else:
+                    why = error
                 finished.extend(refusal(request, why) for request in bundle)
             arrived.set()
 
-        bundles = alike(requests) if self.config.extra.get("one_per_prompt") else [[r] for r in requests]
+        if self.config.extra.get("one_per_prompt"):
+            bundles = alike(requests)
+        else:
+            bundles = [[r] for r in requests]
         tasks = [asyncio.create_task(answer(bundle)) for bundle in bundles]
         unanswered = len(requests)
         try:
@@ -247,10 +283,12 @@ class VLLMEngine(InferenceEngine):
                 task.cancel()
 
     async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
-        """vLLM's output, a sample for each of ``names``. A request without a token at a weight update starts over.
-        ``abort`` takes names out of ``names``, and ends the request when none is left."""
+        """vLLM's output, a sample for each of ``names``. A request without a token at a weight
+        update starts over. ``abort`` takes names out of ``names``, and ends the request when none
+        is left."""
         parameters = sampling_parameters(request.fresh_sampling, samples=len(names))
-        name, prompt = request.request_id, request.prompt_token_ids.tolist()
+        name = request.request_id
+        prompt = request.prompt_token_ids.tolist()
         self._in_flight[name] = names
         self._watch()
         try:
@@ -260,7 +298,9 @@ class VLLMEngine(InferenceEngine):
                     if output.finished and name not in self._restarting:
                         result = output
                 self._restarting.discard(name)
-            self._finished_tokens += sum(len(versions_of(completion)) for completion in result.outputs)
+            self._finished_tokens += sum(
+                len(versions_of(completion)) for completion in result.outputs
+            )
             return result
         finally:
             self._in_flight.pop(name, None)
@@ -273,9 +313,9 @@ class VLLMEngine(InferenceEngine):
     ) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension, since it knows its supported tasks and images are
-        processed before. No weight update comes between reading ``version`` and the list of requests that an update
-        restarts.
+        vLLM registers the request before its first suspension, since it knows its supported tasks
+        and images are processed before. No weight update comes between reading ``version`` and the
+        list of requests that an update restarts.
 
         Raises:
             RequestFailedError: if the prompt's tokens are not those that vLLM makes of the images.
@@ -294,13 +334,20 @@ class VLLMEngine(InferenceEngine):
             if images:
                 shown = {"image": [decoded(image) for image in images]}
                 given: Any = {"prompt_token_ids": collapsed, "multi_modal_data": shown}
-                (prompt,) = await self.llm.renderer.render_cmpl_async([given])  # expands placeholders
+                (prompt,) = await self.llm.renderer.render_cmpl_async(
+                    [given]
+                )  # expands placeholders
                 check_expanded(prompt["prompt_token_ids"], tokens)
-                if not self._in_flight.get(name, True):  # aborted meanwhile, when vLLM did not know it
-                    parameters.min_tokens, parameters.max_tokens = 0, 1
+                if not self._in_flight.get(
+                    name, True
+                ):  # aborted meanwhile, when vLLM did not know it
+                    parameters.min_tokens = 0
+                    parameters.max_tokens = 1
         prompt["cache_salt"] = f"version {self.version}"
         try:
-            async for output in self.llm.generate(prompt, parameters, name, lora_request=self._adapter):
+            async for output in self.llm.generate(
+                prompt, parameters, name, lora_request=self._adapter
+            ):
                 yield output
         except EngineDeadError as error:
             self._end = self._end or PROCESS_ENDED
@@ -312,7 +359,9 @@ class VLLMEngine(InferenceEngine):
 
     def states(self) -> list[Any]:
         """vLLM's records of the requests it holds (``RequestState``)."""
-        return list(self._llm.output_processor.request_states.values()) if self._llm else []
+        if self._llm:
+            return list(self._llm.output_processor.request_states.values())
+        return []
 
     def token_counts(self) -> list[int]:
         """For each request that has tokens, how many."""
@@ -328,22 +377,31 @@ class VLLMEngine(InferenceEngine):
         for state in self.states():
             name = state.external_req_id
             if state.weight_version_starts and state.parent_req is None and name in self._in_flight:
-                tokens, logprobs = state.detokenizer.output_token_ids, state.logprobs_processor.logprobs.logprobs
+                tokens = state.detokenizer.output_token_ids
+                logprobs = state.logprobs_processor.logprobs.logprobs
                 first = self._reported.get(name, 0)
                 self._reported[name] = len(tokens)
                 if len(tokens) > first:
                     versions, starts = zip(*state.weight_version_starts, strict=True)
                     lengths = np.subtract([*starts[1:], len(tokens)], starts)
                     each = np.repeat(ints([int(version) for version in versions]), lengths)
-                    output = GenerationOutput(name, ints(tokens[first:]), floats(logprobs[first:]), each[first:])
+                    output = GenerationOutput(
+                        name, ints(tokens[first:]), floats(logprobs[first:]), each[first:]
+                    )
                     if state.routed_experts_chunks:  # of the prompt too, and not of the last token
-                        known = state.prompt_len + first - 1 if first else 0
-                        output.experts = self._experts(np.concatenate(state.routed_experts_chunks)[known:])
+                        if first:
+                            known = state.prompt_len + first - 1
+                        else:
+                            known = 0
+                        output.experts = self._experts(
+                            np.concatenate(state.routed_experts_chunks)[known:]
+                        )
                     new.append(output)
         return new
 
     def _experts(self, routed: Experts | None) -> Experts | None:
-        """vLLM's uint8 or uint16, with a number left that marks a token whose experts are not known."""
+        """vLLM's uint8 or uint16, with a number left that marks a token whose experts are not
+        known."""
         if routed is None:
             return None
         one_byte = self.llm.vllm_config.model_config.get_num_experts() <= np.iinfo(np.uint8).max
@@ -356,18 +414,25 @@ class VLLMEngine(InferenceEngine):
     async def _score(self, sequence: Sequence[int]) -> list[float]:
         if len(sequence) < 2:
             return []
-        prompt = [int(token) for token in sequence]  # also of an array, whose numbers the core cannot read
+        prompt = [
+            int(token) for token in sequence
+        ]  # also of an array, whose numbers the core cannot read
         images = ImageTokens.images_of(sequence)
         while True:  # until neither a weight update nor pause("abort") has cut it
             self._scores += 1
             scores: Any = None
-            async for output in self.outputs(f"score-{self._scores}", prompt, scoring_parameters(), images):
+            async for output in self.outputs(
+                f"score-{self._scores}", prompt, scoring_parameters(), images
+            ):
                 scores = output.prompt_logprobs
             if scores and len(scores) == len(sequence):  # the entry of the first token is empty
                 if not images or self._images is None:
                     return list(scores.logprobs)
                 placeholder = self._images.placeholder
-                return [0.0 if t == placeholder else s for t, s in zip(prompt[1:], scores.logprobs, strict=True)]
+                return [
+                    0.0 if t == placeholder else s
+                    for t, s in zip(prompt[1:], scores.logprobs, strict=True)
+                ]
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         ended = []
@@ -379,7 +444,8 @@ class VLLMEngine(InferenceEngine):
         self._restarting.difference_update(ended)
         await self.call(self.llm.abort(ended))
 
-    # -- control ------------------------------------------------------------------------------------------
+    # -- control
+    # ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         async with self._control:
@@ -393,23 +459,29 @@ class VLLMEngine(InferenceEngine):
         if mode is None:
             await self.call(self.llm.resume_generation())
         else:
-            # Not clear_cache, which would drop the running requests' cache and compute it again. And not
-            # AsyncLLM.pause_generation, which sleeps for 20 ms more: exact versions do not need it.
-            await self.call(self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False))
+            # Not clear_cache, which would drop the running requests' cache and compute it again.
+            # And not AsyncLLM.pause_generation, which sleeps for 20 ms more: exact versions do not
+            # need it.
+            await self.call(
+                self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
+            )
         self._paused.switch(mode is not None)
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
         """An engine that is not paused is paused ("keep") for the update.
 
-        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine of which only the weights
-        are awake. A late engine is given all of them, as by ``shared_memory``. Requests without a token start over.
+        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine of
+        which only the weights are awake. A late engine is given all of them, as by
+        ``shared_memory``. Requests without a token start over.
 
-        An update that fails may leave layers without weights: the engine gives up, and every call raises.
+        An update that fails may leave layers without weights: the engine gives up, and every call
+        raises.
 
         Raises:
             ValueError: for a backend other than the one the engine was started with.
-            WeightMismatchError: for the delta of weights that the engine does not have; it continues as before.
+            WeightMismatchError: for the delta of weights that the engine does not have; it
+                continues as before.
         """
         own = self.config.weight_sync_backend
         if update.backend not in ((own, "shared_memory") if own == CUDA_IPC else (own,)):
@@ -422,7 +494,9 @@ class VLLMEngine(InferenceEngine):
             if not was_paused:
                 await self._set_paused("keep")
             try:
-                unproven = await not_halfway(self._transfer(update))  # vLLM takes no other before this one has ended
+                unproven = await not_halfway(
+                    self._transfer(update)
+                )  # vLLM takes no other before this one has ended
             except (asyncio.CancelledError, TransferInterruptedError):
                 if not was_paused:
                     await self._set_paused(None)
@@ -435,7 +509,11 @@ class VLLMEngine(InferenceEngine):
                     await self.call(self.llm.reset_encoder_cache())
                 self.version = update.version
                 self._content.complete(update)
-                names = [state.external_req_id for state in self.states() if not state.weight_version_starts]
+                names = [
+                    state.external_req_id
+                    for state in self.states()
+                    if not state.weight_version_starts
+                ]
                 self._restarting.update(self._in_flight.keys() & names)
                 await self.call(self.llm.abort(names))
             if not was_paused:
@@ -449,13 +527,20 @@ class VLLMEngine(InferenceEngine):
         from vllm.lora.request import LoRARequest
 
         info = as_message(update.info)
-        path, received = info.get("path", ""), ""
-        if info.get("about", {}).get("adapter"):  # a broadcast of adapters, which vLLM reads from a file
+        path = info.get("path", "")
+        received = ""
+        if info.get("about", {}).get(
+            "adapter"
+        ):  # a broadcast of adapters, which vLLM reads from a file
             self._reader = self._reader or WeightReader(torch.device("cpu"))
             adapters = await asyncio.to_thread(self._reader.read, info)
             encoded = Encoded(adapters.weights, dict(adapters.digests), adapters.about, {})
             path = received = await asyncio.to_thread(write_encoded, encoded)
-        if received or (path and "specs" not in info and (await asyncio.to_thread(read_metadata, path))[1].adapter):
+        if received or (
+            path
+            and "specs" not in info
+            and (await asyncio.to_thread(read_metadata, path))[1].adapter
+        ):
             try:
                 folder = await asyncio.to_thread(make_adapter_folder, path)
                 await self.call(load_adapter(self.llm, folder, path))
@@ -464,7 +549,9 @@ class VLLMEngine(InferenceEngine):
             finally:
                 if received:
                     remove_weights(received)
-            return ["adapters, divided over ranks"] if self.config.tensor_parallel_size > 1 else []
+            if self.config.tensor_parallel_size > 1:
+                return ["adapters, divided over ranks"]
+            return []
         if update.backend == CUDA_IPC:
             info = own_part(info, self.config.extra.get("engine_index", 0))
         await self.call(self.llm.start_weight_update())
@@ -473,17 +560,23 @@ class VLLMEngine(InferenceEngine):
         if "rendezvous" in info:
             reasons: list[str] = await self.call(self.llm.collective_rpc("interrupted"))
             interrupted = next(filter(None, reasons), "")
-        version = str(update.version) if is_whole(update) and not interrupted else None
+        if is_whole(update) and not interrupted:
+            version = str(update.version)
+        else:
+            version = None
         await self.call(self.llm.finish_weight_update(weight_version=version))
         if interrupted:
             raise TransferInterruptedError(interrupted)
-        if update.backend == "shared_memory" and self._unproven != []:  # what was right once stays so, or is an error
+        if (
+            update.backend == "shared_memory" and self._unproven != []
+        ):  # what was right once stays so, or is an error
             ranks: list[list[str]] = await self.call(self.llm.collective_rpc("unproven"))
             self._unproven = sorted({name for names in ranks for name in names})
         return self._unproven or []
 
     async def sleep(self) -> None:
-        """Free weights and cache (vLLM's level 2). On a GPU only, with ``config.extra["sleep_mode"]``."""
+        """Free weights and cache (vLLM's level 2). On a GPU only, with
+        ``config.extra["sleep_mode"]``."""
         if self.cpu:
             raise NotSupportedError(NO_SLEEP)
         await self.call(self.llm.sleep(level=2, mode="wait"))
@@ -496,20 +589,32 @@ class VLLMEngine(InferenceEngine):
         await self.call(self.llm.wake_up([VLLM_TAGS[part]]))
         self._asleep = self._asleep and part != "cache"
 
-    # -- watching -----------------------------------------------------------------------------------------
+    # -- watching
+    # -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """``running`` requests have a token; those that wait for their first one are ``waiting``."""
-        counts, cache_tokens, cache_used = self.token_counts(), 0, None
+        """``running`` requests have a token; those that wait for their first one are
+        ``waiting``."""
+        counts = self.token_counts()
+        cache_tokens = 0
+        cache_used = None
         if self._llm is not None:
             cache = self._llm.vllm_config.cache_config
             cache_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
             prompts: dict[object, int] = {}  # a shared prompt counts once if vLLM shares it
             for state in self.states():
                 if state.weight_version_starts:
-                    shared = tuple(state.prompt_token_ids or ()) if cache.enable_prefix_caching else None
-                    prompts[shared or (state.parent_req or state).external_req_id] = state.prompt_len
-            cache_used = sum(prompts.values()) + sum(counts) if cache_tokens else None
+                    if cache.enable_prefix_caching:
+                        shared = tuple(state.prompt_token_ids or ())
+                    else:
+                        shared = None
+                    prompts[shared or (state.parent_req or state).external_req_id] = (
+                        state.prompt_len
+                    )
+            if cache_tokens:
+                cache_used = sum(prompts.values()) + sum(counts)
+            else:
+                cache_used = None
         return EngineStats(
             running=len(counts),
             waiting=max(sum(map(len, self._in_flight.values())) - len(counts), 0),
@@ -527,4 +632,6 @@ class VLLMEngine(InferenceEngine):
 def versions_of(completion: CompletionOutput) -> Ints:
     """The version of each token of a finished sample."""
     spans = completion.weight_versions or []
-    return np.repeat(ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans]))
+    return np.repeat(
+        ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans])
+    )

@@ -1,7 +1,8 @@
 """vLLM's own engine arguments, as ``generator.engine_kwargs`` gives them.
 
-Invariant: an argument that a run has a key of its own for is rejected before anything starts, without vLLM. All others
-are checked where vLLM is imported anyway: by its own classes, when an engine starts, before its model loads.
+Invariant: an argument that a run has a key of its own for is rejected before anything starts,
+without vLLM. All others are checked where vLLM is imported anyway: by its own classes, when an
+engine starts, before its model loads.
 """
 
 from __future__ import annotations
@@ -45,14 +46,18 @@ RESERVED = {
 
 #: Values that vLLM takes and a run cannot use.
 REJECTED: dict[tuple[str, object], str] = {
-    ("load_format", "dummy"): "the engine would compute with random weights until the first weight sync",
+    (
+        "load_format",
+        "dummy",
+    ): "the engine would compute with random weights until the first weight sync",
 }
 
 
 def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
     """What a run cannot leave to vLLM, a line each."""
     for name, value in options.items():
-        if reason := RESERVED.get(name):
+        reason = RESERVED.get(name)
+        if reason:
             yield f"{KEY}.{name} is not taken: {reason}"
         elif isinstance(value, str) and (name, value) in REJECTED:
             yield f"{KEY}.{name}={value!r} is not taken: {REJECTED[name, value]}"
@@ -60,8 +65,10 @@ def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
 
 def cpu_limits(cfg: Config) -> Iterator[str]:
     """What vLLM's CPU engine does not have, or ends at, a line each."""
-    options, model = cfg.generator.engine_kwargs, cfg.trainer.policy.model
-    if (replay := cfg.trainer.policy.router_replay) != "none":
+    options = cfg.generator.engine_kwargs
+    model = cfg.trainer.policy.model
+    replay = cfg.trainer.policy.router_replay
+    if replay != "none":
         yield (
             f"trainer.policy.router_replay={replay} with generator.backend=vllm needs GPUs: on a CPU vLLM does not "
             f"report the experts that it chose; set generator.backend=transformers"
@@ -83,12 +90,20 @@ def cpu_limits(cfg: Config) -> Iterator[str]:
             f"{KEY}.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of {CPU_BLOCK}: set "
             f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or remove the setting"
         )
-    file = config_file(model.path) if cfg.trainer.policy.lora.sync == "adapter" else None
+    if cfg.trainer.policy.lora.sync == "adapter":
+        file = config_file(model.path)
+    else:
+        file = None
     if file is not None and cfg.trainer.policy.lora.rank:
-        shape = {**read_shape(file, f"trainer.policy.model.path={model.path}"), **model.config_kwargs}
+        shape = {
+            **read_shape(file, f"trainer.policy.model.path={model.path}"),
+            **model.config_kwargs,
+        }
         for name in EXPERTS:
             if isinstance(count := shape.get(name), int) and count > 0:
-                why = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+                why = (
+                    f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+                )
                 yield no_adapters(model.path, why)
 
 
@@ -99,7 +114,8 @@ GPU_STOP_TOKENS = 128  # with min_tokens
 
 
 def gpu_limits(cfg: Config) -> Iterator[str]:
-    """Yield a line for each list of the sampling settings that is longer than vLLM takes on a GPU."""
+    """Yield a line for each list of the sampling settings that is longer than vLLM takes on a
+    GPU."""
     for group, sampling in sampling_groups(cfg.generator).items():
         for name, limit in GPU_LIST_LIMITS.items():
             size = len(getattr(sampling, name))
@@ -121,12 +137,15 @@ def no_adapters(model: str, why: str) -> str:
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises UserError for the first wrong name, type or choice, with the nearest right one. Imports vLLM."""
+    """Raises UserError for the first wrong name, type or choice, with the nearest right one.
+    Imports vLLM."""
     if not options:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = {name: kind for name, kind in _fields(AsyncEngineArgs).items() if not name.startswith("_")}
+    known = {
+        name: kind for name, kind in _fields(AsyncEngineArgs).items() if not name.startswith("_")
+    }
     for name, value in options.items():
         if name not in known:
             hint = _did_you_mean(name, set(known) - set(RESERVED))
@@ -135,7 +154,10 @@ def check_options(options: Mapping[str, object]) -> None:
 
 
 def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
-    parts = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    if get_origin(kind) in (Union, UnionType):
+        parts = get_args(kind)
+    else:
+        parts = (kind,)
     # The class, or the choices, of arguments that are annotated as a plain dictionary or text.
     named: tuple[Any, ...] = ()
     if name == "speculative_config":
@@ -151,14 +173,24 @@ def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noq
         known = _fields(groups[0])
         for key, item in value.items():
             if key not in known:
-                raise UserError(f"{path}.{key} is not a setting of vLLM{_did_you_mean(str(key), known)}")
+                raise UserError(
+                    f"{path}.{key} is not a setting of vLLM{_did_you_mean(str(key), known)}"
+                )
             _check_value(f"{path}.{key}", str(key), item, known[key])
         return
     choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
     choices += [choice for choice in named if isinstance(choice, str)]
     plain = [part for part in parts if get_origin(part) is not Literal]
-    if set(plain) <= {str, NoneType} and isinstance(value, str) and choices and value not in choices:
-        hint = _did_you_mean(value, map(str, choices)) or f": it is one of {', '.join(map(str, choices))}"
+    if (
+        set(plain) <= {str, NoneType}
+        and isinstance(value, str)
+        and choices
+        and value not in choices
+    ):
+        hint = (
+            _did_you_mean(value, map(str, choices))
+            or f": it is one of {', '.join(map(str, choices))}"
+        )
         raise UserError(f"{path}={value!r} is not a value that vLLM accepts{hint}")
     allowed = {*plain, *map(type, choices), *([int] if float in plain else [])}
     if set(plain) <= {bool, int, float, str, NoneType} and type(value) not in allowed:
@@ -168,17 +200,22 @@ def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noq
 
 def _did_you_mean(name: str, known: Any) -> str:  # noqa: ANN401  (texts)
     close = " or ".join(nearest(name, set(known)))
-    return f": did you mean {close}?" if close else ""
+    if close:
+        return f": did you mean {close}?"
+    return ""
 
 
 @cache
 def _fields(group: Any) -> dict[str, Any]:  # noqa: ANN401  (a dataclass of vLLM's)
     """Field -> its type; a type that is written as a text allows everything."""
-    return {each.name: object if isinstance(each.type, str) else each.type for each in fields(group)}
+    return {
+        each.name: object if isinstance(each.type, str) else each.type for each in fields(group)
+    }
 
 
 def without_adapters(architectures: Iterable[str]) -> str:
-    """The first of these models that vLLM computes no adapters of; "" if none is known. Imports vLLM and the models."""
+    """The first of these models that vLLM computes no adapters of; "" if none is known. Imports
+    vLLM and the models."""
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_lora
 
@@ -192,4 +229,6 @@ def without_adapters(architectures: Iterable[str]) -> str:
 def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
     """How many devices an engine takes: pipeline stages, each over so many."""
     stages = options.get("pipeline_parallel_size", 1)
-    return tensor_parallel * stages if isinstance(stages, int) else tensor_parallel
+    if isinstance(stages, int):
+        return tensor_parallel * stages
+    return tensor_parallel

@@ -1,9 +1,10 @@
 """No process of an engine outlives the process that started it, however that one ended.
 
-Invariant: when the guard's standard input closes, every process that was started while the guard's mark stood in the
-environment is killed. The input closes if its parent closed it, exited, or was killed with SIGKILL. The processes'
-shared memory is removed too, with the folder of their sockets and temporary files. vLLM starts its engine core as a
-child, and that one its workers; none of them notices that the first process has ended.
+Invariant: when the guard's standard input closes, every process that was started while the guard's
+mark stood in the environment is killed. The input closes if its parent closed it, exited, or was
+killed with SIGKILL. The processes' shared memory is removed too, with the folder of their sockets
+and temporary files. vLLM starts its engine core as a child, and that one its workers; none of them
+notices that the first process has ended.
 
 This file is also the guard's program: it runs by itself and imports the standard library only.
 """
@@ -27,7 +28,9 @@ NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
 PLACE = "SKYASYNC_TEMPORARY"  # names a folder that is removed with what the run has started
 SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM's processes meet, each under a name of 36 characters
 LONGEST = 107 - 37  # characters of the folder: the kernel takes no longer address
-SWEEPS, PAUSE_S = 20, 0.1  # a process being started shows its environment only after its exec
+# a process being started shows its environment only after its exec
+SWEEPS = 20
+PAUSE_S = 0.1
 
 
 class ProcessGuard:
@@ -45,16 +48,22 @@ class ProcessGuard:
     """
 
     def __init__(self) -> None:
-        self.mark, self.folder = f"{os.getpid()}-{uuid.uuid4().hex}", short_folder()
+        self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        self.folder = short_folder()
         command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder]
         # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._process.wait()  # the guard is a grandchild: Ray kills the children of an actor it kills
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        # the guard is a grandchild: Ray kills the children of an actor it kills
+        self._process.wait()
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Processes started inside, and their descendants, are guarded."""
-        compiled = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")  # which is worth keeping
+        compiled = os.path.join(
+            tempfile.gettempdir(), f"torchinductor_{os.getuid()}"
+        )  # which is worth keeping
         inside = {VARIABLE: self.mark, SOCKETS: self.folder, "TMPDIR": self.folder}
         inside["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
         before = {name: os.environ.get(name) for name in inside}
@@ -73,7 +82,8 @@ class ProcessGuard:
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill what is left of the guarded processes and end the guard. Blocks; safe to call twice."""
+        """Kill what is left of the guarded processes and end the guard. Blocks; safe to call
+        twice."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if not self._process.stdin.closed:
             self._process.stdin.close()
@@ -82,9 +92,18 @@ class ProcessGuard:
 
 
 def short_folder() -> str:
-    """A new one, this user's alone: where the user has vLLM's sockets, or what the run removes at its end."""
-    folders = [os.environ.get(SOCKETS, ""), os.environ.get(PLACE, ""), tempfile.gettempdir(), "/tmp", "/dev/shm"]
-    short = [folder for folder in folders if folder and len(folder) + len("/vllm-12345678") <= LONGEST]
+    """A new one, this user's alone: where the user has vLLM's sockets, or what the run removes at
+    its end."""
+    folders = [
+        os.environ.get(SOCKETS, ""),
+        os.environ.get(PLACE, ""),
+        tempfile.gettempdir(),
+        "/tmp",
+        "/dev/shm",
+    ]
+    short = [
+        folder for folder in folders if folder and len(folder) + len("/vllm-12345678") <= LONGEST
+    ]
     writable = [folder for folder in short if os.access(folder, os.W_OK | os.X_OK)]
     return tempfile.mkdtemp(prefix="vllm-", dir=writable[0] if writable else None)
 
@@ -106,7 +125,8 @@ def guarded(mark: str) -> list[int]:
 
 
 def _shared_memory(process_id: int) -> set[str]:
-    """The shared memory that a process has mapped: Python's blocks and semaphores, and what vLLM's ranks share."""
+    """The shared memory that a process has mapped: Python's blocks and semaphores, and what vLLM's
+    ranks share."""
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     except OSError:

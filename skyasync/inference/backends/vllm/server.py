@@ -1,9 +1,11 @@
-"""A vLLM server that the run does not start; what is the same for all servers is in ``inference.remote``.
+"""A vLLM server that the run does not start; what is the same for all servers is in
+``inference.remote``.
 
-Invariant: the server is sent one placeholder per image, and expands it by its own processor. A prompt whose tokens it
-makes differently is rejected. An image is sent once, with a name, and later requests have only the name: the server has
-the image in its processor's cache (``--mm-processor-cache-gb``). A server that lacks a named image rejects the request,
-which is then sent again.
+Invariant: the server is sent one placeholder per image, and expands it by its own processor. A
+prompt whose tokens it makes differently is rejected. An image is sent once, with a name, and later
+requests have only the name: the server has the image in its processor's cache
+(``--mm-processor-cache-gb``). A server that lacks a named image rejects the request, which is then
+sent again.
 """
 
 from __future__ import annotations
@@ -18,7 +20,13 @@ from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 from skyasync.inference.backends.vllm.setup import WORKER_EXTENSION, check_expanded, sampling_fields
-from skyasync.inference.interface import EngineConfig, EngineFailedError, FinishReason, GenerationOutput, PauseMode
+from skyasync.inference.interface import (
+    EngineConfig,
+    EngineFailedError,
+    FinishReason,
+    GenerationOutput,
+    PauseMode,
+)
 from skyasync.inference.remote import RemoteEngine, RemoteRequest
 from skyasync.models.images import Image, Images, ImageTokens, reads_images, rgb_url
 from skyasync.weight_sync.update import WeightUpdate
@@ -29,7 +37,12 @@ if TYPE_CHECKING:
 BACKEND = "shared_memory"
 GENERATE = "/inference/v1/generate"
 PREFIX = "generate-tokens-"  # of the names of requests at the server
-FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort", "repetition": "length"}
+FINISH_REASONS: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "abort": "abort",
+    "repetition": "length",
+}
 
 #: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
 ARGUMENTS = {
@@ -55,7 +68,9 @@ class SentImages:
     def __init__(self) -> None:
         self.caches = True
         self._names = uuid4().hex  # so that no other client's images have these names
-        self._there: WeakKeyDictionary[Image, object] = WeakKeyDictionary()  # image -> the upload that brought it
+        self._there: WeakKeyDictionary[Image, object] = (
+            WeakKeyDictionary()
+        )  # image -> the upload that brought it
         self._coming: dict[Image, asyncio.Future[None]] = {}
 
     async def send(
@@ -75,7 +90,10 @@ class SentImages:
         for whole in (False, False, True) if self.caches else (True,):
             while coming := {self._coming[image] for image in images if image in self._coming}:
                 await asyncio.wait(coming)
-            named = {} if whole else {image: self._there[image] for image in images if image in self._there}
+            if whole:
+                named = {}
+            else:
+                named = {image: self._there[image] for image in images if image in self._there}
             new = [image for image in dict.fromkeys(images) if image not in named]
             upload: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if self.caches:
@@ -102,7 +120,9 @@ class SentImages:
                 self._arrived(new, upload, there=False)
         raise AssertionError("the last attempt has no names")
 
-    def _arrived(self, new: Sequence[Image], upload: asyncio.Future[None], *, there: bool = True) -> None:
+    def _arrived(
+        self, new: Sequence[Image], upload: asyncio.Future[None], *, there: bool = True
+    ) -> None:
         """The server has read an upload, or it has failed; the first call counts."""
         if upload.done():
             return
@@ -154,7 +174,9 @@ class VLLMServerEngine(RemoteEngine):
 
     async def _cache_used(self) -> int | None:
         share = cache_share(await self._server.text("/metrics"))
-        return None if share is None else int(share * self._cache_tokens)
+        if share is None:
+            return None
+        return int(share * self._cache_tokens)
 
     async def _reset(self, info: Mapping[str, Any]) -> int:
         await self._server.post("/abort_requests", {})
@@ -164,14 +186,19 @@ class VLLMServerEngine(RemoteEngine):
             from skyasync.models.vision import NEVER, processor_of
 
             self._images = processor_of(self.config.model_path)
-            multimodal = (info["vllm_config"].get("model_config") or {}).get("multimodal_config") or {}
+            multimodal = (info["vllm_config"].get("model_config") or {}).get(
+                "multimodal_config"
+            ) or {}
             self._sent.caches = bool(multimodal.get("mm_processor_cache_gb", True))
-            await self._server.post("/collective_rpc", {"method": "ban", "args": [self._images.banned, NEVER]})
+            await self._server.post(
+                "/collective_rpc", {"method": "ban", "args": [self._images.banned, NEVER]}
+            )
         cache = info["vllm_config"].get("cache_config") or {}
         return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
 
     async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
-        request, tokens = pending.request, pending.request.prompt_token_ids.tolist()
+        request = pending.request
+        tokens = pending.request.prompt_token_ids.tolist()
         body = {
             "request_id": request.request_id,
             **self._prompt(tokens, request.images),
@@ -180,23 +207,38 @@ class VLLMServerEngine(RemoteEngine):
             "stream": True,
         }
 
-        async def answer(parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]) -> GenerationOutput:
-            async for chunk in self._server.chunks(GENERATE, body | {"content_parts": parts}, accepted):
-                if expanded := chunk.get("prompt_token_ids"):  # only the first piece of a prompt with images has them
+        async def answer(
+            parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]
+        ) -> GenerationOutput:
+            async for chunk in self._server.chunks(
+                GENERATE, body | {"content_parts": parts}, accepted
+            ):
+                expanded = chunk.get("prompt_token_ids")
+                if expanded:  # only the first piece of a prompt with images has them
                     check_expanded(expanded, tokens)
                 for choice in chunk["choices"]:
-                    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get("content") or ()
-                    pending.receive(choice.get("token_ids") or (), [float(each["logprob"]) for each in content])
-                    if reason := choice.get("finish_reason"):
+                    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get(
+                        "content"
+                    ) or ()
+                    pending.receive(
+                        choice.get("token_ids") or (), [float(each["logprob"]) for each in content]
+                    )
+                    reason = choice.get("finish_reason")
+                    if reason:
                         if reason not in FINISH_REASONS:
-                            raise RuntimeError(f"{self._server.name} failed on request {request.request_id}: {reason}")
-                        return self._ended(pending, FINISH_REASONS[reason], choice.get("weight_versions"))
+                            raise RuntimeError(
+                                f"{self._server.name} failed on request {request.request_id}: {reason}"
+                            )
+                        return self._ended(
+                            pending, FINISH_REASONS[reason], choice.get("weight_versions")
+                        )
             raise self._server.failure("it ended an answer without a reason")
 
         return await self._sent.send(request.images, answer, pending.tokens)
 
     def _prompt(self, tokens: list[int], images: Images) -> dict[str, Any]:
-        """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of the images."""
+        """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of
+        the images."""
         if self._images is None:
             return {"token_ids": tokens}
         return {"token_ids": self._images.collapse(tokens, images), "return_token_ids": True}
@@ -209,12 +251,21 @@ class VLLMServerEngine(RemoteEngine):
         tokens = [int(token) for token in sequence]
         body = {
             **self._prompt(tokens, ImageTokens.images_of(sequence)),
-            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False},
+            "sampling_params": {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+                "detokenize": False,
+            },
             "cache_salt": self._salt(self.version),
         }
 
-        async def scored(parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]) -> Mapping[str, Any]:
-            answer: Mapping[str, Any] = await self._server.post(GENERATE, body | {"content_parts": parts})
+        async def scored(
+            parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]
+        ) -> Mapping[str, Any]:
+            answer: Mapping[str, Any] = await self._server.post(
+                GENERATE, body | {"content_parts": parts}
+            )
             accepted()
             return answer
 
@@ -223,9 +274,15 @@ class VLLMServerEngine(RemoteEngine):
         scores = answer.get("prompt_logprobs")
         if not scores or len(scores) != len(tokens):
             return None
-        placeholder = self._images.placeholder if self._images is not None else None
+        if self._images is not None:
+            placeholder = self._images.placeholder
+        else:
+            placeholder = None
         each = zip(scores[1:], tokens[1:], strict=True)
-        return [0.0 if token == placeholder else float(score[str(token)]["logprob"]) for score, token in each]
+        return [
+            0.0 if token == placeholder else float(score[str(token)]["logprob"])
+            for score, token in each
+        ]
 
     async def _schedule(self, mode: PauseMode | None) -> None:
         if mode is None:
@@ -247,6 +304,12 @@ class VLLMServerEngine(RemoteEngine):
 
 
 def cache_share(metrics: str) -> float | None:
-    """The used share of the cache, by the text of ``/metrics``: the mean of its engines; None if it is not there."""
-    shares = [float(value) for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)]
-    return sum(shares) / len(shares) if shares else None
+    """The used share of the cache, by the text of ``/metrics``: the mean of its engines; None if it
+    is not there."""
+    shares = [
+        float(value)
+        for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
+    ]
+    if shares:
+        return sum(shares) / len(shares)
+    return None

@@ -37,7 +37,10 @@ class FakeServer:
     def __init__(self, model: LlamaForCausalLM, *, incremental: bool) -> None:
         self.model, self.incremental = model, incremental
         self.version, self.names, self.running = "default", set[str](), dict[str, Running]()
-        self.going, self.admits = asyncio.Event(), asyncio.Event()  # of running requests, and of new ones
+        self.going, self.admits = (
+            asyncio.Event(),
+            asyncio.Event(),
+        )  # of running requests, and of new ones
         self.going.set()
         self.admits.set()
 
@@ -68,30 +71,42 @@ class FakeServer:
 
     async def _loads(self, request: web.Request) -> web.Response:
         used = sum(len(mine.prompt) + len(mine.tokens) for mine in self.running.values())
-        return web.json_response({"loads": [{"dp_rank": 0, "num_used_tokens": used, "max_total_num_tokens": 4096}]})
+        return web.json_response(
+            {"loads": [{"dp_rank": 0, "num_used_tokens": used, "max_total_num_tokens": 4096}]}
+        )
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         name, sampling = body["rid"], body["sampling_params"]
         if name in self.names:
-            return web.json_response({"error": {"message": f"Duplicate request ID: {name}"}}, status=400)
+            return web.json_response(
+                {"error": {"message": f"Duplicate request ID: {name}"}}, status=400
+            )
         if len(body["input_ids"]) > 506:
-            return web.json_response({"error": {"message": "The input is longer than the context"}}, status=400)
+            return web.json_response(
+                {"error": {"message": "The input is longer than the context"}}, status=400
+            )
         self.names.add(name)
         await self.admits.wait()
-        mine = self.running[name] = Running(body["input_ids"], sampling["max_new_tokens"], sampling["temperature"])
+        mine = self.running[name] = Running(
+            body["input_ids"], sampling["max_new_tokens"], sampling["temperature"]
+        )
         try:
             if not body.get("stream"):
                 scores = [[None, mine.prompt[0], None], *self._scores(mine.prompt)]
                 mine.end = {"type": "length", "length": 0}
-                return web.json_response(self._chunk(name, mine, 0) | {"meta_info": self._meta(name, mine, 0, scores)})
+                return web.json_response(
+                    self._chunk(name, mine, 0) | {"meta_info": self._meta(name, mine, 0, scores)}
+                )
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
             await response.prepare(request)
             told, every = 0, sampling["stream_interval"]
             while mine.end is None:
                 await self._step(mine)
                 if mine.end or len(mine.tokens) % every == 1:
-                    await response.write(b"data: " + json.dumps(self._chunk(name, mine, told)).encode() + b"\n\n")
+                    await response.write(
+                        b"data: " + json.dumps(self._chunk(name, mine, told)).encode() + b"\n\n"
+                    )
                     told = len(mine.tokens)
             await response.write(b"data: [DONE]\n\n")
             return response
@@ -104,9 +119,13 @@ class FakeServer:
         if mine.end is not None:
             return
         with torch.no_grad():
-            logits = self.model(torch.tensor([mine.prompt + mine.tokens])).logits[0, -1] / (mine.temperature or 1.0)
+            logits = self.model(torch.tensor([mine.prompt + mine.tokens])).logits[0, -1] / (
+                mine.temperature or 1.0
+            )
         logprobs = logits.log_softmax(-1)
-        token = int(logprobs.argmax() if mine.temperature == 0 else torch.multinomial(logprobs.exp(), 1))
+        token = int(
+            logprobs.argmax() if mine.temperature == 0 else torch.multinomial(logprobs.exp(), 1)
+        )
         mine.tokens.append(token)
         mine.logprobs.append(logprobs[token].item())
         mine.versions.append(self.version)
@@ -120,10 +139,17 @@ class FakeServer:
 
     def _chunk(self, name: str, mine: Running, told: int) -> dict[str, Any]:
         first = told if self.incremental else 0
-        return {"text": "", "output_ids": mine.tokens[first:], "meta_info": self._meta(name, mine, first, [])}
+        return {
+            "text": "",
+            "output_ids": mine.tokens[first:],
+            "meta_info": self._meta(name, mine, first, []),
+        }
 
     def _meta(self, name: str, mine: Running, first: int, scores: list[Any]) -> dict[str, Any]:
-        found = [[logprob, token, None] for logprob, token in zip(mine.logprobs, mine.tokens, strict=True)]
+        found = [
+            [logprob, token, None]
+            for logprob, token in zip(mine.logprobs, mine.tokens, strict=True)
+        ]
         meta = {"id": name, "finish_reason": mine.end, "prompt_tokens": len(mine.prompt),
                 "completion_tokens": len(mine.tokens), "weight_version": self.version,
                 "input_token_logprobs": scores, "output_token_logprobs": found[first:]}  # fmt: skip
@@ -163,7 +189,9 @@ class FakeServer:
         body = await request.json()
         files = sorted(Path(body["model_path"]).glob("*.safetensors"))  # noqa: ASYNC240
         if not files or body.get("flush_cache", True):
-            return web.json_response({"success": False, "message": "Failed to get weights iterator"}, status=400)
+            return web.json_response(
+                {"success": False, "message": "Failed to get weights iterator"}, status=400
+            )
         weights = {name: tensor for file in files for name, tensor in load_file(file).items()}
         self.model.load_state_dict(weights, strict=False)
         self.version = body["weight_version"]

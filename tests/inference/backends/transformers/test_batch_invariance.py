@@ -31,13 +31,17 @@ Answers = list[tuple[list[int], list[float]]]
 
 @given(st.integers(1, 10_000))
 def test_sizes_are_rounded_up_where_they_are_odd(size: int) -> None:
-    assert size <= even_rows(size) < size + ROWS and (size >= ENOUGH_ROWS or even_rows(size) % ROWS == 0)
+    assert size <= even_rows(size) < size + ROWS and (
+        size >= ENOUGH_ROWS or even_rows(size) % ROWS == 0
+    )
     assert size <= even_columns(size) < size + COLUMNS and even_columns(size) % COLUMNS == 0
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> EmbeddedModel:
-    return EmbeddedModel(EngineConfig(model_path=save_tiny_llama(Path(tmp_path_factory.mktemp("model")), tied=True)))
+    return EmbeddedModel(
+        EngineConfig(model_path=save_tiny_llama(Path(tmp_path_factory.mktemp("model")), tied=True))
+    )
 
 
 @pytest.fixture(params=[1, 2], scope="module")
@@ -60,9 +64,13 @@ def requests() -> list[DecodingRow]:
         tokens = draw.integers(5, 30, size=draw.integers(4, 20))
         for sample in range(SAMPLES):
             limit = 5 + (prompt + 3 * sample) % 7
-            asked = GenerationRequest(f"{prompt}-{sample}", tokens, SamplingParams(max_tokens=limit))
+            asked = GenerationRequest(
+                f"{prompt}-{sample}", tokens, SamplingParams(max_tokens=limit)
+            )
             key = stream_key(None, 0, asked.request_id)
-            rows.append(DecodingRow(asked, tokens.tolist(), key=key, limit=limit, stop_ids=frozenset()))
+            rows.append(
+                DecodingRow(asked, tokens.tolist(), key=key, limit=limit, stop_ids=frozenset())
+            )
     return rows
 
 
@@ -89,7 +97,9 @@ def test_answers_do_not_depend_on_who_else_is_there(
 
 
 def test_a_prompt_may_fill_the_models_positions(tmp_path: Path) -> None:
-    GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=20, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=32, n_positions=20, n_embd=8, n_layer=1, n_head=2)
+    ).save_pretrained(tmp_path)
     model = EmbeddedModel(EngineConfig(model_path=str(tmp_path), max_model_len=20))
     with torch.inference_mode():
         logits, *_ = model.prefill([[1] * 19])

@@ -51,7 +51,9 @@ ENDLESS = SamplingParams(max_tokens=150, ignore_eos=True)
 
 @asynccontextmanager
 async def engine_of(model_path: str, **settings: int) -> AsyncIterator[TransformersEngine]:
-    engine = ENGINES["transformers"](EngineConfig(model_path, threads=1, max_model_len=200, **settings))
+    engine = ENGINES["transformers"](
+        EngineConfig(model_path, threads=1, max_model_len=200, **settings)
+    )
     await engine.start()
     try:
         yield engine
@@ -110,13 +112,17 @@ def expected_logprobs(
     warp: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
 ) -> torch.Tensor:
     """Log-probabilities ``[response]`` of the output's tokens by a plain pass."""
-    logits = forward(model_path, [*asked.prompt_token_ids, *output.token_ids])[len(asked.prompt_token_ids) - 1 : -1]
+    logits = forward(model_path, [*asked.prompt_token_ids, *output.token_ids])[
+        len(asked.prompt_token_ids) - 1 : -1
+    ]
     return warp(logits).log_softmax(-1).gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
 
 
 def weights_of(model_path: str) -> dict[str, torch.Tensor]:
     """The weights as a trainer publishes them: each tensor once."""
-    return dict(AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters())
+    return dict(
+        AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).named_parameters()
+    )
 
 
 @asynccontextmanager
@@ -134,7 +140,12 @@ async def test_logprobs_are_those_of_a_plain_forward_pass(
 
     def warp(logits: torch.Tensor) -> torch.Tensor:
         ones = torch.ones(len(logits))
-        return keep_likely(logits / temperature, torch.zeros(len(logits), dtype=torch.int64), top_p * ones, 0 * ones)
+        return keep_likely(
+            logits / temperature,
+            torch.zeros(len(logits), dtype=torch.int64),
+            top_p * ones,
+            0 * ones,
+        )
 
     for request, output in zip(asked, await answers(engine, asked), strict=True):
         assert 1 <= len(output.token_ids) == len(output.logprobs) == len(output.versions) <= 20
@@ -146,7 +157,9 @@ def reference_logprobs(model_path: str, asked: GenerationRequest, output: Listed
     """Log-probabilities of the output's tokens by a plain pass and transformers' own processors, token by token."""
     sampling, tokens, found = asked.sampling, asked.prompt_token_ids.tolist(), []
     processors = [RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)]
-    processors += [SequenceBiasLogitsProcessor([[[t], bias] for t, bias in sampling.logit_bias.items()])]
+    processors += [
+        SequenceBiasLogitsProcessor([[[t], bias] for t, bias in sampling.logit_bias.items()])
+    ]
     warpers = [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p)]
     logits = forward(model_path, tokens + output.token_ids)
     for i, token in enumerate(output.token_ids):
@@ -157,7 +170,9 @@ def reference_logprobs(model_path: str, asked: GenerationRequest, output: Listed
             scores[:, barred] = -torch.inf
         for processor in reversed(processors):
             scores = processor(torch.tensor([tokens]), scores)
-        counts = torch.bincount(torch.tensor(output.token_ids[:i], dtype=torch.int64), minlength=VOCABULARY)
+        counts = torch.bincount(
+            torch.tensor(output.token_ids[:i], dtype=torch.int64), minlength=VOCABULARY
+        )
         scores -= sampling.frequency_penalty * counts + sampling.presence_penalty * (counts > 0)
         for warper in warpers:
             scores = warper(torch.tensor([tokens]), scores)
@@ -189,7 +204,12 @@ async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(
 ) -> None:
     """For equal weights the ratio of trainer to behaviour policy is 1, whatever the sampling filters excluded."""
     settings = SamplingConfig(
-        temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, allowed_token_ids=[*range(100), EOS]
+        temperature=0.7,
+        top_p=0.9,
+        top_k=20,
+        min_p=0.02,
+        logit_bias={"5": 1.5},
+        allowed_token_ids=[*range(100), EOS],
     )
     model = TokenModel(AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32),
                           SampledDistribution.of(settings))  # fmt: skip
@@ -206,11 +226,18 @@ async def test_bad_words_do_not_come(engine: TransformersEngine) -> None:
     tokenizer = engine._model.tokenizer
     assert tokenizer is not None
     plain = SamplingParams(max_tokens=30, ignore_eos=True)
-    free = [tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, plain))]
+    free = [
+        tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, plain))
+    ]
     word = free[0][3:5]
     barred = replace(plain, bad_words=(word, free[1][0]))
-    texts = [tokenizer.decode(output.token_ids) for output in await answers(engine, requests(8, barred, "b"))]
-    assert any(word in text for text in free) and not any(word in text or free[1][0] in text for text in texts)
+    texts = [
+        tokenizer.decode(output.token_ids)
+        for output in await answers(engine, requests(8, barred, "b"))
+    ]
+    assert any(word in text for text in free) and not any(
+        word in text or free[1][0] in text for text in texts
+    )
 
 
 @pytest.mark.parametrize(("settings", "message"), [
@@ -226,16 +253,22 @@ async def test_what_the_engine_cannot_do_is_refused_by_name(
     assert re.search(message, refused.error)
 
 
-async def test_greedy_is_that_of_transformers(engine: TransformersEngine, untied_model: str) -> None:
+async def test_greedy_is_that_of_transformers(
+    engine: TransformersEngine, untied_model: str
+) -> None:
     asked = requests(6, SamplingParams(max_tokens=16, temperature=0.0))
     model = AutoModelForCausalLM.from_pretrained(untied_model, dtype=torch.float32)
     for request, output in zip(asked, await answers(engine, asked), strict=True):
         tokens = torch.tensor([request.prompt_token_ids.tolist()])
-        reference = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16)
+        reference = model.generate(
+            tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=16
+        )
         assert output.token_ids == reference[0, tokens.shape[1] :].tolist()
 
 
-async def test_a_request_gets_the_same_tokens_alone_and_in_a_crowd(engine: TransformersEngine) -> None:
+async def test_a_request_gets_the_same_tokens_alone_and_in_a_crowd(
+    engine: TransformersEngine,
+) -> None:
     asked = requests(64, SamplingParams(max_tokens=24, temperature=0.9))
     crowd = await answers(engine, asked)
     assert len({tuple(output.token_ids) for output in crowd}) > 32
@@ -277,7 +310,10 @@ async def test_a_response_ends_at_a_stop_token_or_the_limit(engine: Transformers
             GenerationRequest("limit", [1, 2, 3], replace(free, max_tokens=7)),
         ],
     )
-    assert (by_token.token_ids, by_token.finish_reason) == (whole.token_ids[: whole.token_ids.index(stop) + 1], "stop")
+    assert (by_token.token_ids, by_token.finish_reason) == (
+        whole.token_ids[: whole.token_ids.index(stop) + 1],
+        "stop",
+    )
     assert (by_limit.token_ids, by_limit.finish_reason) == (whole.token_ids[:7], "length")
 
 
@@ -286,25 +322,34 @@ async def test_eos_ends_a_response_and_min_tokens_forbids_it(engine: Transformer
     ended = [output for output in await answers(engine, asked) if output.finish_reason == "stop"]
     assert ended
     assert all(output.token_ids.index(EOS) == len(output.token_ids) - 1 for output in ended)
-    later = await answers(engine, requests(64, SamplingParams(max_tokens=60, min_tokens=30, temperature=2.0)))
+    later = await answers(
+        engine, requests(64, SamplingParams(max_tokens=60, min_tokens=30, temperature=2.0))
+    )
     assert all(EOS not in output.token_ids[:30] and len(output.token_ids) >= 30 for output in later)
     assert any(output.finish_reason == "stop" for output in later)
 
 
-async def test_a_stop_string_over_several_tokens_ends_a_response(engine: TransformersEngine, untied_model: str) -> None:
+async def test_a_stop_string_over_several_tokens_ends_a_response(
+    engine: TransformersEngine, untied_model: str
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(untied_model)
     ascii_only = [
-        GenerationRequest(f"s{i}", [i + 1], SamplingParams(max_tokens=80, ignore_eos=True)) for i in range(64)
+        GenerationRequest(f"s{i}", [i + 1], SamplingParams(max_tokens=80, ignore_eos=True))
+        for i in range(64)
     ]
     for request, output in zip(ascii_only, await answers(engine, ascii_only), strict=True):
-        texts = [tokenizer.decode(output.token_ids[: n + 1], skip_special_tokens=True) for n in range(80)]
+        texts = [
+            tokenizer.decode(output.token_ids[: n + 1], skip_special_tokens=True) for n in range(80)
+        ]
         strings = {texts[n][-3:] for n in range(20, 80) if "\ufffd" not in texts[n][-4:]}
         if not strings:
             continue
         stop = min(strings)
         first = next(n for n in range(80) if stop in texts[n])
         sampling = SamplingParams(max_tokens=80, ignore_eos=True, stop=(stop,))
-        (stopped,) = await answers(engine, [GenerationRequest(request.request_id, request.prompt_token_ids, sampling)])
+        (stopped,) = await answers(
+            engine, [GenerationRequest(request.request_id, request.prompt_token_ids, sampling)]
+        )
         assert (stopped.token_ids, stopped.finish_reason) == (output.token_ids[: first + 1], "stop")
         return
     raise AssertionError("no response holds three plain characters in a row")
@@ -319,8 +364,14 @@ async def test_a_response_ends_at_max_model_len(engine: TransformersEngine) -> N
     "request_, message",
     [
         (GenerationRequest("empty", [], SamplingParams()), "'empty'.*prompt is empty"),
-        (GenerationRequest("long", [1] * 200, SamplingParams()), "'long'.*200 tokens.*max_model_len is 200"),
-        (GenerationRequest("alien", [3, VOCABULARY], SamplingParams()), "'alien'.*from 3 to 260.*vocabulary has 260"),
+        (
+            GenerationRequest("long", [1] * 200, SamplingParams()),
+            "'long'.*200 tokens.*max_model_len is 200",
+        ),
+        (
+            GenerationRequest("alien", [3, VOCABULARY], SamplingParams()),
+            "'alien'.*from 3 to 260.*vocabulary has 260",
+        ),
         (
             GenerationRequest("stop", [1], SamplingParams(stop_token_ids=(10**9,), min_tokens=2)),
             "'stop'.*stop_token_ids",
@@ -348,7 +399,10 @@ async def test_an_in_flight_weight_update_loses_no_token_and_every_token_has_its
     """After an update that keeps the KV cache, a pass with the old weights' cache gives the same log-probabilities."""
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=False, seed=1)
     asked = requests(64, SamplingParams(max_tokens=120, ignore_eos=True))
-    async with engine_of(untied_model, version=3) as engine, published(weights_of(other), 4) as update:
+    async with (
+        engine_of(untied_model, version=3) as engine,
+        published(weights_of(other), 4) as update,
+    ):
         running = asyncio.create_task(answers(engine, asked))
         await tokens_to_flow(engine, 64 * 10)
         await engine.pause("keep")
@@ -358,10 +412,15 @@ async def test_an_in_flight_weight_update_loses_no_token_and_every_token_has_its
         await engine.resume()
         outputs = await running
     assert sum(output.versions.count(3) for output in outputs) == before
-    old, new = (AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (untied_model, other))
+    old, new = (
+        AutoModelForCausalLM.from_pretrained(p, dtype=torch.float32) for p in (untied_model, other)
+    )
     for number, (request, output) in enumerate(zip(asked, outputs, strict=True)):
         before_update = output.versions.count(3)
-        assert output.versions == [3] * before_update + [4] * (120 - before_update) and 0 < before_update < 120
+        assert (
+            output.versions == [3] * before_update + [4] * (120 - before_update)
+            and 0 < before_update < 120
+        )
         if number % 4:
             continue  # the passes below take long
         tokens = torch.tensor([[*request.prompt_token_ids, *output.token_ids]])
@@ -369,7 +428,9 @@ async def test_an_in_flight_weight_update_loses_no_token_and_every_token_has_its
         with torch.no_grad():
             # The newest token before the update was sampled but not yet computed: the new weights compute it.
             first = old(tokens[:, : start + before_update - 1], use_cache=True)
-            second = new(tokens[:, start + before_update - 1 : -1], past_key_values=first.past_key_values)
+            second = new(
+                tokens[:, start + before_update - 1 : -1], past_key_values=first.past_key_values
+            )
         logits = torch.cat([first.logits[0, start - 1 :], second.logits[0]])
         expected = logits.log_softmax(-1).gather(1, tokens[0, start:, None])[:, 0]
         assert (torch.tensor(output.logprobs) - expected).abs().max() < 2e-5
@@ -391,11 +452,18 @@ async def test_an_update_equals_a_fresh_model_with_these_weights(
 ) -> None:
     other = save_tiny_llama(tmp_path_factory.mktemp("other"), tied=tied, seed=2)
     sequence = list(range(1, 60))
-    async with engine_of(tied_model if tied else untied_model) as engine, published(weights_of(other), 1) as update:
+    async with (
+        engine_of(tied_model if tied else untied_model) as engine,
+        published(weights_of(other), 1) as update,
+    ):
         before = (await engine.score([sequence]))[0]
         await engine.update_weights(update)
         after = (await engine.score([sequence]))[0]
-    reference = forward(other, sequence)[:-1].log_softmax(-1).gather(1, torch.tensor(sequence)[1:, None])[:, 0]
+    reference = (
+        forward(other, sequence)[:-1]
+        .log_softmax(-1)
+        .gather(1, torch.tensor(sequence)[1:, None])[:, 0]
+    )
     assert (torch.tensor(after) - reference).abs().max() < 1e-5
     assert (torch.tensor(before) - reference).abs().max() > 0.1
 
@@ -422,7 +490,9 @@ async def test_a_wrong_update_is_refused_by_name_and_changes_nothing(
     assert output.versions == [0, 0]
 
 
-async def test_score_is_a_plain_forward_pass_also_while_paused(engine: TransformersEngine, untied_model: str) -> None:
+async def test_score_is_a_plain_forward_pass_also_while_paused(
+    engine: TransformersEngine, untied_model: str
+) -> None:
     sequences = [[(3 * i + j * j) % VOCABULARY for j in range(1 + 5 * i)] for i in range(9)]
     await engine.pause()
     scores = await engine.score(sequences)
@@ -434,9 +504,13 @@ async def test_score_is_a_plain_forward_pass_also_while_paused(engine: Transform
         assert (torch.tensor(scored) - expected).abs().max() < 1e-5
 
 
-async def test_a_paused_engine_accepts_requests_and_starts_them_after_resume(engine: TransformersEngine) -> None:
+async def test_a_paused_engine_accepts_requests_and_starts_them_after_resume(
+    engine: TransformersEngine,
+) -> None:
     await engine.pause()
-    running = asyncio.create_task(answers(engine, requests(3, SamplingParams(max_tokens=4, ignore_eos=True))))
+    running = asyncio.create_task(
+        answers(engine, requests(3, SamplingParams(max_tokens=4, ignore_eos=True)))
+    )
     while (await engine.stats()).waiting < 3:
         await engine.abort([])  # so that the thread has time for a wrong step
     assert (await engine.stats()).generated_tokens == 0
@@ -451,11 +525,15 @@ async def test_pause_abort_returns_what_there_is(engine: TransformersEngine) -> 
     outputs = await running
     assert {output.finish_reason for output in outputs} == {"abort"}
     assert all(0 < len(o.token_ids) == len(o.logprobs) == len(o.versions) < 150 for o in outputs)
-    assert sum(len(output.token_ids) for output in outputs) == (await engine.stats()).generated_tokens
+    assert (
+        sum(len(output.token_ids) for output in outputs) == (await engine.stats()).generated_tokens
+    )
 
 
 async def test_pause_wait_drains_and_holds_back_the_new(engine: TransformersEngine) -> None:
-    running = asyncio.create_task(answers(engine, requests(8, SamplingParams(max_tokens=100, ignore_eos=True))))
+    running = asyncio.create_task(
+        answers(engine, requests(8, SamplingParams(max_tokens=100, ignore_eos=True)))
+    )
     await tokens_to_flow(engine, 16)
     pausing = asyncio.create_task(engine.pause("wait"))
     await asyncio.sleep(0)
@@ -476,7 +554,9 @@ async def test_abort_ends_the_named_requests_only(engine: TransformersEngine) ->
     assert reasons == ["length", "abort", "length", "length", "abort", "length"]
 
 
-async def test_an_abort_leaves_the_others_as_they_would_have_been(engine: TransformersEngine) -> None:
+async def test_an_abort_leaves_the_others_as_they_would_have_been(
+    engine: TransformersEngine,
+) -> None:
     asked = requests(6, ENDLESS)
     undisturbed = await answers(engine, asked)
     running = asyncio.create_task(answers(engine, asked))
@@ -503,14 +583,20 @@ async def test_progress_adds_up_to_what_generate_gives(engine: TransformersEngin
     while not answering.done():
         parts += map(listed, await engine.progress())
     (whole,) = await answering
-    assert len(parts) > 1 and {part.finish_reason for part in parts} == {None} and whole.finish_reason == "length"
+    assert (
+        len(parts) > 1
+        and {part.finish_reason for part in parts} == {None}
+        and whole.finish_reason == "length"
+    )
     tokens = [t for part in parts for t in part.token_ids]
     assert len(whole.token_ids) == 30 and tokens == whole.token_ids[: len(tokens)]
     assert [x for part in parts for x in part.logprobs] == whole.logprobs[: len(tokens)]
     assert [v for part in parts for v in part.versions] == whole.versions[: len(tokens)]
 
 
-async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(engine: TransformersEngine) -> None:
+async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(
+    engine: TransformersEngine,
+) -> None:
     running = [asyncio.create_task(answers(engine, requests(2, ENDLESS, tag))) for tag in "ab"]
     await tokens_to_flow(engine, 20)
     core = engine
@@ -523,7 +609,11 @@ async def test_an_error_in_the_model_reaches_every_caller_with_its_traceback(eng
         with pytest.raises(ZeroDivisionError) as caught:
             await asyncio.wait_for(task, 30)
         assert "in broken" in "".join(traceback.format_exception(caught.value))
-    for later in (engine.pause(), engine.score([[1, 2]]), answers(engine, requests(1, ENDLESS, "c"))):
+    for later in (
+        engine.pause(),
+        engine.score([[1, 2]]),
+        answers(engine, requests(1, ENDLESS, "c")),
+    ):
         with pytest.raises(ZeroDivisionError, match="the model broke"):
             await later
 
@@ -534,7 +624,9 @@ async def test_what_fails_one_requests_sampling_fails_that_request_alone(
     """With settings that no check covers: at the prompt, and after it."""
     sampled = BatchSampler.__call__
 
-    def fragile(self: BatchSampler, logits: torch.Tensor, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    def fragile(
+        self: BatchSampler, logits: torch.Tensor, positions: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         for row, position in zip(self.rows, positions, strict=True):
             if position >= {"early": 0, "late": 3}.get(row.request.request_id, 99):
                 raise OverflowError("no such number")

@@ -6,7 +6,9 @@ from torch import nn
 
 from skyasync.inference.backends.transformers.model import multiply_by_onednn
 
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has been built without oneDNN")
+pytestmark = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="torch has been built without oneDNN"
+)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -17,11 +19,15 @@ def test_a_layer_computes_what_it_did(rows: tuple[int, ...], bias: bool) -> None
     multiply_by_onednn(layer)
     assert torch.allclose(layer(states), expected, atol=1e-6)
     layer.weight.data = torch.zeros(10, 24)
-    assert torch.equal(layer(states), layer.bias.expand(*rows, 10) if bias else torch.zeros(*rows, 10))
+    assert torch.equal(
+        layer(states), layer.bias.expand(*rows, 10) if bias else torch.zeros(*rows, 10)
+    )
 
 
 def test_what_is_no_float32_layer_is_left_as_it_is() -> None:
-    layers = nn.ModuleList([nn.Linear(2, 2, dtype=torch.bfloat16), nn.Embedding(2, 2), nn.Bilinear(2, 2, 2)])
+    layers = nn.ModuleList(
+        [nn.Linear(2, 2, dtype=torch.bfloat16), nn.Embedding(2, 2), nn.Bilinear(2, 2, 2)]
+    )
     multiply_by_onednn(layers)
     assert not any("forward" in vars(layer) for layer in layers)
 

@@ -39,23 +39,38 @@ class FakeRow:
         return edits_logits(self.sampling) or bool(self.bad_words)
 
 
-def sample(logits: torch.Tensor, *rows: FakeRow, position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    logits: torch.Tensor, *rows: FakeRow, position: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     return BatchSampler(rows, CPU)(logits.clone(), np.full(len(rows), position))
 
 
 def candidates(top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    filtered = keep_likely(LOGITS[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p]))
+    filtered = keep_likely(
+        LOGITS[None], torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([min_p])
+    )
     return filtered[0].isfinite().nonzero()[:, 0].tolist()
 
 
 @pytest.mark.parametrize(
     ("top_k", "top_p", "kept"),
-    [(2, 1.0, [0, 1]), (3, 1.0, [0, 1, 3]), (0, 0.49, [0, 1]), (0, 0.6, [0, 1, 3]), (3, 0.6, [0, 1]), (1, 0.1, [0])],
+    [
+        (2, 1.0, [0, 1]),
+        (3, 1.0, [0, 1, 3]),
+        (0, 0.49, [0, 1]),
+        (0, 0.6, [0, 1, 3]),
+        (3, 0.6, [0, 1]),
+        (1, 0.1, [0]),
+    ],
 )
-def test_of_equal_logits_exactly_as_many_are_kept_as_asked_for(top_k: int, top_p: float, kept: list[int]) -> None:
+def test_of_equal_logits_exactly_as_many_are_kept_as_asked_for(
+    top_k: int, top_p: float, kept: list[int]
+) -> None:
     """Four equal logits of probability 0.249 each; those with lower ids come first."""
     logits = torch.tensor([[2.0, 2.0, -4.0, 2.0, 2.0]])
-    filtered = keep_likely(logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([0.0]))
+    filtered = keep_likely(
+        logits, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([0.0])
+    )
     assert filtered[0].isfinite().nonzero()[:, 0].tolist() == kept
 
 
@@ -78,7 +93,17 @@ def test_streams_are_uniform_and_independent():
 
 def test_a_seed_overrides_engine_and_request():
     assert stream_key(7, 0, "a") == stream_key(7, 1, "b")
-    assert len({stream_key(7, 0, "a"), stream_key(8, 0, "a"), stream_key(None, 7, "a"), stream_key(None, 7, "b")}) == 4
+    assert (
+        len(
+            {
+                stream_key(7, 0, "a"),
+                stream_key(8, 0, "a"),
+                stream_key(None, 7, "a"),
+                stream_key(None, 7, "b"),
+            }
+        )
+        == 4
+    )
 
 
 def test_a_stream_goes_on_after_the_numbers_that_have_been_drawn():
@@ -126,7 +151,10 @@ def test_greedy_takes_the_likeliest_and_reports_it_untempered_and_unfiltered():
 
 
 def test_frequencies_follow_the_distribution():
-    rows = [FakeRow(SamplingParams(temperature=1.5, top_p=0.95), key=stream_key(i, 0, "")) for i in range(20_000)]
+    rows = [
+        FakeRow(SamplingParams(temperature=1.5, top_p=0.95), key=stream_key(i, 0, ""))
+        for i in range(20_000)
+    ]
     tokens, _ = sample(LOGITS.repeat(len(rows), 1), *rows)
     one = torch.ones(1)
     filtered = keep_likely(LOGITS[None] / 1.5, torch.tensor([0]), 0.95 * one, 0 * one)
@@ -141,29 +169,45 @@ def test_frequencies_follow_the_distribution():
 def test_a_row_is_sampled_alike_whatever_its_neighbours_want():
     row = FakeRow(SamplingParams(), key=5)
     alone = sample(LOGITS[None], row, position=3)
-    neighbours = [FakeRow(SamplingParams(temperature=0.5, top_k=2), key=6), FakeRow(SamplingParams(temperature=0.0))]
+    neighbours = [
+        FakeRow(SamplingParams(temperature=0.5, top_k=2), key=6),
+        FakeRow(SamplingParams(temperature=0.0)),
+    ]
     among = sample(LOGITS.repeat(3, 1), neighbours[0], row, neighbours[1], position=3)
     assert (among[0][1], among[1][1]) == (alone[0][0], alone[1][0])
 
 
 def test_repetition_penalty_weakens_tokens_of_prompt_and_response():
-    row = FakeRow(SamplingParams(temperature=0.0, repetition_penalty=4.0), prompt=[0], token_ids=[2])
+    row = FakeRow(
+        SamplingParams(temperature=0.0, repetition_penalty=4.0), prompt=[0], token_ids=[2]
+    )
     tokens, logprobs = sample(LOGITS[None], row)
     assert tokens.tolist() == [3]
-    assert logprobs[0] == pytest.approx(torch.tensor([0.5, 0.0, -4.0, 1.0, 0.5]).log_softmax(0)[3].item())
+    assert logprobs[0] == pytest.approx(
+        torch.tensor([0.5, 0.0, -4.0, 1.0, 0.5]).log_softmax(0)[3].item()
+    )
 
 
 def test_min_tokens_forbids_stop_tokens_until_then():
     params = SamplingParams(temperature=0.0, min_tokens=2)
     stops = frozenset({0})
-    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1]), position=1)[0].tolist() == [3]
-    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1, 1]), position=2)[0].tolist() == [0]
+    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1]), position=1)[
+        0
+    ].tolist() == [3]
+    assert sample(LOGITS[None], FakeRow(params, stop_ids=stops, token_ids=[1, 1]), position=2)[
+        0
+    ].tolist() == [0]
 
 
-def edited(token_ids: list[int] | None = None, bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any) -> Tensor:
+def edited(
+    token_ids: list[int] | None = None, bad_words: tuple[tuple[int, ...], ...] = (), **sampling: Any
+) -> Tensor:
     """The edited ``LOGITS``, up to a constant, from the greedy log-probabilities of the five tokens."""
     row = FakeRow(
-        SamplingParams(temperature=0.0, **sampling), prompt=[4], token_ids=token_ids or [], bad_words=bad_words
+        SamplingParams(temperature=0.0, **sampling),
+        prompt=[4],
+        token_ids=token_ids or [],
+        bad_words=bad_words,
     )
     logits = LOGITS[None].clone()
     LogitEdits([row], CPU)(logits, np.array([len(row.token_ids)]))
@@ -181,17 +225,31 @@ def edited(token_ids: list[int] | None = None, bad_words: tuple[tuple[int, ...],
         ({"bad_words": ((1, 2, 3),), "token_ids": [0, 2]}, [2, 0, -1, 1, 0.5]),
         ({"presence_penalty": 0.5, "token_ids": [0, 0, 1]}, [1.5, -0.5, -1, 1, 0.5]),
         ({"frequency_penalty": 0.5, "token_ids": [0, 0, 1]}, [1, -0.5, -1, 1, 0.5]),
-        ({"repetition_penalty": 2.0, "token_ids": [0, 2]}, [1, 0, -2, 1, 0.25]),  # 4 is in the prompt
-        ({"repetition_penalty": 2.0, "presence_penalty": 1.0, "token_ids": [0]}, [0, 0, -1, 1, 0.25]),
-        ({"repetition_penalty": 2.0, "logit_bias": {0: -4.0}, "token_ids": [0]}, [-4, 0, -1, 1, 0.25]),
+        (
+            {"repetition_penalty": 2.0, "token_ids": [0, 2]},
+            [1, 0, -2, 1, 0.25],
+        ),  # 4 is in the prompt
+        (
+            {"repetition_penalty": 2.0, "presence_penalty": 1.0, "token_ids": [0]},
+            [0, 0, -1, 1, 0.25],
+        ),
+        (
+            {"repetition_penalty": 2.0, "logit_bias": {0: -4.0}, "token_ids": [0]},
+            [-4, 0, -1, 1, 0.25],
+        ),
     ],
 )
-def test_logits_are_edited_as_asked_in_vllms_order(settings: dict[str, Any], expected: list[float]) -> None:
+def test_logits_are_edited_as_asked_in_vllms_order(
+    settings: dict[str, Any], expected: list[float]
+) -> None:
     assert edited(**settings).tolist() == pytest.approx(expected)
 
 
 def test_penalties_count_the_tokens_sampled_since() -> None:
-    rows = [FakeRow(SamplingParams(temperature=0.0, frequency_penalty=1.2)), FakeRow(SamplingParams(temperature=0.0))]
+    rows = [
+        FakeRow(SamplingParams(temperature=0.0, frequency_penalty=1.2)),
+        FakeRow(SamplingParams(temperature=0.0)),
+    ]
     sampler, found = BatchSampler(rows, CPU), []
     for position in range(5):
         tokens, _ = sampler(LOGITS.repeat(2, 1), np.full(2, position))
@@ -201,7 +259,13 @@ def test_penalties_count_the_tokens_sampled_since() -> None:
 
 def test_a_bad_word_is_also_banned_after_a_space_if_that_has_as_many_tokens() -> None:
     tokens = {"no": [5], " no": [6], "never": [7, 8], " never": [9, 8], "x": [3], " x": [2, 3]}
-    assert tokenised(["no", " never", "x"], tokens.__getitem__) == ((5,), (6,), (7, 8), (9, 8), (3,))
+    assert tokenised(["no", " never", "x"], tokens.__getitem__) == (
+        (5,),
+        (6,),
+        (7, 8),
+        (9, 8),
+        (3,),
+    )
 
 
 def test_a_row_without_a_distribution_has_no_finite_logprob_and_the_others_are_as_ever() -> None:

@@ -28,7 +28,9 @@ def save_model(folder: Path, *, tied: bool, seed: int = 0) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0"))
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", bos_token="w0").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", bos_token="w0").save_pretrained(
+        folder
+    )
     return model
 
 
@@ -42,7 +44,9 @@ def perturb(model: LlamaForCausalLM, seed: int, size: float = 0.05) -> None:
 def publish(model: LlamaForCausalLM, version: int) -> WeightUpdate:
     """The weights as the trainer publishes them: a tied output layer is not written twice."""
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    return WeightUpdate(version=version, backend="shared_memory", info={"path": write_weights(weights)})
+    return WeightUpdate(
+        version=version, backend="shared_memory", info={"path": write_weights(weights)}
+    )
 
 
 @torch.no_grad()

@@ -34,7 +34,14 @@ from skyasync.rollout.generator_api import sampling_params
 from skyasync.weight_sync.transfers.file import remove_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests import fork_server
-from tests.inference.backends.vllm.models import EOS, VOCABULARY, perturb, publish, save_model, token_logprobs
+from tests.inference.backends.vllm.models import (
+    EOS,
+    VOCABULARY,
+    perturb,
+    publish,
+    save_model,
+    token_logprobs,
+)
 from tests.inference.output_lists import Listed, listed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -56,7 +63,11 @@ class Engine(VLLMEngine):
     model: LlamaForCausalLM
 
     async def answer(self, *requests: GenerationRequest) -> list[Listed]:
-        answers = {output.request_id: listed(output) async for batch in self.generate(requests) for output in batch}
+        answers = {
+            output.request_id: listed(output)
+            async for batch in self.generate(requests)
+            for output in batch
+        }
         return [answers[request.request_id] for request in requests]
 
     async def sync(self, *, change: bool = True) -> int:
@@ -73,7 +84,9 @@ class Engine(VLLMEngine):
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(engines_session: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engine]:
+async def engine(
+    engines_session: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Engine]:
     folder = tmp_path_factory.mktemp("untied")
     model = save_model(folder, tied=False)
     engine = Engine(
@@ -142,12 +155,16 @@ async def test_numbers_at_the_ends_of_their_bounds_are_carried_out(engine: Engin
         {"repetition_penalty": 100.0, "temperature": 0.01, "logit_bias": {5: -100.0}, "frequency_penalty": -2.0},
     ]  # fmt: skip
     asked = [SamplingParams(max_tokens=3, ignore_eos=True, **each) for each in ends]
-    found = await engine.answer(*(GenerationRequest(f"end{i}", [5, 6], each) for i, each in enumerate(asked)))
+    found = await engine.answer(
+        *(GenerationRequest(f"end{i}", [5, 6], each) for i, each in enumerate(asked))
+    )
     assert [output.error for output in found] == [""] * len(ends)
     assert np.isfinite([value for output in found for value in output.logprobs]).all()
 
 
-async def test_every_request_is_answered_once_with_as_many_logprobs_and_versions_as_tokens(engine: Engine) -> None:
+async def test_every_request_is_answered_once_with_as_many_logprobs_and_versions_as_tokens(
+    engine: Engine,
+) -> None:
     requests = [request(f"many-{i}", [2 + i % 9, 5], max_tokens=1 + i % 20) for i in range(100)]
     batches = [batch async for batch in engine.generate(requests)]
     outputs = [listed(output) for batch in batches for output in batch]
@@ -170,18 +187,40 @@ async def test_logprobs_are_those_of_the_distribution_sampled_from(engine: Engin
     plain, greedy, nucleus, top_k = await engine.answer(*requests)
     assert gap(plain, reference(engine.model, prompt, plain)) <= TOLERANCE
     assert gap(greedy, reference(engine.model, prompt, greedy)) <= TOLERANCE
-    assert gap(nucleus, _truncated(engine.model, prompt, nucleus, temperature=0.7, top_p=0.9)) <= TOLERANCE
-    assert gap(top_k, _truncated(engine.model, prompt, top_k, temperature=1.3, top_k=5)) <= TOLERANCE
+    assert (
+        gap(nucleus, _truncated(engine.model, prompt, nucleus, temperature=0.7, top_p=0.9))
+        <= TOLERANCE
+    )
+    assert (
+        gap(top_k, _truncated(engine.model, prompt, top_k, temperature=1.3, top_k=5)) <= TOLERANCE
+    )
 
 
-async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_engines_sampler(engine: Engine) -> None:
+async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_engines_sampler(
+    engine: Engine,
+) -> None:
     """Both engines define every setting alike: the embedded sampler computes what vLLM reports."""
     prompt = [7, 8, 9]
     common = {"max_tokens": 24, "ignore_eos": True, "temperature": 0.7, "top_p": 0.9}
     requests = [
-        request("penalised", prompt, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.2, **common),
-        request("biased", prompt, logit_bias={5: 2.0, 7: -1.0}, allowed_token_ids=tuple(range(2, 60)), **common),
-        request("banned", prompt, bad_words=("w23", "w45", "w11"), repetition_penalty=1.2, **common),
+        request(
+            "penalised",
+            prompt,
+            repetition_penalty=1.3,
+            frequency_penalty=0.4,
+            presence_penalty=0.2,
+            **common,
+        ),
+        request(
+            "biased",
+            prompt,
+            logit_bias={5: 2.0, 7: -1.0},
+            allowed_token_ids=tuple(range(2, 60)),
+            **common,
+        ),
+        request(
+            "banned", prompt, bad_words=("w23", "w45", "w11"), repetition_penalty=1.2, **common
+        ),
     ]
     encode = AutoTokenizer.from_pretrained(engine.config.model_path).encode
     for asked, output in zip(requests, await engine.answer(*requests), strict=True):
@@ -192,7 +231,10 @@ async def test_logprobs_after_penalties_bias_and_bans_are_those_of_the_embedded_
 
 @torch.no_grad()
 def _by_our_sampler(
-    model: LlamaForCausalLM, asked: GenerationRequest, output: Listed, bad_words: tuple[tuple[int, ...], ...]
+    model: LlamaForCausalLM,
+    asked: GenerationRequest,
+    output: Listed,
+    bad_words: tuple[tuple[int, ...], ...],
 ) -> torch.Tensor:
     prompt, sampling = asked.prompt_token_ids.tolist(), asked.sampling
     logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
@@ -203,20 +245,29 @@ def _by_our_sampler(
         row.token_ids.extend(output.token_ids[:i])
         scores = logits[i : i + 1].clone()
         LogitEdits([row], torch.device("cpu"))(scores, np.array([i]))
-        kept = keep_likely(scores / sampling.temperature, 0 * one.long(), sampling.top_p * one, 0 * one)
+        kept = keep_likely(
+            scores / sampling.temperature, 0 * one.long(), sampling.top_p * one, 0 * one
+        )
         found.append(kept.log_softmax(-1)[0, token])
     return torch.stack(found)
 
 
 async def test_the_trainers_logprobs_of_filtered_samples_are_the_engines(engine: Engine) -> None:
-    settings = SamplingConfig(temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, ignore_eos=True)
+    settings = SamplingConfig(
+        temperature=0.7, top_p=0.9, top_k=20, min_p=0.02, logit_bias={"5": 1.5}, ignore_eos=True
+    )
     model = TokenModel(engine.model, SampledDistribution.of(settings))
-    asked = GenerationRequest("filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30))
+    asked = GenerationRequest(
+        "filtered", [7, 8, 9], replace(sampling_params(settings), max_tokens=30)
+    )
     (output,) = await engine.answer(asked)
     tokens = torch.tensor([[*asked.prompt_token_ids, *output.token_ids]])
     mask = torch.arange(tokens.shape[1])[None] >= 3
     with torch.no_grad():
-        assert gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask))["logprobs"][mask]) <= TOLERANCE
+        assert (
+            gap(output, model(plain_layout(tokens, torch.ones_like(mask), mask))["logprobs"][mask])
+            <= TOLERANCE
+        )
 
 
 @pytest.fixture
@@ -226,7 +277,9 @@ def one_per_prompt(engine: Engine) -> Iterator[None]:
     del engine.config.extra["one_per_prompt"]
 
 
-async def requests_to_vllm(engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest):
+async def requests_to_vllm(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, *requests: GenerationRequest
+):
     """The answers, and the ``n`` of each request that vLLM received."""
     counts: list[int] = []
     outputs = engine.outputs
@@ -243,13 +296,20 @@ async def test_requests_that_differ_in_their_id_alone_are_one_request_of_n_sampl
     engine: Engine, one_per_prompt: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests = [request(f"n{i}", [7, 8, 9], max_tokens=3 + 20 * (i > 3)) for i in range(8)]
-    requests += [request(f"s{i}", [7, 8, 9], max_tokens=3, seed=i) for i in range(2)] + [request("other", [4, 5])]
+    requests += [request(f"s{i}", [7, 8, 9], max_tokens=3, seed=i) for i in range(2)] + [
+        request("other", [4, 5])
+    ]
     answers, counts = await requests_to_vllm(engine, monkeypatch, *requests)
     assert sorted(counts) == [1, 1, 1, 4, 4]
     assert len({tuple(answer.token_ids) for answer in answers[4:8]}) > 1, "samples differ"
     for asked, answer in zip(requests, answers, strict=True):
-        assert answer.request_id == asked.request_id and len(answer.versions) == len(answer.token_ids)
-        assert gap(answer, reference(engine.model, asked.prompt_token_ids.tolist(), answer)) <= TOLERANCE
+        assert answer.request_id == asked.request_id and len(answer.versions) == len(
+            answer.token_ids
+        )
+        assert (
+            gap(answer, reference(engine.model, asked.prompt_token_ids.tolist(), answer))
+            <= TOLERANCE
+        )
     assert (await engine.stats()).running == 0
 
 
@@ -262,7 +322,9 @@ async def test_a_bundle_ends_when_all_of_it_is_aborted_and_its_aborted_members_s
     await engine.abort(["b0"])
     stats = await engine.stats()
     assert stats.running == 3
-    assert stats.cache_used == 3 + sum(engine.token_counts()) < stats.cache_tokens, "the prompt is there once"
+    assert stats.cache_used == 3 + sum(engine.token_counts()) < stats.cache_tokens, (
+        "the prompt is there once"
+    )
     await engine.abort(["b1", "b2"])
     assert {answer.finish_reason for answer in await answers} == {"abort"}
 
@@ -280,10 +342,18 @@ async def test_a_request_of_several_samples_survives_a_weight_update_with_a_vers
         assert answer.versions == sorted(answer.versions) and len(answer.logprobs) == 200
 
 
-async def test_vllm_ends_a_response_that_repeats_itself_as_one_cut_by_its_length(engine: Engine) -> None:
+async def test_vllm_ends_a_response_that_repeats_itself_as_one_cut_by_its_length(
+    engine: Engine,
+) -> None:
     repetition = {"max_pattern_size": 2, "min_count": 4}
     (output,) = await engine.answer(
-        request("again", allowed_token_ids=(5,), max_tokens=60, ignore_eos=True, repetition_detection=repetition)
+        request(
+            "again",
+            allowed_token_ids=(5,),
+            max_tokens=60,
+            ignore_eos=True,
+            repetition_detection=repetition,
+        )
     )
     assert output.finish_reason == "length" and len(output.token_ids) < 60
 
@@ -293,7 +363,10 @@ def _truncated(
     model: LlamaForCausalLM, prompt: list[int], output: Listed, temperature: float, top_p: float = 1.0,
     top_k: int = VOCABULARY,
 ) -> torch.Tensor:  # fmt: skip
-    logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1] / temperature
+    logits = (
+        model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]
+        / temperature
+    )
     probabilities, order = logits.softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
     keep = (before < top_p) & (torch.arange(VOCABULARY) < top_k)
@@ -308,8 +381,12 @@ async def test_score_is_the_models_own_and_independent_of_what_is_cached(engine:
         scores = await engine.score(sequences)
         assert [len(score) for score in scores] == [0, 1, 263]
         for sequence, score in zip(sequences[1:], scores[1:], strict=True):
-            assert (torch.tensor(score) - token_logprobs(engine.model, sequence)).abs().max() <= TOLERANCE
-    assert await engine.score([np.array(sequences[1], np.int32)]) == [scores[1]], "tokens come as arrays too"
+            assert (
+                torch.tensor(score) - token_logprobs(engine.model, sequence)
+            ).abs().max() <= TOLERANCE
+    assert await engine.score([np.array(sequences[1], np.int32)]) == [scores[1]], (
+        "tokens come as arrays too"
+    )
 
 
 async def test_the_token_that_ends_a_response_is_part_of_it(engine: Engine) -> None:
@@ -331,7 +408,9 @@ async def test_the_token_that_ends_a_response_is_part_of_it(engine: Engine) -> N
 
 async def test_a_seed_fixes_the_sample_and_long_prompts_survive_it(engine: Engine) -> None:
     prompt = list(range(2, 90)) * 4
-    requests = [request(f"seed-{i}", prompt, max_tokens=20, seed=i // 2, ignore_eos=True) for i in range(64)]
+    requests = [
+        request(f"seed-{i}", prompt, max_tokens=20, seed=i // 2, ignore_eos=True) for i in range(64)
+    ]
     outputs = await engine.answer(*requests)
     for even, odd in zip(outputs[::2], outputs[1::2], strict=True):
         assert even.token_ids == odd.token_ids
@@ -344,7 +423,9 @@ async def test_generated_tokens_are_counted(engine: Engine) -> None:
     assert (await engine.stats()).generated_tokens == before + 50
 
 
-async def test_an_in_flight_weight_update_loses_no_token_and_versions_are_exact(engine: Engine) -> None:
+async def test_an_in_flight_weight_update_loses_no_token_and_versions_are_exact(
+    engine: Engine,
+) -> None:
     old_version, old_model = engine.version, _copy(engine.model)
     requests = [GenerationRequest(f"swap-{i}", [2 + i, 5, 6], LONG) for i in range(64)]
     answers = asyncio.create_task(engine.answer(*requests))
@@ -359,13 +440,19 @@ async def test_an_in_flight_weight_update_loses_no_token_and_versions_are_exact(
     started_over = [o for o in outputs if set(o.versions) == {new_version}]
     assert len(swapped) >= 1 and len(started_over) >= 64 - 2 * MAX_RUNNING
     for request_, output in zip(requests, outputs, strict=True):
-        expected = _across_an_update(old_model, engine.model, request_.prompt_token_ids.tolist(), output, old_version)
+        expected = _across_an_update(
+            old_model, engine.model, request_.prompt_token_ids.tolist(), output, old_version
+        )
         assert gap(output, expected) <= TOLERANCE
 
 
 @torch.no_grad()
 def _across_an_update(
-    old: LlamaForCausalLM, new: LlamaForCausalLM, prompt: list[int], output: Listed, old_version: int
+    old: LlamaForCausalLM,
+    new: LlamaForCausalLM,
+    prompt: list[int],
+    output: Listed,
+    old_version: int,
 ) -> torch.Tensor:
     """The old model computed the tokens of the old version; the new one computed the rest, on the old KV cache."""
     by_old = output.versions.count(old_version)
@@ -392,7 +479,9 @@ async def test_no_prompt_finds_the_cache_of_older_weights(engine: Engine) -> Non
     prompt = list(range(2, 90)) * 4  # several blocks
     await engine.answer(request("fills", prompt, max_tokens=4, ignore_eos=True))
     await engine.pause()
-    waiting = asyncio.create_task(engine.answer(request("waits", prompt, max_tokens=4, ignore_eos=True)))
+    waiting = asyncio.create_task(
+        engine.answer(request("waits", prompt, max_tokens=4, ignore_eos=True))
+    )
     await until(lambda: bool(engine.states()))
     version = await engine.sync()
     await engine.resume()
@@ -466,7 +555,9 @@ async def test_what_it_cannot_do_is_refused(engine: Engine) -> None:
     assert output.finish_reason == "error" and "512" in output.error
 
 
-async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is_complete(engine: Engine) -> None:
+async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is_complete(
+    engine: Engine,
+) -> None:
     first, count = engine.version, 3
     told: dict[str, list[tuple[int, float, int]]] = {f"progress-{i}": [] for i in range(count)}
     asked = [request(f"progress-{i}", max_tokens=300, ignore_eos=True) for i in range(count)]
@@ -475,7 +566,9 @@ async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is
     while not answering.done():
         for output in map(listed, await engine.progress()):
             assert output.finish_reason is None
-            told[output.request_id] += zip(output.token_ids, output.logprobs, output.versions, strict=True)
+            told[output.request_id] += zip(
+                output.token_ids, output.logprobs, output.versions, strict=True
+            )
         if engine.version == first and all(len(tokens) > 20 for tokens in told.values()):
             await engine.sync(change=False)
     for output in await answering:
@@ -504,14 +597,22 @@ async def test_after_the_failure_of_the_core_every_call_raises(engine: Engine) -
     assert has_sockets(folder)
     for process in guarded(engine._guard.mark):
         os.kill(process, signal.SIGKILL)
-    for waiting in (answers, draining, engine.resume(), engine.answer(request("next")), engine.score([[2, 3]])):
+    for waiting in (
+        answers,
+        draining,
+        engine.resume(),
+        engine.answer(request("next")),
+        engine.score([[2, 3]]),
+    ):
         with pytest.raises(EngineFailedError):
             await asyncio.wait_for(waiting, timeout=10)
     await engine.shutdown()
     assert not is_there(folder), "sockets and other temporary files of its processes"
 
 
-async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: Path, fork_socket: Path) -> None:
+async def test_the_engines_processes_die_with_a_parent_that_is_killed(
+    tmp_path: Path, fork_socket: Path
+) -> None:
     save_model(tmp_path, tied=False)
     program = (
         "import asyncio, sys\n"
@@ -527,8 +628,13 @@ async def test_the_engines_processes_die_with_a_parent_that_is_killed(tmp_path: 
     )
     script, temporary = tmp_path / "parent.py", tempfile.mkdtemp(prefix="t-")
     script.write_text(program)
-    python, environment = fork_server.program(fork_socket, vllm=True), {**os.environ, "TMPDIR": temporary}
-    parent = await asyncio.create_subprocess_exec(python, str(script), stdout=subprocess.PIPE, env=environment)
+    python, environment = (
+        fork_server.program(fork_socket, vllm=True),
+        {**os.environ, "TMPDIR": temporary},
+    )
+    parent = await asyncio.create_subprocess_exec(
+        python, str(script), stdout=subprocess.PIPE, env=environment
+    )
     assert parent.stdout is not None
     line = b""
     while not line.startswith(b"mark"):

@@ -16,7 +16,13 @@ from PIL import Image as PIL
 
 from skyasync.inference.backends.vllm.server import SentImages, VLLMServerEngine
 from skyasync.inference.backends.vllm.setup import alike
-from skyasync.inference.interface import ENGINES, EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    ENGINES,
+    EngineConfig,
+    EngineFailedError,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.models.heads import load_causal_lm
 from skyasync.models.images import Images, ImageTokens, decoded, read_image, rgb_url
 from skyasync.models.token_model import TokenModel
@@ -24,15 +30,29 @@ from skyasync.models.vision import processor_of
 from skyasync.weight_sync.transfers.file import remove_weights, write_weights
 from skyasync.weight_sync.update import WeightUpdate
 from tests.inference.backends.vllm.test_server import free_port, serving, until_it_answers
-from tests.models.tiny_vision import FAMILIES, answers_of, as_batch, logprobs, noise, prompt, redraw, save_tiny
+from tests.models.tiny_vision import (
+    FAMILIES,
+    answers_of,
+    as_batch,
+    logprobs,
+    noise,
+    prompt,
+    redraw,
+    save_tiny,
+)
 
 CASES: list[Images] = [(noise(1),), (noise(2), noise(3, 84, 56)), (), (noise(1),)]
 
 
 def test_requests_with_other_images_are_not_samples_of_one() -> None:
     sampling = SamplingParams()
-    requests = [GenerationRequest(str(i), [1, 2], sampling, images=(noise(i % 2),)) for i in range(4)]
-    assert [[r.request_id for r in bundle] for bundle in alike(requests)] == [["0", "2"], ["1", "3"]]
+    requests = [
+        GenerationRequest(str(i), [1, 2], sampling, images=(noise(i % 2),)) for i in range(4)
+    ]
+    assert [[r.request_id for r in bundle] for bundle in alike(requests)] == [
+        ["0", "2"],
+        ["1", "3"],
+    ]
 
 
 class Cache:
@@ -42,7 +62,9 @@ class Cache:
         self.room, self.images, self.uploads, self.requests = room, dict[str, str](), 0, 0
         self.failing: list[Exception] = []
 
-    async def __call__(self, parts: list[dict[str, Any]], accepted: Callable[[], None]) -> list[str]:
+    async def __call__(
+        self, parts: list[dict[str, Any]], accepted: Callable[[], None]
+    ) -> list[str]:
         self.requests += 1
         self.uploads += sum(part["url"] is not None for part in parts)
         await asyncio.sleep(0)
@@ -60,7 +82,9 @@ class Cache:
 
     async def ask(self, sent: SentImages, *requests: Images) -> list[list[str] | BaseException]:
         self.uploads = self.requests = 0
-        return await asyncio.gather(*(sent.send(each, self) for each in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(sent.send(each, self) for each in requests), return_exceptions=True
+        )
 
 
 async def test_a_server_is_sent_an_image_once_for_all_samples_and_again_if_it_has_lost_it() -> None:
@@ -120,11 +144,17 @@ class CountingEngine(VLLMServerEngine):
         """The uploads that ``count`` samples took."""
         self.uploads, sampling = 0, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
         tokens = prompt(folder, images)
-        requests = [GenerationRequest(f"{name}-{i}", tokens, sampling, images=images) for i in range(count)]
+        requests = [
+            GenerationRequest(f"{name}-{i}", tokens, sampling, images=images) for i in range(count)
+        ]
         outputs = await answers_of(self, requests)
         assert {output.error for output in outputs} == {""}
-        (scores,) = await self.score([ImageTokens([*tokens, *outputs[0].token_ids.tolist()], images)])
-        assert np.allclose(scores[len(tokens) - 1 :], outputs[-1].logprobs, atol=1e-4), "of these images"
+        (scores,) = await self.score(
+            [ImageTokens([*tokens, *outputs[0].token_ids.tolist()], images)]
+        )
+        assert np.allclose(scores[len(tokens) - 1 :], outputs[-1].logprobs, atol=1e-4), (
+            "of these images"
+        )
         return self.uploads
 
 
@@ -132,18 +162,24 @@ class CountingEngine(VLLMServerEngine):
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_samples_of_an_image_take_one_copy_to_a_server(family: str, fork_socket: Path, tmp_path: Path) -> None:
+async def test_samples_of_an_image_take_one_copy_to_a_server(
+    family: str, fork_socket: Path, tmp_path: Path
+) -> None:
     folder, port = save_tiny(family, tmp_path / "model"), free_port()
     extra = {"url": f"http://127.0.0.1:{port}", "start_s": 60}
     engine = CountingEngine(EngineConfig(folder, max_model_len=512, version=3, extra=extra))
     with serving(fork_socket, Path(folder), port) as process:
         await until_it_answers(extra["url"], process)  # type: ignore[arg-type]
         await engine.start()
-        settings = (await engine._server.get("/server_info", config_format="json"))["vllm_config"]["model_config"]
+        settings = (await engine._server.get("/server_info", config_format="json"))["vllm_config"][
+            "model_config"
+        ]
         assert settings["multimodal_config"]["mm_processor_cache_gb"] == 4
         assert await engine.sample(folder, "a group", 64, (noise(1),)) == 1
         assert await engine.sample(folder, "the same again", 8, (noise(1),)) == 0
-        assert await engine.sample(folder, "two more", 8, (noise(1), noise(2), noise(3, 84, 56))) == 2
+        assert (
+            await engine.sample(folder, "two more", 8, (noise(1), noise(2), noise(3, 84, 56))) == 2
+        )
         await engine._server.post("/reset_mm_cache")
         assert await engine.sample(folder, "evicted", 64, (noise(1),)) == 1
         await engine.pause("keep")
@@ -153,8 +189,12 @@ async def test_samples_of_an_image_take_one_copy_to_a_server(family: str, fork_s
         assert await paused == 1
     with serving(fork_socket, Path(folder), port) as process:
         await until_it_answers(extra["url"], process)  # type: ignore[arg-type]
-        (lost,) = await asyncio.gather(engine.sample(folder, "restarted", 1, (noise(1),)), return_exceptions=True)
-        assert isinstance(lost, EngineFailedError) and "a weight version that this run never sent" in str(lost)
+        (lost,) = await asyncio.gather(
+            engine.sample(folder, "restarted", 1, (noise(1),)), return_exceptions=True
+        )
+        assert isinstance(
+            lost, EngineFailedError
+        ) and "a weight version that this run never sent" in str(lost)
         await engine.shutdown()
         successor = engine.successor()
         await successor.start()
@@ -176,7 +216,9 @@ def test_a_server_reads_the_pixels_that_the_trainer_reads(kind: str) -> None:
     if kind == "palette":
         image = image.convert("P")
     image.save(
-        buffer, {"turned": "JPEG", "tiff": "TIFF"}.get(kind, "PNG"), **{"exif": turned} if kind == "turned" else {}
+        buffer,
+        {"turned": "JPEG", "tiff": "TIFF"}.get(kind, "PNG"),
+        **{"exif": turned} if kind == "turned" else {},
     )
     own = read_image(buffer.getvalue())
     sent = read_image(rgb_url(own))
@@ -194,7 +236,9 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
 ) -> None:
     folder = save_tiny(family, tmp_path / "model")
     model = TokenModel(load_causal_lm(folder, torch.float32))
-    engine: Any = ENGINES["vllm"](EngineConfig(folder, threads=1, max_model_len=200, max_num_seqs=16, kv_cache_gb=0.1))
+    engine: Any = ENGINES["vllm"](
+        EngineConfig(folder, threads=1, max_model_len=200, max_num_seqs=16, kv_cache_gb=0.1)
+    )
     prompts = [prompt(folder, images) for images in CASES]
     sampling = SamplingParams(max_tokens=16, ignore_eos=True)
 
@@ -204,7 +248,9 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
         batch = as_batch([text[:1]], [text[1:]], [()])
         (scores,) = await engine.score([text])
         with torch.no_grad():
-            return float((logprobs(model, batch)[batch.loss_mask] - torch.tensor(scores)).abs().max())
+            return float(
+                (logprobs(model, batch)[batch.loss_mask] - torch.tensor(scores)).abs().max()
+            )
 
     async def differences(version: int, shown: list[Images] = CASES) -> torch.Tensor:
         requests = [
@@ -240,7 +286,9 @@ async def test_vllm_and_the_trained_model_agree_before_and_after_an_update(
         await update(1)
         assert (await differences(1)).max() < 1e-4
         assert await scores_differ() < 1e-4
-        monkeypatch.setattr(engine.llm, "reset_encoder_cache", engine.llm.check_health)  # another call without effect
+        monkeypatch.setattr(
+            engine.llm, "reset_encoder_cache", engine.llm.check_health
+        )  # another call without effect
         await update(3)
         assert (await differences(3)).max() > 0.1
     finally:

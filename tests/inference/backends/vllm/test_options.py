@@ -14,7 +14,12 @@ pytest.importorskip("vllm")
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.inference.backends.vllm.options import RESERVED, check_options, reserved_options, without_adapters
+from skyasync.inference.backends.vllm.options import (
+    RESERVED,
+    check_options,
+    reserved_options,
+    without_adapters,
+)
 from skyasync.inference.backends.vllm.setup import check_adapters, engine_arguments
 from skyasync.inference.interface import EngineConfig
 
@@ -60,7 +65,10 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
         ),
         ({"enforce_eager": 1}, "engine_kwargs.enforce_eager=1 must be bool, found int"),
         ({"block_size": "many"}, "engine_kwargs.block_size='many' must be int | None, found str"),
-        ({"max_model_len": 9}, "engine_kwargs.max_model_len is not taken: use generator.max_model_len"),
+        (
+            {"max_model_len": 9},
+            "engine_kwargs.max_model_len is not taken: use generator.max_model_len",
+        ),
         (
             {"quantization": "fp99"},
             "engine_kwargs.quantization='fp99' is not a value that vLLM accepts: did you mean fp8",
@@ -81,7 +89,10 @@ def test_any_argument_of_vllm_is_taken_and_reaches_it(options: dict[str, object]
             {"speculative_config": {"method": "ngrm"}},
             "config.method='ngrm' is not a value that vLLM accepts",
         ),
-        ({"compilation_config": {"levl": 3}}, "engine_kwargs.compilation_config.levl is not a setting of vLLM"),
+        (
+            {"compilation_config": {"levl": 3}},
+            "engine_kwargs.compilation_config.levl is not a setting of vLLM",
+        ),
         (
             {"load_format": "dummy"},
             "load_format='dummy' is not taken: the engine would compute with random",
@@ -115,7 +126,12 @@ def test_reserved_arguments_are_those_of_vllm_and_are_known_without_it() -> None
 
 @pytest.mark.parametrize(
     ("architecture", "able"),
-    [("LlamaForCausalLM", True), ("MistralForCausalLM", True), ("Phi3ForCausalLM", True), ("GPT2LMHeadModel", False)],
+    [
+        ("LlamaForCausalLM", True),
+        ("MistralForCausalLM", True),
+        ("Phi3ForCausalLM", True),
+        ("GPT2LMHeadModel", False),
+    ],
 )
 def test_a_model_takes_adapters_if_vllms_class_says_so(architecture: str, able: bool) -> None:
     assert (without_adapters([architecture]) == "") is able
@@ -137,4 +153,6 @@ def test_stages_of_a_pipeline_count_as_devices() -> None:
     cfg.generator.inference_engine_tensor_parallel_size = 2
     assert cfg.generator.devices_per_engine == 4
     cfg.trainer.placement.colocate_all = True
-    assert any("pipeline" in problem or "tensor_parallel" in problem for problem in check_config(cfg))
+    assert any(
+        "pipeline" in problem or "tensor_parallel" in problem for problem in check_config(cfg)
+    )

@@ -13,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from skyasync.inference.backends.vllm.process_guard import PLACE, VARIABLE, ProcessGuard, guarded, short_folder
+from skyasync.inference.backends.vllm.process_guard import (
+    PLACE,
+    VARIABLE,
+    ProcessGuard,
+    guarded,
+    short_folder,
+)
 
 
 @pytest.fixture
@@ -88,7 +94,9 @@ def test_shared_memory_of_the_guarded_is_removed_after_them() -> None:
     )
     guard = ProcessGuard()
     with guard.marking():
-        owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        owner = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
     assert owner.stdout is not None
     block = Path("/dev/shm", owner.stdout.readline().decode().strip())
     guard.note_shared_memory()
@@ -110,7 +118,9 @@ def test_so_are_files_of_killed_processes_that_were_not_recorded() -> None:
     )
     guard = ProcessGuard()
     with guard.marking():
-        owner = subprocess.Popen([sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        owner = subprocess.Popen(
+            [sys.executable, "-c", program, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
     assert owner.stdout is not None and owner.stdout.readline()
     guard.close()
     owner.wait()
@@ -131,11 +141,17 @@ def test_files_of_the_guarded_lie_in_a_folder_that_goes_with_them(
     )
     guard = ProcessGuard()
     with guard.marking():
-        assert os.environ["VLLM_RPC_BASE_PATH"] == guard.folder, "this process binds some of the sockets itself"
-        owner = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert os.environ["VLLM_RPC_BASE_PATH"] == guard.folder, (
+            "this process binds some of the sockets itself"
+        )
+        owner = subprocess.Popen(
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
     assert dict(os.environ) == before and tempfile.gettempdir() != guard.folder
     assert owner.stdout is not None and owner.stdout.readline()
-    assert len(os.listdir(guard.folder)) == 2 and os.listdir(short_path) == [Path(guard.folder).name]
+    assert len(os.listdir(guard.folder)) == 2 and os.listdir(short_path) == [
+        Path(guard.folder).name
+    ]
     assert stat.S_IMODE(os.stat(guard.folder).st_mode) == 0o700
     guard.close()
     owner.wait()
@@ -151,7 +167,9 @@ def test_the_name_of_that_folder_is_short_enough_for_paths_of_sockets(
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", str(deep))
     monkeypatch.setenv(PLACE, str(run))
     folders = [short_folder(), short_folder()]
-    assert all(len(f"{folder}/{uuid.uuid4()}") <= 107 for folder in folders) and len(set(folders)) == 2
+    assert (
+        all(len(f"{folder}/{uuid.uuid4()}") <= 107 for folder in folders) and len(set(folders)) == 2
+    )
     assert {Path(folder).parent for folder in folders} == {run}
     for folder in folders:
         os.rmdir(folder)

@@ -18,7 +18,12 @@ from skyasync.config.load import load_config
 from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.engine import VLLMEngine
 from skyasync.inference.backends.vllm.setup import engine_arguments
-from skyasync.inference.interface import EngineConfig, GenerationOutput, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    EngineConfig,
+    GenerationOutput,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.inference.settings import engine_config
 from skyasync.models.router_replay import unknown_expert
 
@@ -36,7 +41,9 @@ class Core:
         from vllm.v1.engine.output_processor import OutputProcessor
 
         self.output_processor = OutputProcessor(None, log_stats=False)
-        self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(get_num_experts=lambda: experts))
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(get_num_experts=lambda: experts)
+        )
         self.dtype = np.uint8 if experts <= 256 else np.uint16  # RoutedExpertsCapturer's
         self.draw = np.random.default_rng(0)
         self.experts, self.sent, self.arrived = experts, list[Any](), asyncio.Event()
@@ -44,13 +51,24 @@ class Core:
     async def is_sleeping(self) -> bool:
         return False
 
-    async def generate(self, prompt: Any, parameters: Any, name: str, lora_request: None) -> AsyncIterator[Any]:
+    async def generate(
+        self, prompt: Any, parameters: Any, name: str, lora_request: None
+    ) -> AsyncIterator[Any]:
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.output_processor import RequestOutputCollector
 
         queue = RequestOutputCollector(parameters.output_kind, name)
         request = EngineCoreRequest(
-            name, prompt["prompt_token_ids"], None, parameters, None, 0.0, None, None, None, external_req_id=name
+            name,
+            prompt["prompt_token_ids"],
+            None,
+            parameters,
+            None,
+            0.0,
+            None,
+            None,
+            None,
+            external_req_id=name,
         )
         self.output_processor.add_request(request, None, queue=queue)
         self.arrived.set()
@@ -69,7 +87,9 @@ class Core:
         routed[0, 0, 0] = self.experts - 1
         self.sent.append(routed)
         logprobs = LogprobsLists(np.array([[7]]), np.array([[-0.5]], np.float32), np.array([1]))
-        output = EngineCoreOutput(name, [7], new_logprobs=logprobs, finish_reason=end, routed_experts=routed)
+        output = EngineCoreOutput(
+            name, [7], new_logprobs=logprobs, finish_reason=end, routed_experts=routed
+        )
         self.output_processor.process_outputs([output], weight_version="0")
 
 
@@ -109,16 +129,23 @@ async def test_answers_and_progress_have_the_experts_of_all_computed_tokens(expe
         assert not (known == unknown_expert(known.dtype)).any(), "all experts are known"
 
 
-def test_a_run_with_router_replay_asks_vllm_for_experts_on_gpus_and_is_rejected_on_cpus(tmp_path) -> None:
+def test_a_run_with_router_replay_asks_vllm_for_experts_on_gpus_and_is_rejected_on_cpus(
+    tmp_path,
+) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     cfg = load_config(
-        [f"trainer.policy.model.path={tmp_path}", "trainer.policy.router_replay=R3", "generator.backend=vllm"]
+        [
+            f"trainer.policy.model.path={tmp_path}",
+            "trainer.policy.router_replay=R3",
+            "generator.backend=vllm",
+        ]
     )
     arguments = engine_arguments(engine_config(cfg, gpus=True), cpu=False)
     assert arguments["enable_return_routed_experts"]
     assert AsyncEngineArgs(**arguments).aux_output_config.enabled
     with pytest.raises(
-        UserError, match=r"router_replay=R3 with generator\.backend=vllm needs GPUs: .*backend=transformers"
+        UserError,
+        match=r"router_replay=R3 with generator\.backend=vllm needs GPUs: .*backend=transformers",
     ):
         engine_config(cfg, gpus=False)

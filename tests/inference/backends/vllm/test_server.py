@@ -10,7 +10,13 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import (
+    AbstractAsyncContextManager,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +31,12 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.server import VLLMServerEngine
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.elastic import ElasticEngines, write_engine_list
-from skyasync.inference.interface import EngineConfig, EngineFailedError, GenerationRequest, SamplingParams
+from skyasync.inference.interface import (
+    EngineConfig,
+    EngineFailedError,
+    GenerationRequest,
+    SamplingParams,
+)
 from skyasync.inference.origin_check import KEY_VARIABLE
 from skyasync.inference.remote import check_servers
 from skyasync.inference.supervisor import EngineSupervisor
@@ -64,8 +75,19 @@ def free_port() -> int:
 
 
 @contextmanager
-def serving(fork_socket: Path, folder: Path, port: int, *more: str) -> Iterator[subprocess.Popen[bytes]]:
-    settings = ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--stream-interval", "4"]
+def serving(
+    fork_socket: Path, folder: Path, port: int, *more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    settings = [
+        "--port",
+        str(port),
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "16",
+        "--stream-interval",
+        "4",
+    ]
     settings += ["--kv-cache-memory-bytes", "134217728", "--uvicorn-log-level", "error", *more]
     command = [interpreter(fork_socket, vllm=True), "-c", SERVE, str(folder), *settings]
     quiet = os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
@@ -100,11 +122,16 @@ async def until_it_answers(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(fork_socket: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Running]:
+async def server(
+    fork_socket: Path, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Running]:
     folder = tmp_path_factory.mktemp("untied")
     model = LlamaForCausalLM.from_pretrained(save_tiny_llama(folder, tied=False, head_dim=32))
     port = free_port()
-    with pytest.MonkeyPatch.context() as patch, serving_with(patch, fork_socket, folder, port) as process:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serving_with(patch, fork_socket, folder, port) as process,
+    ):
         url = f"http://127.0.0.1:{port}"
         await until_it_answers(url, process)
         yield Running(url, str(folder), model)
@@ -119,7 +146,11 @@ class Engine(VLLMServerEngine):
     model: LlamaForCausalLM
 
     async def answer(self, *requests: GenerationRequest) -> list[Listed]:
-        answers = {output.request_id: listed(output) async for batch in self.generate(requests) for output in batch}
+        answers = {
+            output.request_id: listed(output)
+            async for batch in self.generate(requests)
+            for output in batch
+        }
         return [answers[request.request_id] for request in requests]
 
     async def sync(self) -> int:
@@ -162,13 +193,18 @@ def flip_a_bit(file: Path) -> None:
     file.write_bytes(data)
 
 
-async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_handed_over(engine: Engine) -> None:
+async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_handed_over(
+    engine: Engine,
+) -> None:
     version = await engine.sync()
     requests = [request(f"many-{i}", [2 + i % 9, 5], max_tokens=1 + i % 20) for i in range(40)]
     outputs = await engine.answer(*requests)
     assert all(len(o.token_ids) == len(o.logprobs) == len(o.versions) > 0 for o in outputs)
     assert {v for o in outputs for v in o.versions} == {version}
-    worst = max(gap(o, engine.model, r.prompt_token_ids.tolist()) for o, r in zip(outputs, requests, strict=True))
+    worst = max(
+        gap(o, engine.model, r.prompt_token_ids.tolist())
+        for o, r in zip(outputs, requests, strict=True)
+    )
     assert worst < TOLERANCE
     sequence = [2, 3, *outputs[19].token_ids]
     (scores,) = await engine.score([sequence])
@@ -176,9 +212,13 @@ async def test_tokens_logprobs_and_versions_are_those_of_the_weights_that_were_h
 
 
 @pytest.mark.matrix
-async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so(engine: Engine) -> None:
+async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so(
+    engine: Engine,
+) -> None:
     before = engine.version
-    answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"l{i}", [2, 3 + i], LONG) for i in range(24))))
+    answers = asyncio.create_task(
+        engine.answer(*(GenerationRequest(f"l{i}", [2, 3 + i], LONG) for i in range(24)))
+    )
     await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
     told = {news.request_id: listed(news) for news in await engine.progress()}
     said = await engine.stats()
@@ -188,7 +228,9 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
     await engine.resume()
     outputs = await answers
     begun, late = outputs[:16], outputs[16:]
-    assert all(o.versions == sorted(o.versions) and set(o.versions) == {before, after} for o in begun)
+    assert all(
+        o.versions == sorted(o.versions) and set(o.versions) == {before, after} for o in begun
+    )
     assert all(set(o.versions) == {after} and gap(o, engine.model, [2, 3 + i]) < TOLERANCE
                for i, o in enumerate(late, 16)), "without a token, requests begin with the new weights"  # fmt: skip
     assert all(o.finish_reason == "length" and len(o.token_ids) == 300 for o in outputs)
@@ -199,14 +241,22 @@ async def test_requests_in_flight_live_through_an_update_and_their_tokens_say_so
 
 
 @pytest.mark.matrix
-async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running, engine: Engine) -> None:
-    answers = asyncio.create_task(engine.answer(*(GenerationRequest(f"a{i}", [2, 3 + i], LONG) for i in range(18))))
+async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(
+    server: Running, engine: Engine
+) -> None:
+    answers = asyncio.create_task(
+        engine.answer(*(GenerationRequest(f"a{i}", [2, 3 + i], LONG) for i in range(18)))
+    )
     await until(lambda: sum(bool(b.tokens) for b in engine._requests.values()) >= 16)
     await engine.abort(["a0", "a17"])  # one running, and one waiting
     await engine.pause("abort")
     cut = await answers
     assert {o.finish_reason for o in cut} == {"abort"}
-    assert all(len(o.token_ids) == len(o.versions) for o in cut) and cut[1].token_ids and not cut[17].token_ids
+    assert (
+        all(len(o.token_ids) == len(o.versions) for o in cut)
+        and cut[1].token_ids
+        and not cut[17].token_ids
+    )
     await engine.resume()
     client = InferenceClient([engine])
     whole = asyncio.create_task(client.generate(GenerationRequest("cut", [2, 3], LONG)))
@@ -218,7 +268,9 @@ async def test_what_is_cut_or_aborted_comes_back_with_its_tokens(server: Running
     assert len(output.token_ids) == 300 and output.versions[-1] == after > output.versions[0]
 
 
-async def test_a_server_that_another_uses_meanwhile_is_no_engine_any_more(server: Running, engine: Engine) -> None:
+async def test_a_server_that_another_uses_meanwhile_is_no_engine_any_more(
+    server: Running, engine: Engine
+) -> None:
     async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as another:
         await another.post(f"{server.url}/update_weight_version", json={"new_version": "default"})
     with pytest.raises(EngineFailedError, match="it was restarted"):
@@ -239,14 +291,18 @@ async def test_a_server_is_refused_in_one_line_that_says_why(server: Running) ->
     assert "--dtype bfloat16" in refusal(server.url, dtype="bfloat16")
 
 
-async def test_requests_without_the_key_change_nothing(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_without_the_key_change_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     right = {"Authorization": f"Bearer {KEY}"}
     async with aiohttp.ClientSession() as http:
         for headers, status in [({}, 401), ({"Authorization": "Bearer x"}, 401), (right, 200),
                                 (right | {"Origin": "https://evil.example"}, 403),
                                 (right | {"Host": "evil.example"}, 403)]:  # fmt: skip
             for route in ("/pause", "/update_weight_version", "/resume"):
-                async with http.post(server.url + route, json={"new_version": "3"}, headers=headers) as answer:
+                async with http.post(
+                    server.url + route, json={"new_version": "3"}, headers=headers
+                ) as answer:
                     assert answer.status == status, (route, headers)
     monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(UserError, match=f"needs a key: set {KEY_VARIABLE}"):
@@ -305,7 +361,9 @@ def on_disk() -> Iterator[Path]:
 
 
 @pytest.mark.fault
-async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Running, on_disk: Path) -> None:
+async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(
+    server: Running, on_disk: Path
+) -> None:
     """Weights go through a folder that both can read."""
     way = Way(server.url)
     await way.open()
@@ -317,7 +375,9 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     run = LocalRun(Remembering, cfg, client=RecordingClient, engine=engine)
     sync: Any = run.trainer.weight_updates.weight_sync
     sync.expects_late_engines = True
-    supervisor = EngineSupervisor(run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30)
+    supervisor = EngineSupervisor(
+        run.client, sync, max_restarts=3, heartbeat_s=0.2, heartbeat_timeout_s=30, limit_s=30
+    )
     run.trainer.extensions.append(supervisor)
 
     async def leave_and_come_back() -> None:
@@ -331,8 +391,14 @@ async def test_a_run_goes_on_when_its_server_leaves_and_comes_back(server: Runni
     await run.client.shutdown()
     await way.close()
     assert (supervisor.failures, supervisor.restarts) == (1, 1)
-    assert check_tokens(run) > 0, "no trajectory was in flight during a weight update, so the test checks nothing"
-    gaps = [row["sync/logprob_gap_mean"] for row in run.tracker.rows.values() if "sync/logprob_gap_mean" in row]
+    assert check_tokens(run) > 0, (
+        "no trajectory was in flight during a weight update, so the test checks nothing"
+    )
+    gaps = [
+        row["sync/logprob_gap_mean"]
+        for row in run.tracker.rows.values()
+        if "sync/logprob_gap_mean" in row
+    ]
     assert gaps and max(gaps) < 1e-3
     assert Seeing.folders == {on_disk}
 
@@ -362,7 +428,9 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
         client, FakeSync(), max_restarts=1, heartbeat_s=0.1, heartbeat_timeout_s=30, limit_s=30
     )
     another = server.url.replace("127.0.0.1", "localhost")
-    members = ElasticEngines(client, FakeSync(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30)
+    members = ElasticEngines(
+        client, FakeSync(), supervisor, make, [server.url], file, interval_s=0.05, limit_s=30
+    )
     supervisor.begin()
     members.on_start(None)  # type: ignore[arg-type]
     await until(file.exists)
@@ -370,7 +438,8 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     await until(lambda: members.joined == 1)
     joined: Any = client.engines[1]
     asked = [
-        asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True))) for i in range(8)
+        asyncio.create_task(client.generate(request(f"both-{i}", max_tokens=300, ignore_eos=True)))
+        for i in range(8)
     ]
     await until(lambda: sum(len(begun.tokens) > 2 for begun in joined._requests.values()) >= 3)
     write_engine_list(file, [server.url])
@@ -378,19 +447,29 @@ async def test_a_server_joins_and_leaves_while_requests_are_under_way(
     answers = [listed(answer) for answer in await asyncio.gather(*asked)]
     await members.close()
     await supervisor.close()
-    assert all(len(answer.token_ids) == 300 and set(answer.versions) == {version} for answer in answers)
+    assert all(
+        len(answer.token_ids) == 300 and set(answer.versions) == {version} for answer in answers
+    )
     gaps = [gap(answer, engine.model, request("x").prompt_token_ids.tolist()) for answer in answers]
     # Some of 2,400 sampled tokens have low probabilities, which this engine computes less exactly.
     assert max(gaps) < 10 * TOLERANCE, "also for responses that two engines generated in turn"
     assert client.pool.router.in_flight.tolist() == [0, 0] and supervisor.failures == 0
 
 
-async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(engine: Engine) -> None:
+async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_trainer(
+    engine: Engine,
+) -> None:
     """One element in fifty changes; an engine with other weights reports an error and keeps its weights."""
-    changed, sequence, draw = DeltaEncoder(), [2, 3, *range(5, 60)], torch.Generator().manual_seed(0)
+    changed, sequence, draw = (
+        DeltaEncoder(),
+        [2, 3, *range(5, 60)],
+        torch.Generator().manual_seed(0),
+    )
 
     def handed(sent: Encoded, path: str) -> WeightUpdate:
-        return WeightUpdate(engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.about.base)
+        return WeightUpdate(
+            engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.about.base
+        )
 
     async def far() -> float:
         (scores,) = await engine.score([sequence])

@@ -16,7 +16,10 @@ from tests.inference.backends.vllm.models import save_model
 def test_an_engine_over_several_devices_starts_its_workers_itself() -> None:
     """Ray's executor rejects a bundle of several GPUs. vLLM chooses for one device; on a GPU that is one process."""
     assert (
-        engine_arguments(EngineConfig("m", tensor_parallel_size=2), cpu=False)["distributed_executor_backend"] == "mp"
+        engine_arguments(EngineConfig("m", tensor_parallel_size=2), cpu=False)[
+            "distributed_executor_backend"
+        ]
+        == "mp"
     )
     assert "distributed_executor_backend" not in engine_arguments(EngineConfig("m"), cpu=False)
 
@@ -62,15 +65,26 @@ def test_float32_attention_is_not_computed_in_tf32(
 @pytest.mark.matrix
 @pytest.mark.vllm
 @pytest.mark.slow
-async def test_the_first_prompt_in_bfloat16_may_be_short(engines_session: None, tmp_path: Path) -> None:
+async def test_the_first_prompt_in_bfloat16_may_be_short(
+    engines_session: None, tmp_path: Path
+) -> None:
     """On processors with tile registers (AMX), which a process must ask Linux for."""
     save_model(tmp_path, tied=True)
     engine = VLLMEngine(
-        EngineConfig(str(tmp_path), dtype="bfloat16", max_model_len=64, max_num_seqs=4, threads=1, kv_cache_gb=0.1)
+        EngineConfig(
+            str(tmp_path),
+            dtype="bfloat16",
+            max_model_len=64,
+            max_num_seqs=4,
+            threads=1,
+            kv_cache_gb=0.1,
+        )
     )
     await engine.start()
     try:
-        request = GenerationRequest("short", [2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True))
+        request = GenerationRequest(
+            "short", [2, 3, 4], SamplingParams(max_tokens=4, ignore_eos=True)
+        )
         answers = [output async for outputs in engine.generate([request]) for output in outputs]
         assert [len(answer.token_ids) for answer in answers] == [4]
     finally:

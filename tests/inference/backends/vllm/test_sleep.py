@@ -20,7 +20,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("tied", [True, False])
-async def test_an_engine_that_slept_answers_as_before_once_it_has_weights(tmp_path: Path, tied: bool) -> None:
+async def test_an_engine_that_slept_answers_as_before_once_it_has_weights(
+    tmp_path: Path, tied: bool
+) -> None:
     model = save_model(tmp_path, tied=tied)
     engine = VLLMEngine(
         EngineConfig(str(tmp_path), dtype="float32", max_model_len=256, max_num_seqs=8, gpu_memory_utilization=0.2,
@@ -28,8 +30,15 @@ async def test_an_engine_that_slept_answers_as_before_once_it_has_weights(tmp_pa
     )  # fmt: skip
 
     async def tokens(name: str) -> list[int]:
-        request = GenerationRequest(name, [2, 3, 4, 5], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True))
-        return [token async for outputs in engine.generate([request]) for o in outputs for token in o.token_ids]
+        request = GenerationRequest(
+            name, [2, 3, 4, 5], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+        )
+        return [
+            token
+            async for outputs in engine.generate([request])
+            for o in outputs
+            for token in o.token_ids
+        ]
 
     await engine.start()
     try:

@@ -29,7 +29,9 @@ class Recorder:
 
         async def noted(*args: Any, **kwargs: Any) -> list[str]:
             if name != "collective_rpc":  # asks the workers which layers they could not compare
-                said = [str(a) for a in args if isinstance(a, list)] + [f"{k}={v}" for k, v in kwargs.items()]
+                said = [str(a) for a in args if isinstance(a, list)] + [
+                    f"{k}={v}" for k, v in kwargs.items()
+                ]
                 self._calls.append(" ".join([name, *said]))
             return []
 

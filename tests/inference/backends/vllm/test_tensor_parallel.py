@@ -35,7 +35,12 @@ from tests.inference.backends.vllm.models import perturb, publish, save_model, t
 from tests.weight_sync.policy_and_engine import SWAPPED
 from tests.weight_sync.worker_faults import BIT_OF, inject_fault, update_with
 
-pytestmark = [pytest.mark.matrix, pytest.mark.vllm, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [
+    pytest.mark.matrix,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.asyncio(loop_scope="module"),
+]
 
 TOLERANCE = 1e-4
 PROBES = [[5, 6, 7, 8, 9, 10, 11], list(range(2, 90))]
@@ -51,10 +56,14 @@ class Inspected(VLLMEngine):
     """Reports a digest of each rank's part of each weight, by rank and name. Faults can be injected into its ranks."""
 
     async def start(self) -> None:
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # functions of ours are run in the workers
+        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = (
+            "1"  # functions of ours are run in the workers
+        )
         await super().start()
 
-    async def with_fault(self, fault: str, info: dict[str, Any], rank: int | None = None) -> list[str]:
+    async def with_fault(
+        self, fault: str, info: dict[str, Any], rank: int | None = None
+    ) -> list[str]:
         """Each rank's answer to an update with a fault in all ranks or in one."""
         answers: list[str] = await self.llm.collective_rpc(update_with, args=(fault, info, rank))
         return answers
@@ -63,7 +72,11 @@ class Inspected(VLLMEngine):
         await self.llm.collective_rpc(inject_fault, args=(fault, rank))
 
     async def digests(self) -> dict[str, str]:
-        return {name: digest for rank in await self.llm.compute_weight_checksums() for name, digest in rank.items()}
+        return {
+            name: digest
+            for rank in await self.llm.compute_weight_checksums()
+            for name, digest in rank.items()
+        }
 
 
 class Pair:
@@ -72,21 +85,27 @@ class Pair:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def pair(engines_on_ray: None, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pair]:
+async def pair(
+    engines_on_ray: None, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Pair]:
     """The same weights on one rank and on two; each engine in a bundle, as a run places it."""
     ENGINES["inspected"] = Inspected
     folder = tmp_path_factory.mktemp("model")
     model = save_model(folder, tied=True)
     group = placement_group([{"CPU": 1}, {"CPU": 1}])
     ray.get(group.ready(), timeout=60)
-    config = EngineConfig(str(folder), max_model_len=256, max_num_seqs=64, threads=2, kv_cache_gb=0.1)
+    config = EngineConfig(
+        str(folder), max_model_len=256, max_num_seqs=64, threads=2, kv_cache_gb=0.1
+    )
     engines = [
         RayEngine(
             "inspected",
             replace(config, tensor_parallel_size=ranks, extra={"engine_kwargs": options}),
             {
                 "num_cpus": 1,
-                "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=ranks - 1),
+                "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=ranks - 1
+                ),
             },
         )
         for ranks, options in ((1, {}), (2, OPTIONS))
@@ -108,7 +127,10 @@ async def greedy(engine: RayEngine, name: str) -> list[GenerationOutput]:
 
 
 def gap(found: list[list[float]], expected: list[list[float]]) -> float:
-    return max((torch.tensor(f) - torch.tensor(e)).abs().max().item() for f, e in zip(found, expected, strict=True))
+    return max(
+        (torch.tensor(f) - torch.tensor(e)).abs().max().item()
+        for f, e in zip(found, expected, strict=True)
+    )
 
 
 async def check_equal(pair: Pair, name: str) -> None:
@@ -117,10 +139,14 @@ async def check_equal(pair: Pair, name: str) -> None:
     assert gap([o.logprobs.tolist() for o in two], [o.logprobs.tolist() for o in one]) <= TOLERANCE
     scores = await pair.halves.score(PROBES)
     assert gap(scores, await pair.whole.score(PROBES)) <= TOLERANCE
-    assert gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
+    assert (
+        gap(scores, [token_logprobs(pair.model, probe).tolist() for probe in PROBES]) <= TOLERANCE
+    )
 
 
-async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(pair: Pair) -> None:
+async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight_syncs(
+    pair: Pair,
+) -> None:
     await check_equal(pair, "start")
     digests: dict[str, Any] = await pair.halves._actor.call.remote("digests")
     ranks = {name.split(":tp")[1][0] for name in digests}
@@ -129,7 +155,9 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
         perturb(pair.model, seed=version)
         update = publish(pair.model, version)
         for engine in (pair.whole, pair.halves):
-            assert await engine.update_weights(update) == [], "each rank has compared its part of every tensor"
+            assert await engine.update_weights(update) == [], (
+                "each rank has compared its part of every tensor"
+            )
         remove_weights(update.info["path"])
         await check_equal(pair, f"version-{version}")
         before, digests = digests, await pair.halves._actor.call.remote("digests")
@@ -140,14 +168,20 @@ async def test_tokens_and_logprobs_are_those_of_one_rank_and_stay_so_over_weight
 
 @pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
 @pytest.mark.parametrize("fault", ["stale layer", "swapped pair", "head left behind"])
-async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(pair: Pair, fault: str, rank: int | None) -> None:
+async def test_each_rank_finds_a_fault_in_its_part_in_the_very_sync(
+    pair: Pair, fault: str, rank: int | None
+) -> None:
     for seed, with_fault in ((11, ""), (12, fault), (13, "")):
         perturb(pair.model, seed=seed, size=1e-5)
         update = publish(pair.model, seed)
         answers = await pair.halves._actor.call.remote("with_fault", with_fault, update.info, rank)
         remove_weights(update.info["path"])
         for each, answer in enumerate(answers):
-            assert bool(answer) == ("engine holds" in answer) == (bool(with_fault) and rank in (None, each)), answers
+            assert (
+                bool(answer)
+                == ("engine holds" in answer)
+                == (bool(with_fault) and rank in (None, each))
+            ), answers
         assert len(answers) == 2
 
 
@@ -170,7 +204,10 @@ async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     perturb(pair.model, seed=20 + rank, size=1e-5)
     file, mapped = publish(pair.model, 20), written(writer, pair.model, 20)
     for info in (file.info, as_message(mapped.info)):
-        for fault, expected in (("flipped bit", f"the vLLM engine received.* in {SWAPPED[0]}$"), ("", "^$")):
+        for fault, expected in (
+            ("flipped bit", f"the vLLM engine received.* in {SWAPPED[0]}$"),
+            ("", "^$"),
+        ):
             answers = await pair.halves._actor.call.remote("with_fault", fault, info, rank)
             assert re.search(expected, answers[rank]) and not answers[1 - rank], answers
     remove_weights(file.info["path"])
@@ -182,7 +219,10 @@ async def test_a_bit_that_flips_on_its_way_to_one_rank_is_named_by_that_one(
     [
         ("model.embed_tokens.weight", 1),
         ("model.norm.weight", 1),
-        ("model.layers.0.self_attn.o_proj.weight", 4),  # a rank's part has 32 columns; each update compares 8
+        (
+            "model.layers.0.self_attn.o_proj.weight",
+            4,
+        ),  # a rank's part has 32 columns; each update compares 8
         ("model.layers.1.mlp.gate_proj.weight", 8),
     ],
 )
@@ -203,10 +243,14 @@ async def test_a_bit_that_is_wrong_in_one_ranks_part_is_named_when_its_column_is
     assert await pair.halves._actor.call.remote("with_fault", "", info) == ["", ""]
 
 
-async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(pair: Pair, writer: BufferWriter) -> None:
+async def test_one_ranks_bit_ends_the_sync_in_the_tensors_name(
+    pair: Pair, writer: BufferWriter
+) -> None:
     """The last test of the file: an engine with wrong weights shuts down."""
     await pair.halves._actor.call.remote("inject_fault", "flipped bit", 1)
-    with pytest.raises(Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"):
+    with pytest.raises(
+        Exception, match=f"the vLLM engine received other weights .* in {SWAPPED[0]}"
+    ):
         await pair.halves.update_weights(written(writer, pair.model, 40))
     with pytest.raises(EngineFailedError, match=SWAPPED[0]):
         await pair.halves.score(PROBES)

@@ -10,7 +10,8 @@ class Drafts:
         with OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
             answers = [
                 client.chat.completions.create(
-                    model="default", messages=[*data["messages"], {"role": "user", "content": style}]
+                    model="default",
+                    messages=[*data["messages"], {"role": "user", "content": style}],
                 )
                 for style in ("short", "long")
             ]

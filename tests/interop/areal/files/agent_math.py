@@ -21,5 +21,7 @@ class MathAgent:
             http_client=extra_kwargs.get("http_client"),
             max_retries=0,
         )
-        completion = await client.chat.completions.create(messages=data["messages"], model="default", **self.kwargs)
+        completion = await client.chat.completions.create(
+            messages=data["messages"], model="default", **self.kwargs
+        )
         return parity(completions=completion.choices[0].message.content, answer=data["answer"])

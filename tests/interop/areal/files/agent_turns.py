@@ -9,10 +9,15 @@ class TurnsAgent:
 
     async def run(self, data: dict, **extra_kwargs):
         messages, rewards = data["messages"].copy(), {}
-        client = AsyncOpenAI(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"], max_retries=0)
+        client = AsyncOpenAI(
+            base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"], max_retries=0
+        )
         for turn in range(self.max_turns):
             response = await client.chat.completions.create(
-                messages=messages, model="default", temperature=self.temperature, max_completion_tokens=4
+                messages=messages,
+                model="default",
+                temperature=self.temperature,
+                max_completion_tokens=4,
             )
             message = response.choices[0].message
             messages.append(message.model_dump(exclude_none=True))

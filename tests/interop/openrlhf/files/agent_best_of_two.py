@@ -6,8 +6,12 @@ from openrlhf.utils.agent import AgentExecutorBase
 
 
 class AgentExecutor(AgentExecutorBase):
-    async def execute(self, prompt, label, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None):
-        tokens = hf_tokenizer(text=prompt, add_special_tokens=False, return_tensors="pt")["input_ids"][0].tolist()
+    async def execute(
+        self, prompt, label, sampling_params, max_length: int, hf_tokenizer, llm_engine, images=None
+    ):
+        tokens = hf_tokenizer(text=prompt, add_special_tokens=False, return_tensors="pt")[
+            "input_ids"
+        ][0].tolist()
         drafts = []
         for length in (3, 6):
             params = deepcopy(sampling_params)
@@ -15,7 +19,10 @@ class AgentExecutor(AgentExecutorBase):
             request = await llm_engine.generate(tokens, params)
             drafts.append(request.outputs[0])
         best = max(drafts, key=lambda draft: len(draft.token_ids))
-        known = [entry[token].logprob for token, entry in zip(best.token_ids, best.logprobs, strict=False)]
+        known = [
+            entry[token].logprob
+            for token, entry in zip(best.token_ids, best.logprobs, strict=False)
+        ]
         return {
             "prompt": prompt,
             "label": label,

@@ -26,7 +26,9 @@ class AgentInstance(AgentInstanceBase):
 
 class AgentExecutor(AgentExecutorBase):
     def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):
-        super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
+        super().__init__(
+            AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue
+        )
 
     async def execute(self, prompt, label, sampling_params):
         return await super().execute(prompt, label, sampling_params)

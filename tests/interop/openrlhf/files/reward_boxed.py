@@ -7,7 +7,9 @@ from openrlhf.utils.logging_utils import init_logger
 logger = init_logger(__name__)
 
 
-def reward_func(queries: list[str], prompts: list[str], labels: list[str], **kwargs) -> torch.Tensor:
+def reward_func(
+    queries: list[str], prompts: list[str], labels: list[str], **kwargs
+) -> torch.Tensor:
     rewards = []
     for query, label in zip(queries, labels, strict=False):
         right = grade_answer(extract_boxed_answer(query + f" \\boxed{{{label}.0}}"), label)

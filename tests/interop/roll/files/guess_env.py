@@ -17,7 +17,9 @@ class GuessEnv:
         self.tries += 1
         valid = any(character.isdigit() for character in action)
         right = str(self.number) in action
-        reward = 1.0 if right else (0.0 if valid else self.format_penalty * self.tries + len(action) % 2)
+        reward = (
+            1.0 if right else (0.0 if valid else self.format_penalty * self.tries + len(action) % 2)
+        )
         metrics = {"action_is_valid": valid, "success": right}
         modes = {"action_is_valid": "mean", "success": "last"}
         info = {"metrics": metrics, "metrics_agg_mode": modes, "suffix": f" ({self.tries})"}

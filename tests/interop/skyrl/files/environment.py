@@ -43,7 +43,9 @@ class Measure(BaseTextEnv):
         done = self.turns >= self.max_turns
         observations = [] if done else [{"role": "user", "content": answer}]
         metadata = {"truth": self.truth}
-        return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
+        return BaseTextEnvStepOutput(
+            observations=observations, reward=reward, done=done, metadata=metadata
+        )
 
     def get_metrics(self) -> dict[str, Any]:
         return {"calls": self.counter.calls, "long": len(self.said) > 2, "last_words": self.said}

@@ -8,7 +8,9 @@ from skyasync import BasePPOExp, RayPPOTrainer
 class AsyncRayPPOTrainer(RayPPOTrainer):
     async def train(self):
         # Assert non-colocated training
-        assert not self.cfg.trainer.placement.colocate_all, "colocate_all is not supported for async training"
+        assert not self.cfg.trainer.placement.colocate_all, (
+            "colocate_all is not supported for async training"
+        )
 
         # Create buffer of size 1 for generated trajectories.
         generation_buffer = asyncio.Queue(maxsize=1)
