@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from skyasync.config.command_line import meaning
 from skyasync.config.keys import MISSING, Keys
 from skyasync.config.schema import Config
@@ -83,9 +85,14 @@ def markdown(keys: Keys) -> str:
         f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see",
         "[coming_from.md](coming_from.md). `skyasync translate run.sh` turns a whole recipe into ours.",
         "",
-        "This page is generated with `python -m skyasync.config > docs/configuration.md`.",
+        "<!-- python -m skyasync.config > docs/configuration.md -->",
     ]
-    return "\n".join(lines) + "\n"
+    return linked("\n".join(lines) + "\n")
+
+
+def linked(page: str) -> str:
+    """The page with links in place of the files that help texts name: ``(docs/judges.md)``."""
+    return re.sub(r"\bdocs/([\w/]+)\.md(?=\))", r"[\1](\1.md)", page)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ with Path(__file__).with_name("metrics.tsv").open(encoding="utf-8", newline="") 
 _INTRODUCTION = """\
 # Metrics
 
-This page is made by `python -m skyasync.observability.metric_names > docs/metrics.md`.
+<!-- python -m skyasync.observability.metric_names > docs/metrics.md -->
 
 What a run writes to `metrics.jsonl`, one row per step, and to its trackers. A metric that does not apply is absent; one
 that was NaN or infinite is null. Algorithms and callbacks of your own add theirs.

@@ -238,8 +238,8 @@ class ReplyParser:
         if tools and done:
             front, functions = self.tools.read(text, tools)
             try:
-                text = front
                 functions = as_sent(functions)
+                text = front
             except ValueError:
                 functions = []
         elif tools:
