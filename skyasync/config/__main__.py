@@ -77,12 +77,12 @@ def markdown(keys: Keys) -> str:
                 default = written(key.default)
             cells = (f"`{key.name}`", type_name(key.type), f"`{default}`", meaning(key))
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    *first, last = other_frameworks().titles()
+    *other_titles, last_title = other_frameworks().titles()
     lines += [
         "",
         "## Coming from another library",
         "",
-        f"Keys and values of {', '.join(first)} and {last} are recognised and answered with ours: see",
+        f"Keys and values of {', '.join(other_titles)} and {last_title} are recognised and answered with ours: see",
         "[coming_from.md](coming_from.md). `skyasync translate run.sh` turns a whole recipe into ours.",
         "",
         "<!-- python -m skyasync.config > docs/configuration.md -->",

@@ -133,11 +133,13 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
     for key in keys:
         if plan is None or plan.reads(key.path) or not (key in changed or key.path in given):
             continue
-        readers = [name for name, about in plans.items() if key.path in about.can["reads"]]
+        readers = [
+            name for name, declaration in plans.items() if key.path in declaration.can["reads"]
+        ]
         if readers:
-            own = " (a plan of your own lists the keys that it reads in its attribute reads)"
-            own = "" if plan.name in plans else own
-            way = f"set trainer.plan={'|'.join(readers)}, which reads it{own}, or"
+            plan_name = " (a plan of your own lists the keys that it reads in its attribute reads)"
+            plan_name = "" if plan.name in plans else plan_name
+            way = f"set trainer.plan={'|'.join(readers)}, which reads it{plan_name}, or"
             yield _unread(cfg, key, f"has no effect with {plan}".rstrip(","), way)
         elif key.path == "trainer.allow_uncorrected" and not plan.stale(cfg):
             yield _unread(
@@ -175,7 +177,12 @@ def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]
     trainer = cfg.trainer
     algorithm = cfg.trainer.algorithm
     chosen = functions(algorithm)
-    read = {path for function in chosen for about in function.about for path in about.keys.values()}
+    read = {
+        path
+        for function in chosen
+        for declaration in function.about
+        for path in declaration.keys.values()
+    }
     registries: Mapping[str, Registry] = {
         "policy_loss_type": POLICY_LOSSES,
         "advantage_estimator": ADVANTAGE_ESTIMATORS,
@@ -190,8 +197,8 @@ def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]
         for choice, registry in registries.items():
             names = [
                 n
-                for n, about in registry.builtins().items()
-                if any(name in a.keys.values() for a in about)
+                for n, declaration in registry.builtins().items()
+                if any(name in a.keys.values() for a in declaration)
             ]
             if names:
                 readers.append(f"{_ALGORITHM}{choice}={'|'.join(sorted(names))}")
@@ -208,7 +215,7 @@ def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]
             f"{_ALGORITHM}proximal_logprobs={algorithm.proximal_logprobs} has no effect with one update per batch: set "
             f"trainer.policy_mini_batch_size or trainer.update_epochs_per_batch, or leave it at recompute"
         )
-    anchored = any("anchor" in about.inputs for about in chosen[0].about)
+    anchored = any("anchor" in declaration.inputs for declaration in chosen[0].about)
     weighted = algorithm.use_kl_loss and algorithm.kl_importance_weighted
     if f"{_ALGORITHM}ratio_anchor" in paths and not anchored and not weighted:
         yield (
@@ -223,6 +230,6 @@ def _unread_by_objective(cfg: Config, changed: Collection[Key]) -> Iterator[str]
         )
 
 
-def _unread(cfg: Config, key: Key, what: str, way: str = "") -> str:
+def _unread(cfg: Config, key: Key, reader: str, way: str = "") -> str:
     value = written(attrgetter(key.path)(cfg))
-    return f"{key.path}={value} {what}: {way}{' ' if way else ''}remove it (its default is {written(key.default)})"
+    return f"{key.path}={value} {reader}: {way}{' ' if way else ''}remove it (its default is {written(key.default)})"

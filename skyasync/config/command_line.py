@@ -66,10 +66,12 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
         if equals or argument.startswith("--"):
             line.given[path.lstrip("-+~")] = value_or_text(text if equals else following)
 
-    def write(path: str, value: object = UNKNOWN, given: Mapping[str, Value] | None = None) -> str:
+    def write(
+        path: str, value: object = UNKNOWN, settings: Mapping[str, Value] | None = None
+    ) -> str:
         if keys.holder(path):
             return f"write {path}=VALUE"
-        return unknown_key(path, keys, value, given)
+        return unknown_key(path, keys, value, settings)
 
     while arguments:
         argument = arguments.pop(0)
@@ -176,9 +178,9 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
                 yield Assignment(path, value, f"{file}:{name.start_mark.line + 1}: ")
 
     assignments = [] if root is None else list(leaves(root, ""))
-    first: dict[str, Assignment] = {}
+    first_assignments: dict[str, Assignment] = {}
     for assignment in assignments:
-        earlier = first.setdefault(assignment.path, assignment)
+        earlier = first_assignments.setdefault(assignment.path, assignment)
         if earlier is not assignment:
             line = earlier.node.start_mark.line + 1
             problems.append(
@@ -188,7 +190,7 @@ def read_file(file: Path, keys: Keys, problems: list[str]) -> list[Assignment]:
 
 
 def unknown_key(
-    path: str, keys: Keys, value: object = UNKNOWN, given: Mapping[str, Value] | None = None
+    path: str, keys: Keys, value: object = UNKNOWN, settings: Mapping[str, Value] | None = None
 ) -> str:
     """What to answer to a key that the schema does not have.
 
@@ -197,18 +199,20 @@ def unknown_key(
         given: everything that was set, by keys of ours or of another library.
     """
     start = f"unknown key {path!r}"
-    if given is None:
+    if settings is None:
         defaults = {}
     else:
         defaults = {key.path: key.default for key in keys}
-    hint = other_frameworks().key_hint(path, value, given or {}, defaults)
+    hint = other_frameworks().key_hint(path, value, settings or {}, defaults)
     if hint:
-        own = [key.path for key in keys if key.path.endswith(f".{path}")]
-        if own and not any(name in hint for name in own):  # of the same name, with another meaning
-            hint += f"; {' and '.join(own)} {'are other keys' if own[1:] else 'is another key'}"
+        same_ending = [key.path for key in keys if key.path.endswith(f".{path}")]
+        if same_ending and not any(
+            name in hint for name in same_ending
+        ):  # of the same name, with another meaning
+            hint += f"; {' and '.join(same_ending)} {'are other keys' if same_ending[1:] else 'is another key'}"
         return f"{start}: {hint}"
-    parts = path.split(".")
-    prefixes = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    segments = path.split(".")
+    prefixes = [".".join(segments[:length]) for length in range(1, len(segments) + 1)]
     parent = next((prefix for prefix in prefixes[:-1] if prefix in keys), "")
     if parent:
         return f"{start}: {parent} is a value, not a group; write {parent}=VALUE"
@@ -255,20 +259,23 @@ def nearest_keys(path: str, keys: Keys) -> list[str]:
 
     Keys that are read with another one alone are not named together with one that is always read.
     """
-    last = path.rpartition(".")[2]
-    usual = USUAL_WORDS.get(last)
+    last_segment = path.rpartition(".")[2]
+    usual = USUAL_WORDS.get(last_segment)
     if usual is not None and usual in keys:
         return [usual]
 
     def similarity(candidate: str) -> float:
-        whole = SequenceMatcher(None, path, candidate).ratio()
+        path_similarity = SequenceMatcher(None, path, candidate).ratio()
         candidate_last = candidate.rpartition(".")[2]
-        if last == candidate_last:
-            return 1.0 + whole
-        if set(last.split("_")) < set(candidate_last.split("_")):
-            return 0.7 + 0.2 * whole
+        if last_segment == candidate_last:
+            return 1.0 + path_similarity
+        if set(last_segment.split("_")) < set(candidate_last.split("_")):
+            return 0.7 + 0.2 * path_similarity
         # Mostly the last part: long common groups would make different keys look alike.
-        return 0.75 * SequenceMatcher(None, last, candidate_last).ratio() + 0.25 * whole
+        return (
+            0.75 * SequenceMatcher(None, last_segment, candidate_last).ratio()
+            + 0.25 * path_similarity
+        )
 
     scored = sorted(((similarity(key.path), key.path) for key in keys), key=lambda pair: -pair[0])
     best = scored[0][0] if scored else 0.0
@@ -331,10 +338,10 @@ def meaning(key: Key) -> str:
     allowed = ""
     if options:
         if key.registry and key.open_ended:
-            other = ", or module:attribute"
+            open_end = ", or module:attribute"
         else:
-            other = ""
-        allowed = f"One of: {', '.join(map(written, options))}{other}."
+            open_end = ""
+        allowed = f"One of: {', '.join(map(written, options))}{open_end}."
     elif bounds := key.bounds():
         allowed = f"{bounds[0].upper()}{bounds[1:]}."
     when = str(key.when or "")

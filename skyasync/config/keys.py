@@ -328,10 +328,10 @@ class Keys:
 
     def holder(self, path: str) -> Key | None:
         """The key that ``path`` sets: itself, or the free mapping that ``path`` is an entry of."""
-        parts = path.split(".")
-        if path not in self.by_path and (not all(parts) or "[" in path):
+        segments = path.split(".")
+        if path not in self.by_path and (not all(segments) or "[" in path):
             return None
-        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        prefixes = (".".join(segments[:length]) for length in range(len(segments), 0, -1))
         key = next((self.by_path[prefix] for prefix in prefixes if prefix in self.by_path), None)
         if key and (key.path == path or key.is_mapping):
             return key

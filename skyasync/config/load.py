@@ -125,9 +125,9 @@ def load_config(
     assert isinstance(result, schema)
     if isinstance(result, Config):
         chosen = result.trainer.plan if plan is None else plan
-        given = {path for path, of_plan in explicit if of_plan in (None, chosen)}
+        explicit_paths = {path for path, of_plan in explicit if of_plan in (None, chosen)}
         try:
-            contradictions = check_config(result, plan=plan, given=given)
+            contradictions = check_config(result, plan=plan, given=explicit_paths)
         except UserError as error:  # of a file that a setting names
             contradictions = [str(error)]
         if contradictions:
@@ -222,12 +222,12 @@ def _layers(
             elif key is None:
                 problems.append(where + unknown_key(path, keys, free(assignment.node), line.given))
             else:
-                whole = path == key.path  # else an entry of a free mapping, which may be anything
+                is_key = path == key.path  # else an entry of a free mapping, which may be anything
                 try:
-                    value = convert(assignment.node, key.type if whole else Any)
+                    value = convert(assignment.node, key.type if is_key else Any)
                     if (
                         isinstance(value, str)
-                        and whole
+                        and is_key
                         and _takes_one_text(key)
                         and not _of_list(value, keys)
                     ):
@@ -346,9 +346,9 @@ def _merge(
                 else:
                     hint = _hint(path, element)
                 problems.append(f"{where}{path}={written(element)}: {problem}{hint}")
-    last = {setting.path: setting.value for setting in settings}
+    last_values = {setting.path: setting.value for setting in settings}
     for key in keys:
-        if last.get(key.path, key.default) == MISSING:
+        if last_values.get(key.path, key.default) == MISSING:
             problems.append(f"{key.path} has no value and no default: write {key.path}=VALUE")
     return config
 
@@ -364,5 +364,5 @@ def _hint(path: str, value: Value) -> str:
 def _broken_reference(error: OmegaConfBaseException) -> str:
     """OmegaConf's message, its first line; with types already right, only a ``${reference}`` can be
     wrong."""
-    first = str(error).partition("\n")[0]
-    return f"{first} (a literal ${{ is written \\${{)"
+    first_line = str(error).partition("\n")[0]
+    return f"{first_line} (a literal ${{ is written \\${{)"

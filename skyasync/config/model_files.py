@@ -56,7 +56,7 @@ def config_file(model: str) -> Path | None:
     return None
 
 
-def read_json(file: Path, what: str) -> dict[str, Any]:
+def read_json(file: Path, purpose: str) -> dict[str, Any]:
     """The settings in a file.
 
     Args:
@@ -68,14 +68,14 @@ def read_json(file: Path, what: str) -> dict[str, Any]:
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{what}: its {file.name} cannot be read: {error}") from error
+        raise UserError(f"{purpose}: its {file.name} cannot be read: {error}") from error
     if not isinstance(settings, dict):
-        raise UserError(f"{what}: its {file.name} has no settings")
+        raise UserError(f"{purpose}: its {file.name} has no settings")
     return settings
 
 
-def read_shape(file: Path, what: str) -> dict[str, Any]:
+def read_shape(file: Path, purpose: str) -> dict[str, Any]:
     """As ``read_json``, for a model's configuration, with the settings of its language model at the
     top level."""
-    shape = read_json(file, what)
+    shape = read_json(file, purpose)
     return {**shape, **(shape.get("text_config") or {})}

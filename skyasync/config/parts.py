@@ -93,7 +93,7 @@ def engines_with(capability: str, among: str = "") -> str:
     """The built-in engines with a capability (or with ``among`` in its values), for a message."""
     from skyasync.inference.interface import ENGINES
 
-    has = {name: about.can[capability] for name, about in ENGINES.builtins().items()}
+    has = {name: declaration.can[capability] for name, declaration in ENGINES.builtins().items()}
     able = [name for name, value in has.items() if (among in value if among else value)]
     if able:
         return supported(able)
@@ -103,10 +103,10 @@ def engines_with(capability: str, among: str = "") -> str:
 def supported(backends: Sequence[str]) -> str:
     """Engines that can do what another cannot, as one would choose them."""
     if len(backends) > 1:
-        others = f" (supported backends: {', '.join(backends)})"
+        other_engines = f" (supported backends: {', '.join(backends)})"
     else:
-        others = ""
-    return f"generator.backend={backends[0]}{others}"
+        other_engines = ""
+    return f"generator.backend={backends[0]}{other_engines}"
 
 
 # ---------------------------------------------------------------- the objective
@@ -163,7 +163,8 @@ def reads_behaviour(algorithm: AlgorithmConfig) -> str:
     """The setting by which the behaviour policy enters the objective; "" if it does not."""
     if _uses_behaviour(algorithm):
         if any(
-            "behaviour" in about.inputs for about in POLICY_LOSSES.about(algorithm.policy_loss_type)
+            "behaviour" in declaration.inputs
+            for declaration in POLICY_LOSSES.about(algorithm.policy_loss_type)
         ):
             return f"trainer.algorithm.policy_loss_type={algorithm.policy_loss_type}"
         return f"trainer.algorithm.ratio_anchor={algorithm.ratio_anchor}"
@@ -183,23 +184,28 @@ def weighs_by_behaviour(algorithm: AlgorithmConfig) -> bool:
 def _uses_behaviour(algorithm: AlgorithmConfig) -> bool:
     """Whether the loss uses it, in its ratio or to choose tokens."""
     return any(
-        _enters(about, algorithm) for about in POLICY_LOSSES.about(algorithm.policy_loss_type)
+        _enters(declaration, algorithm)
+        for declaration in POLICY_LOSSES.about(algorithm.policy_loss_type)
     )
 
 
-def _enters(about: About, algorithm: AlgorithmConfig) -> bool:
-    return "behaviour" in about.inputs or (
-        algorithm.ratio_anchor == "behaviour" and "anchor" in about.inputs
+def _enters(declaration: About, algorithm: AlgorithmConfig) -> bool:
+    return "behaviour" in declaration.inputs or (
+        algorithm.ratio_anchor == "behaviour" and "anchor" in declaration.inputs
     )
 
 
-def depends_on_pool(algorithm: AlgorithmConfig, about: About, capability: str, pool: str) -> bool:
+def depends_on_pool(
+    algorithm: AlgorithmConfig, declaration: About, capability: str, pool: str
+) -> bool:
     """Whether an estimator has a capability, which may depend on settings: those that choose its
     pools, or switches."""
-    value = about.can[capability]
+    value = declaration.can[capability]
     if isinstance(value, bool):
         return value
-    return any(attrgetter(about.keys[setting])(algorithm) in (pool, True) for setting in value)
+    return any(
+        attrgetter(declaration.keys[setting])(algorithm) in (pool, True) for setting in value
+    )
 
 
 def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
@@ -215,7 +221,9 @@ def check_correction(cfg: Config, plan: Plan) -> Iterator[str]:
         why = f"data.replay_groups={cfg.data.replay_groups}"
     if not reads_behaviour(algorithm) and not cfg.trainer.allow_uncorrected:
         losses = sorted(
-            name for name, about in POLICY_LOSSES.builtins().items() if "behaviour" in about.inputs
+            name
+            for name, declaration in POLICY_LOSSES.builtins().items()
+            if "behaviour" in declaration.inputs
         )
         yield (
             f"trainer.algorithm.off_policy_correction=none leaves the samples of an older policy uncorrected, since "

@@ -128,11 +128,11 @@ class Secrets:
 def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:  # noqa: ANN401  (what a configuration holds)
     """All texts, each with the key that it belongs to."""
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _texts(each, f"{path}.{key}" if path else str(key))
+        for key, entry in value.items():
+            yield from _texts(entry, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _texts(each, path)
+        for entry in value:
+            yield from _texts(entry, path)
     elif isinstance(value, str):
         yield path, value
 

@@ -326,11 +326,16 @@ def check_functions(algorithm: AlgorithmConfig) -> Iterator[str]:
     if wrong:
         yield from wrong
         return
-    accepted = {name for function in chosen for about in function.about for name in about.settings}
+    accepted = {
+        name
+        for function in chosen
+        for declaration in function.about
+        for name in declaration.settings
+    }
     for name in algorithm.extra:
         if name not in accepted:
-            what = unknown("setting", name, accepted)
-            yield f"trainer.algorithm.extra {name!r} is not a setting of the chosen functions: {what}"
+            answer = unknown("setting", name, accepted)
+            yield f"trainer.algorithm.extra {name!r} is not a setting of the chosen functions: {answer}"
 
 
 def check_algorithm(cfg: Config) -> Iterator[str]:
@@ -353,11 +358,11 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             f"off_policy_correction={correction} would weigh them twice: choose auto, none or a mask"
         )
     for low, high in INTERVALS:
-        least = attrgetter(low)(algorithm)
-        most = attrgetter(high)(algorithm)
-        if least > most:
+        lower = attrgetter(low)(algorithm)
+        upper = attrgetter(high)(algorithm)
+        if lower > upper:
             yield (
-                f"trainer.algorithm.{low}={least} is above trainer.algorithm.{high}={most}, which leaves nothing "
+                f"trainer.algorithm.{low}={lower} is above trainer.algorithm.{high}={upper}, which leaves nothing "
                 f"between them: lower the one or raise the other"
             )
 
@@ -374,8 +379,8 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             "trainer.algorithm.dynamic_sampling.mode=refill replaces groups that are left out, and trainer.algorithm."
             "dynamic_sampling.type=none leaves none out: set it to variance or mean"
         )
-    within = sampling.low <= sampling.reward_min and sampling.high >= sampling.reward_max
-    if sampling.early_end and (sampling.type != "mean" or within):
+    inside_bounds = sampling.low <= sampling.reward_min and sampling.high >= sampling.reward_max
+    if sampling.early_end and (sampling.type != "mean" or inside_bounds):
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true never ends a group early with dynamic_sampling.type="
             f"{sampling.type}, low={sampling.low:g} and high={sampling.high:g}: it needs type=mean, and a range that "
@@ -396,14 +401,14 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             f"truncated response: leave the one at train, or the other at 1"
         )
 
-    about = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
+    declaration = ADVANTAGE_ESTIMATORS.about(algorithm.advantage_estimator)
     if cfg.generator.n_samples_per_prompt == 1 and depends_on_pool(
-        algorithm, about, "group_relative", "group"
+        algorithm, declaration, "group_relative", "group"
     ):
         free = [
             n
-            for n, other in ADVANTAGE_ESTIMATORS.builtins().items()
-            if other.can["group_relative"] is False
+            for n, declaration_of_estimator in ADVANTAGE_ESTIMATORS.builtins().items()
+            if declaration_of_estimator.can["group_relative"] is False
         ]
         yield (
             f"generator.n_samples_per_prompt=1 leaves trainer.algorithm.advantage_estimator="
@@ -411,7 +416,7 @@ def check_algorithm(cfg: Config) -> Iterator[str]:
             f"sample at least 2 per prompt, or choose an estimator without a group, such as {', '.join(free)}"
         )
     greedy = cfg.generator.sampling_params.temperature == 0
-    if greedy and depends_on_pool(algorithm, about, "group_relative", "group"):
+    if greedy and depends_on_pool(algorithm, declaration, "group_relative", "group"):
         yield (
             f"generator.sampling_params.temperature=0 gives all samples of a prompt the same response, and "
             f"trainer.algorithm.advantage_estimator={algorithm.advantage_estimator} compares them (every advantage "

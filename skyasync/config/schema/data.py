@@ -109,13 +109,13 @@ def eval_sets(data: DataConfig) -> dict[str, EvalSet]:
 
 def eval_sources(data: DataConfig) -> list[str]:
     """The data sources of all evaluation sets."""
-    return [source for one in eval_sets(data).values() for source in one.data]
+    return [source for eval_set in eval_sets(data).values() for source in eval_set.data]
 
 
 def samples_of(cfg: Config, name: str) -> int:
     """Responses to each prompt of a set."""
-    own = eval_sets(cfg.data).get(name, EvalSet(()))
-    return own.n_samples or cfg.generator.eval_n_samples_per_prompt
+    eval_set = eval_sets(cfg.data).get(name, EvalSet(()))
+    return eval_set.n_samples or cfg.generator.eval_n_samples_per_prompt
 
 
 def most_samples(cfg: Config) -> int:
@@ -165,18 +165,19 @@ def check_data(cfg: Config) -> Iterator[str]:
     if wrong:
         return
     if evaluation(cfg.generator).temperature == 0:
-        for name, one in eval_sets(data).items():
-            if one.n_samples > 1:
+        for name, eval_set in eval_sets(data).items():
+            if eval_set.n_samples > 1:
                 yield (
-                    f"{_WHERE}.{name}.n_samples={one.n_samples} draws the same response {one.n_samples} times with "
-                    f"generator.eval_sampling_params.temperature=0 (greedy): raise the temperature (null is that of "
+                    f"{_WHERE}.{name}.n_samples={eval_set.n_samples} draws the same response "
+                    f"{eval_set.n_samples} times with generator.eval_sampling_params.temperature=0 (greedy): "
+                    f"raise the temperature (null is that of "
                     f"training), or set the number to 1"
                 )
-    most = most_samples(cfg)
+    largest_count = most_samples(cfg)
     for k in cfg.trainer.eval_k:
-        if k > most:
+        if k > largest_count:
             yield (
-                f"trainer.eval_k has {k}, and no set has more than {most} samples per prompt: set generator."
+                f"trainer.eval_k has {k}, and no set has more than {largest_count} samples per prompt: set generator."
                 f"eval_n_samples_per_prompt={k} (or {_WHERE}.<name>.n_samples), or leave {k} out"
             )
     answer = cfg.trainer.eval_answer
@@ -199,9 +200,9 @@ def _problems(name: str, entry: object) -> Iterator[str]:
     if isinstance(entry, Mapping):
         sources = entry.get("data")
         key = f"{where}.data"
-        for given in entry:
-            if given not in _ENTRIES:
-                yield f"{where}.{given}: {unknown('entry', str(given), _ENTRIES)}"
+        for field_name in entry:
+            if field_name not in _ENTRIES:
+                yield f"{where}.{field_name}: {unknown('entry', str(field_name), _ENTRIES)}"
         count = entry.get("n_samples", 1)
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             yield f"{where}.n_samples: expected a whole number of at least 1, found {count!r}"

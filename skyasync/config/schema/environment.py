@@ -176,19 +176,21 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
 def _problems(where: str, entry: object) -> Iterator[str]:
     from skyasync.rewards import REWARDS
 
-    known = [field.name for field in dataclasses.fields(Domain)]
+    field_names = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):
-        yield f"{where} must be a mapping with some of {', '.join(known)}, found {entry!r}"
+        yield f"{where} must be a mapping with some of {', '.join(field_names)}, found {entry!r}"
         return
     problems = []
     for name, value in entry.items():
         problem = ""
         number = _is_number(value)
-        if name not in known:
-            problem = unknown("entry", str(name), known)
+        if name not in field_names:
+            problem = unknown("entry", str(name), field_names)
         elif name in ("tags", "reward_funcs"):
             names = _plain(value)
-            if not isinstance(names, tuple) or not all(isinstance(each, str) for each in names):
+            if not isinstance(names, tuple) or not all(
+                isinstance(func_name, str) for func_name in names
+            ):
                 problem = f"expected a list of names, found {value!r}"
             elif name == "reward_funcs":
                 registered = [

@@ -85,12 +85,12 @@ def check_agents(cfg: Config) -> Iterator[str]:
         file and program == other_frameworks().agent_file_program
     ):  # not chosen, but settled in an earlier run
         program = ""
-    others = {
+    unread_settings = {
         "environment.env_class": env_class,
         "environment.reward_funcs": ",".join(cfg.environment.reward_funcs),
         "generator.agent_func_path": file,
     }
-    for name, value in others.items():
+    for name, value in unread_settings.items():
         if program and value:
             yield (
                 f"generator.agent_program={program} plays the episodes and returns their rewards; {name}={value} would "
@@ -327,7 +327,9 @@ def check_generator(cfg: Config) -> Iterator[str]:
     policy = cfg.trainer.policy
     engine = backend(cfg)
     can = ENGINES.about(engine).can
-    servers = [name for name, about in ENGINES.builtins().items() if about.can["elsewhere"]]
+    servers = [
+        name for name, declaration in ENGINES.builtins().items() if declaration.can["elsewhere"]
+    ]
     if generator.engines and generator.backend not in ("auto", *servers):
         yield (
             f"generator.backend={generator.backend} is for engines of the run's own, and generator.engines names "

@@ -131,25 +131,25 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
         yield f"{where} must be a mapping with base_url and model, or engine, found {entry!r}"
         return
     problems = []
-    for given, value in entry.items():
+    for field_name, value in entry.items():
         numbers = isinstance(value, list) and all(
             type(n) in (int, float) and isfinite(n) for n in value
         )
         interval = isinstance(value, list) and numbers and len(value) == 2 and value[0] < value[1]
-        if given in ("api_key", "key", "token"):  # whose value is not to be repeated
+        if field_name in ("api_key", "key", "token"):  # whose value is not to be repeated
             problem = ": write no key into a configuration; name the environment variable that holds it, api_key_env"
-        elif given == "clip" and value != [] and not interval:
+        elif field_name == "clip" and value != [] and not interval:
             problem = f": expected [low, high], two numbers, found {value!r}"
         elif (
-            given == "api_key_env"
+            field_name == "api_key_env"
             and isinstance(value, str)
             and not re.fullmatch(r"([A-Za-z_]\w*)?", value)
         ):
             problem = " is not the name of an environment variable (is it the key itself? Put that into a variable)"
         else:
-            problem = entry_problem(JudgeConfig, str(given), value)
+            problem = entry_problem(JudgeConfig, str(field_name), value)
         if problem:
-            problems.append(f"{where}.{given}{problem}")
+            problems.append(f"{where}.{field_name}{problem}")
     yield from problems
     if problems:
         return
@@ -182,8 +182,8 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
         yield from (f"{where}{problem}" for problem in shows_response(judge.prompt))
     parser = judge.parser
     if re.fullmatch(r"([A-Za-z_]\w*)?", parser) and parser not in PARSERS:
-        what = unknown("parser", parser, [*PARSERS, "a regular expression", "file.py:function"])
-        yield f"{where}.parser{'' if parser else ' is empty'}: {what}"
+        answer = unknown("parser", parser, [*PARSERS, "a regular expression", "file.py:function"])
+        yield f"{where}.parser{'' if parser else ' is empty'}: {answer}"
         return
     if parser not in PARSERS and not is_reference(parser):
         yield from (f"{where}.parser{problem}" for problem in pattern_problems(parser, "result"))
@@ -191,7 +191,7 @@ def _problems(where: str, name: str, entry: object) -> Iterator[str]:
         yield f"{where}.scale=0 makes every result the same: it is a factor"
 
 
-def pattern_problems(pattern: str, what: str) -> Iterator[str]:
+def pattern_problems(pattern: str, owner: str) -> Iterator[str]:
     """The problem of a regular expression that finds a ``what`` in a text, to follow its key's
     path."""
     try:
@@ -200,7 +200,7 @@ def pattern_problems(pattern: str, what: str) -> Iterator[str]:
         yield f"={pattern} is not a regular expression: {error}"
         return
     if groups > 1:
-        yield f"={pattern} has {groups} groups: one, around the {what}, or none"
+        yield f"={pattern} has {groups} groups: one, around the {owner}, or none"
 
 
 def shows_response(prompt: str) -> Iterator[str]:
@@ -217,10 +217,10 @@ def placeholders(prompt: str) -> list[str]:
 def table() -> str:
     """The settings of a judge as rows of Markdown."""
     rows = []
-    for each in Keys.of(JudgeConfig):
-        if each.name == "prompt":
+    for setting in Keys.of(JudgeConfig):
+        if setting.name == "prompt":
             shown = "yes or no, see below"
         else:
-            shown = f"`{written(each.default)}`"
-        rows.append(f"| `{each.name}` | {shown} | {each.doc} |")
+            shown = f"`{written(setting.default)}`"
+        rows.append(f"| `{setting.name}` | {shown} | {setting.doc} |")
     return "\n".join(["| setting | default | meaning |", "|---|---|---|", *rows]) + "\n"

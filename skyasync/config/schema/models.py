@@ -290,22 +290,22 @@ def _check_optimizer(role: str, section: PolicyConfig | CriticConfig, tensor: in
             f"both say how long the warm-up is: set one of them to 0"
         )
     allowed = SCHEDULES[optimizer.scheduler]
-    given = optimizer.scheduler_kwargs
-    for word in given:
+    arguments = optimizer.scheduler_kwargs
+    for word in arguments:
         if word not in allowed:
             if allowed:
-                what = unknown("setting", str(word), allowed)
+                reason = unknown("setting", str(word), allowed)
             else:
-                what = f"{optimizer.scheduler} takes none"
-            yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {what}"
-    if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in given) == (
-        "min_lr_rate" in given
+                reason = f"{optimizer.scheduler} takes none"
+            yield f"{name}.scheduler_kwargs.{word} has no effect with {name}.scheduler={optimizer.scheduler}: {reason}"
+    if optimizer.scheduler.endswith("_with_min_lr") and ("min_lr" in arguments) == (
+        "min_lr_rate" in arguments
     ):
         yield (
             f"{name}.scheduler={optimizer.scheduler} needs its final rate in one form: "
             f"{name}.scheduler_kwargs={{min_lr_rate: 0.1}} (of lr) or {{min_lr: 1e-7}}"
         )
-    if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in given:
+    if optimizer.scheduler == "warmup_stable_decay" and "num_decay_steps" not in arguments:
         yield f"{name}.scheduler=warmup_stable_decay needs {name}.scheduler_kwargs={{num_decay_steps: 100}}"
     if optimizer.bf16_stochastic_round and section.model.dtype == "float32":
         yield (
@@ -372,19 +372,19 @@ _OF_MATRICES = tuple(
 
 
 def _check_shared_critic(cfg: Config) -> Iterator[str]:
-    for each in Keys.of(type(cfg)):
-        value = attrgetter(each.path)(cfg)
+    for setting in Keys.of(type(cfg)):
+        value = attrgetter(setting.path)(cfg)
         if value in (
-            each.default,
-            *([cfg.trainer.policy.model.path] if each.name == "path" else []),
+            setting.default,
+            *([cfg.trainer.policy.model.path] if setting.name == "path" else []),
         ):
             continue
-        way = f"remove it (its default is {written(each.default)}), or set trainer.critic.backbone=own"
-        if each.path.startswith(_OF_A_MODEL):
-            yield f"{each.path}={written(value)} is of a critic's own model, and {SHARED_CRITIC} has none: {way}"
-        elif each.path in _OF_MATRICES:
-            what = f"is for matrices of a model, and {SHARED_CRITIC} trains one vector"
-            yield f"{each.path}={written(value)} {what}: {way}"
+        way = f"remove it (its default is {written(setting.default)}), or set trainer.critic.backbone=own"
+        if setting.path.startswith(_OF_A_MODEL):
+            yield f"{setting.path}={written(value)} is of a critic's own model, and {SHARED_CRITIC} has none: {way}"
+        elif setting.path in _OF_MATRICES:
+            reason = f"is for matrices of a model, and {SHARED_CRITIC} trains one vector"
+            yield f"{setting.path}={written(value)} {reason}: {way}"
     offload = cfg.trainer.policy.cpu_offload
     if offload == "parameters":
         yield (
@@ -446,12 +446,14 @@ class RewardModel:
 
 def reward_models(reward: RewardConfig) -> dict[str, RewardModel]:
     """All reward models by the names of their metrics."""
-    own = reward.model
-    one = RewardModel(own.path, own.dtype, reward.weight, reward.mean, reward.std, reward.clip)
+    single_model = reward.model
+    reward_model = RewardModel(
+        single_model.path, single_model.dtype, reward.weight, reward.mean, reward.std, reward.clip
+    )
     several = {
         f"{REWARD_METRIC}/{name}": RewardModel(**entry) for name, entry in reward.models.items()
     }
-    return ({REWARD_METRIC: one} if own.path else {}) | several
+    return ({REWARD_METRIC: reward_model} if single_model.path else {}) | several
 
 
 def check_reward_models(cfg: Config) -> Iterator[str]:
@@ -467,18 +469,20 @@ def check_reward_models(cfg: Config) -> Iterator[str]:
             yield f"{where}.path is empty: name a model for sequence classification with one label"
         else:
             problems = {
-                given: entry_problem(RewardModel, str(given), value)
-                for given, value in entry.items()
+                field_name: entry_problem(RewardModel, str(field_name), value)
+                for field_name, value in entry.items()
             }
             yield from (
-                f"{where}.{given}{problem}" for given, problem in problems.items() if problem
+                f"{where}.{field_name}{problem}"
+                for field_name, problem in problems.items()
+                if problem
             )
     if REWARD(cfg) and cfg.trainer.algorithm.dynamic_sampling.early_end:
         if reward.model.path:
-            which = f"model.path={reward.model.path}"
+            models_text = f"model.path={reward.model.path}"
         else:
-            which = f"models={written(reward.models)}"
+            models_text = f"models={written(reward.models)}"
         yield (
             f"trainer.algorithm.dynamic_sampling.early_end=true decides a group while it is played, and "
-            f"trainer.reward.{which} scores it afterwards: remove one of them"
+            f"trainer.reward.{models_text} scores it afterwards: remove one of them"
         )

@@ -120,17 +120,16 @@ def check_placement(cfg: Config) -> Iterator[str]:
 
     own_critic = placement.critic_num_nodes * placement.critic_num_gpus_per_node
     own_ref = placement.ref_num_nodes * placement.ref_num_gpus_per_node
-    groups = [
-        ("policy", trainer.policy.fsdp_size, True, ranks)
-    ]  # role, size, whether on the policy's ranks, own ranks
+    # Per role: the size of its groups, whether it shares the policy's ranks, the count of its own ranks.
+    groups = [("policy", trainer.policy.fsdp_size, True, ranks)]
     if CRITIC(cfg):
         colocated = placement.colocate_policy_critic or placement.colocate_all
         groups.append(("critic", trainer.critic.fsdp_size, colocated, own_critic))
     if KL(cfg):
         groups.append(("ref", trainer.ref.fsdp_size, placement.colocate_policy_ref, own_ref))
-    for role, size, colocated, own in groups:
+    for role, size, colocated, separate_count in groups:
         key = f"trainer.{role}.fsdp_size={size}"
-        count = ranks if colocated else own
+        count = ranks if colocated else separate_count
         if size and count % size:
             fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             yield (
@@ -168,8 +167,8 @@ def _check_pipeline(cfg: Config) -> Iterator[str]:
             used and section.optimizer_config.bf16_stochastic_round,
             "rounds the two copies of tied embeddings, of the first and the last stage, apart",
         )
-    for setting, (given, reason) in refused.items():
-        if given:
+    for setting, (is_set, reason) in refused.items():
+        if is_set:
             pipeline = f"trainer.parallel.pipeline={trainer.parallel.pipeline}"
             yield f"{setting} {reason}, so it does not go with {pipeline}: remove one of them"
 
@@ -194,6 +193,6 @@ def _check_expert(cfg: Config, ranks: int) -> Iterator[str]:
         == "adamw_8bit",
         "trainer.policy.optimizer_config.bf16_stochastic_round=true": policy.optimizer_config.bf16_stochastic_round,
     }
-    for other, given in refused.items():
-        if given:
-            yield f"{other} goes by rows of whole matrices or frozen ones, and {setting} divides experts: remove one"
+    for other_setting, is_set in refused.items():
+        if is_set:
+            yield f"{other_setting} goes by rows of whole matrices or frozen ones, and {setting} divides experts: remove one"

@@ -95,8 +95,8 @@ def backend(cfg: Config) -> str:
     if cfg.generator.engines:
         from skyasync.inference.interface import ENGINES
 
-        about = ENGINES.builtins().get(cfg.generator.backend)
-        if about and about.can["elsewhere"]:
+        declaration = ENGINES.builtins().get(cfg.generator.backend)
+        if declaration and declaration.can["elsewhere"]:
             return cfg.generator.backend
         return "vllm_server"
     if cfg.generator.backend != "auto":
@@ -139,7 +139,7 @@ def check_sampling(cfg: Config) -> Iterator[str]:
         return
     engine = backend(cfg)
     engines = ENGINES.builtins()
-    rare = {name for about in engines.values() for name in about.can["sampling"]}
+    rare = {name for declaration in engines.values() for name in declaration.can["sampling"]}
     can = ENGINES.about(engine).can
     foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))
     lacking = False
@@ -161,10 +161,10 @@ def check_sampling(cfg: Config) -> Iterator[str]:
                 yield f"{path}.{token}={bias} is not a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
         for name in _used(settings, foreign):
             able = [
-                other
-                for other, about in engines.items()
-                if name not in about.can["lacks"]
-                and (name in about.can["sampling"] or name not in rare)
+                engine_name
+                for engine_name, declaration in engines.items()
+                if name not in declaration.can["lacks"]
+                and (name in declaration.can["sampling"] or name not in rare)
             ]
             lacking = True
             yield (
@@ -205,11 +205,11 @@ def check_sampling(cfg: Config) -> Iterator[str]:
             )
 
 
-def unmirrored(what: str, reader: str) -> str:
+def unmirrored(setting: str, reader: str) -> str:
     """Why a setting of ``UNMIRRORED`` contradicts the setting that reads log-probabilities of
     sampling."""
     return (
-        f"{what} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
+        f"{setting} depends on the tokens before and is in the engine's log-probabilities alone, which {reader} reads as "
         f"if the trainer computed the same"
     )
 

@@ -299,15 +299,15 @@ def check_admission(cfg: Config, plan: Plan | None) -> Iterator[str]:
             f"{ceil(trainer.async_generation_ratio)}, or lower the ratio"
         )
     batch = trainer.train_batch_size
-    least = (between + 1) * batch
-    most = (trainer.max_staleness + 1) * batch
-    of = f"trainer.train_batch_size={batch}" + (
+    smallest = (between + 1) * batch
+    largest = (trainer.max_staleness + 1) * batch
+    batch_text = f"trainer.train_batch_size={batch}" + (
         f" times trainer.sync_interval={between + 1}" if between else ""
     )
-    if generator.generate_batch_size and not least <= generator.generate_batch_size <= most:
+    if generator.generate_batch_size and not smallest <= generator.generate_batch_size <= largest:
         yield (
             f"generator.generate_batch_size={generator.generate_batch_size} is not between "
-            f"{of} and the {most} prompts that trainer.max_staleness="
+            f"{batch_text} and the {largest} prompts that trainer.max_staleness="
             f"{trainer.max_staleness} allows: change it, or raise trainer.max_staleness to "
             f"{max(ceil(generator.generate_batch_size / batch) - 1, trainer.max_staleness)}"
         )
