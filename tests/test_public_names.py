@@ -58,3 +58,14 @@ def test_main_can_be_called_whatever_was_imported_before():
     code = "import skyasync.cli.train\nfrom skyasync import main\n"
     code += "try: main(argv=['--help', 'ray'])\nexcept SystemExit: pass"
     assert imported(code).endswith("[]")
+
+
+def test_the_first_configuration_imports_few_modules():
+    """Of the library's about 350; the trainer, the engines and the weight sync are not among them."""
+    code = "from skyasync.config import load_config\nload_config(['trainer.policy.model.path=x'])"
+    count = "print(len([name for name in sys.modules if name.partition('.')[0] == 'skyasync']))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys\n{code}\n{count}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 70

@@ -13,7 +13,7 @@ from operator import attrgetter
 from skyasync.algorithms import ADVANTAGE_ESTIMATORS, CORRECTIONS, LOSS_REDUCTIONS, POLICY_LOSSES
 from skyasync.config.command_line import unknown_key
 from skyasync.config.keys import Key, Keys
-from skyasync.config.parts import Plan, functions, reads_behaviour
+from skyasync.config.parts import Plan, engines, functions, plans, reads_behaviour
 from skyasync.config.resume import check_resume
 from skyasync.config.schema import Config
 from skyasync.config.schema.algorithm import KL, check_algorithm, check_functions, check_streaming
@@ -54,10 +54,9 @@ def check_config(
         given: the keys that the user has written: those of the command line and of configuration
             files.
     """
-    from skyasync.inference.interface import ENGINES
 
     missing = []  # the other checks ask what these parts can do
-    for read in (lambda: Plan.of(cfg, plan), lambda: ENGINES.about(backend(cfg))):
+    for read in (lambda: Plan.of(cfg, plan), lambda: engines().about(backend(cfg))):
         try:
             read()
         except UserError as error:
@@ -116,7 +115,6 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
             another plan: a user who writes ``trainer.max_staleness=1`` expects it to act.
     """
     from skyasync.algorithms.presets import apply_preset
-    from skyasync.trainer.plans import PLANS
 
     keys = Keys.of(type(cfg))
     if cfg.trainer.algorithm.preset:
@@ -129,16 +127,18 @@ def check_unread(cfg: Config, plan: Plan | None, given: Collection[str] = ()) ->
         if attrgetter(key.path)(cfg) not in (key.default, preset.get(key.path, key.default))
     ]
 
-    plans = PLANS.builtins()
+    builtin_plans = plans().builtins()
     for key in keys:
         if plan is None or plan.reads(key.path) or not (key in changed or key.path in given):
             continue
         readers = [
-            name for name, declaration in plans.items() if key.path in declaration.can["reads"]
+            name
+            for name, declaration in builtin_plans.items()
+            if key.path in declaration.can["reads"]
         ]
         if readers:
             plan_name = " (a plan of your own lists the keys that it reads in its attribute reads)"
-            plan_name = "" if plan.name in plans else plan_name
+            plan_name = "" if plan.name in builtin_plans else plan_name
             way = f"set trainer.plan={'|'.join(readers)}, which reads it{plan_name}, or"
             yield _unread(cfg, key, f"has no effect with {plan}".rstrip(","), way)
         elif key.path == "trainer.allow_uncorrected" and not plan.stale(cfg):

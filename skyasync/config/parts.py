@@ -19,10 +19,32 @@ from skyasync.algorithms import (
 )
 from skyasync.config.values import written
 from skyasync.errors import UserError
-from skyasync.registry import About, Registry
+from skyasync.registry import About, Registry, resolve_reference
 
 if TYPE_CHECKING:
     from skyasync.config.schema import AlgorithmConfig, Config
+
+
+def engines() -> Registry:
+    """The inference engines, by ``generator.backend``."""
+    return _registry("skyasync.inference.interface:ENGINES")
+
+
+def plans() -> Registry:
+    """The execution plans, by ``trainer.plan``."""
+    return _registry("skyasync.trainer.plans:PLANS")
+
+
+def reward_functions() -> Registry:
+    """The reward functions, by the names in ``environment.reward_funcs``."""
+    return _registry("skyasync.rewards:REWARDS")
+
+
+def _registry(reference: str) -> Registry:
+    """A registry of a package above this one, as ``key(registry=...)`` names it: the configuration
+    asks what is registered, and imports no other package by itself."""
+    registry: Registry = resolve_reference(reference, kind="registry")
+    return registry
 
 
 class Plan(NamedTuple):
@@ -36,13 +58,11 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, cfg: Config, plan: str | type | None) -> Plan | None:
         """The chosen one; None for "": one that only the experiment knows."""
-        from skyasync.trainer.plans import PLANS
-
         if isinstance(plan, type):
-            return cls(plan.__name__, PLANS.describe(plan), True)
+            return cls(plan.__name__, plans().describe(plan), True)
         name = cfg.trainer.plan if plan is None else plan
         if name:
-            return cls(name, PLANS.about(name), plan is not None)
+            return cls(name, plans().about(name), plan is not None)
         return None
 
     @property
@@ -91,9 +111,7 @@ class Plan(NamedTuple):
 
 def engines_with(capability: str, among: str = "") -> str:
     """The built-in engines with a capability (or with ``among`` in its values), for a message."""
-    from skyasync.inference.interface import ENGINES
-
-    has = {name: declaration.can[capability] for name, declaration in ENGINES.builtins().items()}
+    has = {name: declaration.can[capability] for name, declaration in engines().builtins().items()}
     able = [name for name, value in has.items() if (among in value if among else value)]
     if able:
         return supported(able)

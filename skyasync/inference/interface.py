@@ -20,7 +20,7 @@ import numpy as np
 
 from skyasync.arrays import NO_FLOATS, NO_INTS, Experts, Floats, Ints, floats, ints
 from skyasync.config.keys import Key, Keys
-from skyasync.config.schema.sampling import INT32, SamplingConfig
+from skyasync.config.schema.sampling import INT32, LARGEST_BIAS, SamplingConfig
 from skyasync.errors import UserError
 from skyasync.models.images import Images
 from skyasync.registry import About, Registry, resolve_reference
@@ -51,7 +51,6 @@ _SEQUENCES: dict[str, type] = {
     "stop_token_ids": Integral,
     "allowed_token_ids": Integral,
 }
-LARGEST_BIAS = 100
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from skyasync.config.keys import Key
+from skyasync.config.schema.sampling import LARGEST_BIAS
 from skyasync.envs.images import NO_IMAGES, image_part, read_parts
 from skyasync.errors import UserError, nearest
-from skyasync.inference.interface import LARGEST_BIAS, LIMITS, SamplingParams
+from skyasync.inference.interface import LIMITS, SamplingParams
 from skyasync.rollout.chat import Tools
 
 if TYPE_CHECKING:

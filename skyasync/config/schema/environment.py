@@ -14,6 +14,7 @@ from typing import Any
 
 from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
+from skyasync.config.parts import reward_functions
 from skyasync.errors import unknown
 
 _WHERE = "environment.domains"
@@ -174,8 +175,6 @@ def check_weights(where: str, funcs: Sequence[str], weights: Sequence[float]) ->
 
 
 def _problems(where: str, entry: object) -> Iterator[str]:
-    from skyasync.rewards import REWARDS
-
     field_names = [field.name for field in dataclasses.fields(Domain)]
     if not isinstance(entry, Mapping):
         yield f"{where} must be a mapping with some of {', '.join(field_names)}, found {entry!r}"
@@ -196,9 +195,10 @@ def _problems(where: str, entry: object) -> Iterator[str]:
                 registered = [
                     func for func in names if ":" not in func and not func.endswith(".py")
                 ]
-                wrong = [func for func in registered if func not in REWARDS.names()]
+                func_names = reward_functions().names()
+                wrong = [func for func in registered if func not in func_names]
                 if wrong:
-                    problem = unknown("reward function", wrong[0], REWARDS.names())
+                    problem = unknown("reward function", wrong[0], func_names)
                 else:
                     problem = ""
         elif name == "reward_weights":

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import key
-from skyasync.config.parts import engines_with
+from skyasync.config.parts import engines, engines_with
 from skyasync.config.schema.sampling import SamplingConfig, backend
 from skyasync.config.values import written
 from skyasync.other_frameworks import other_frameworks
@@ -141,12 +141,10 @@ class WeightSyncConfig(SettingsGroup):
 def check_weight_sync(cfg: Config) -> Iterator[str]:
     """Transfers that the chosen engine does not support, or that contradict its devices or the
     trained weights."""
-    from skyasync.inference.interface import ENGINES
-
     generator = cfg.generator
     engine = backend(cfg)
     way = generator.weight_sync_backend
-    can = ENGINES.about(engine).can
+    can = engines().about(engine).can
     if generator.weight_sync_mode == "delta" and not can["takes_changes"]:
         yield (
             f"generator.weight_sync_mode=delta needs {engines_with('takes_changes')}: generator.backend={engine} "
@@ -321,14 +319,12 @@ class GeneratorConfig(AgentsConfig, WeightSyncConfig):
 
 def check_generator(cfg: Config) -> Iterator[str]:
     """Settings that the chosen engine does not support, and settings that are never read."""
-    from skyasync.inference.interface import ENGINES
-
     generator = cfg.generator
     policy = cfg.trainer.policy
     engine = backend(cfg)
-    can = ENGINES.about(engine).can
+    can = engines().about(engine).can
     servers = [
-        name for name, declaration in ENGINES.builtins().items() if declaration.can["elsewhere"]
+        name for name, declaration in engines().builtins().items() if declaration.can["elsewhere"]
     ]
     if generator.engines and generator.backend not in ("auto", *servers):
         yield (

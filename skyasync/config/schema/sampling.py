@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.config.frozen import SettingsGroup
 from skyasync.config.keys import Keys, entry_problem, key
-from skyasync.config.parts import reads_behaviour, supported
+from skyasync.config.parts import engines, reads_behaviour, supported
 from skyasync.config.values import written
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 
 INT32 = 2**31 - 1
+LARGEST_BIAS = 100  # of a token's logit; more decides alone, and OpenAI's API ends there too
 EVALUATION_TEMPERATURE = 0.0  # greedy, unless ``generator.eval_sampling_params`` has another one
 
 #: Those that look at the response so far, which a request that continues from its tokens takes for its prompt.
@@ -93,9 +94,7 @@ class SamplingConfig(SettingsGroup):
 def backend(cfg: Config) -> str:
     """The engine that ``generator.backend`` stands for."""
     if cfg.generator.engines:
-        from skyasync.inference.interface import ENGINES
-
-        declaration = ENGINES.builtins().get(cfg.generator.backend)
+        declaration = engines().builtins().get(cfg.generator.backend)
         if declaration and declaration.can["elsewhere"]:
             return cfg.generator.backend
         return "vllm_server"
@@ -129,8 +128,6 @@ def sampling_groups(generator: GeneratorConfig) -> dict[str, SamplingConfig]:
 def check_sampling(cfg: Config) -> Iterator[str]:
     """Settings that the engine does not have, and distributions that the objective or the plan
     cannot handle."""
-    from skyasync.inference.interface import ENGINES, LARGEST_BIAS
-
     generator = cfg.generator
     sampling = cfg.generator.sampling_params
     wrong = list(_wrong_overrides(generator))
@@ -138,9 +135,11 @@ def check_sampling(cfg: Config) -> Iterator[str]:
         yield from wrong
         return
     engine = backend(cfg)
-    engines = ENGINES.builtins()
-    rare = {name for declaration in engines.values() for name in declaration.can["sampling"]}
-    can = ENGINES.about(engine).can
+    builtin_engines = engines().builtins()
+    rare = {
+        name for declaration in builtin_engines.values() for name in declaration.can["sampling"]
+    }
+    can = engines().about(engine).can
     foreign = sorted((rare - set(can["sampling"])) | set(can["lacks"]))
     lacking = False
     # Of evaluation what is set there: a wrong value is reported once, by the key that has it.
@@ -162,7 +161,7 @@ def check_sampling(cfg: Config) -> Iterator[str]:
         for name in _used(settings, foreign):
             able = [
                 engine_name
-                for engine_name, declaration in engines.items()
+                for engine_name, declaration in builtin_engines.items()
                 if name not in declaration.can["lacks"]
                 and (name in declaration.can["sampling"] or name not in rare)
             ]

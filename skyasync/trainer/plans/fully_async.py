@@ -58,10 +58,10 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         "trainer.max_staleness",
         "trainer.staleness_bound",
         "trainer.async_generation_ratio",
-        "trainer.partial_rollout",
         "trainer.eval_mode",
         "generator.generate_batch_size",
         "generator.max_concurrent_rollouts",
+        "trainer.partial_rollout",
     )
 
     def __init__(self, cfg: Config, *args: Any, **parts: Any) -> None:
