@@ -17,9 +17,51 @@ import skyasync
 
 LIBRARY = Path(skyasync.__file__).parent
 PRONOUNS = frozenset(
-    "own known each every whole given what which about before after others other this that these "
-    "those some most least such there then here mine theirs it its they them one ones both all "
-    "none same last first further again so as of".split()
+    [
+        "own",
+        "known",
+        "each",
+        "every",
+        "whole",
+        "given",
+        "what",
+        "which",
+        "about",
+        "before",
+        "after",
+        "others",
+        "other",
+        "this",
+        "that",
+        "these",
+        "those",
+        "some",
+        "most",
+        "least",
+        "such",
+        "there",
+        "then",
+        "here",
+        "mine",
+        "theirs",
+        "it",
+        "its",
+        "they",
+        "them",
+        "one",
+        "ones",
+        "both",
+        "all",
+        "none",
+        "same",
+        "last",
+        "first",
+        "further",
+        "again",
+        "so",
+        "as",
+        "of",
+    ]
 )
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -43,9 +85,10 @@ def documentation_lines(tree: ast.Module) -> set[int]:
     """The lines of docstrings and of other strings that are statements."""
     lines: set[int] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
+            lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 
 
