@@ -28,7 +28,23 @@ from tests.docs.pages import ROOT, plain
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 ELLIPSES = ("...", "key=value")
-SHELL = ("set", "source", "bash", "ruff", "mypy", "lint-imports", "pre-commit", "mkdocs", "cd")
+SHELL = (
+    "set",
+    "nvidia-smi",
+    "git",
+    "docker",
+    "sbatch",
+    "kubectl",
+    "sky",
+    "source",
+    "bash",
+    "ruff",
+    "mypy",
+    "lint-imports",
+    "pre-commit",
+    "mkdocs",
+    "cd",
+)
 
 
 class ParsedError(BaseException):
