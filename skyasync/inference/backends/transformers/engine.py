@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial, wraps
@@ -33,6 +34,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from skyasync.errors import UserError, unknown
 from skyasync.heap import give_back, keep_freed
@@ -47,6 +49,7 @@ from skyasync.inference.interface import (
     InferenceEngine,
     PauseMode,
     RequestFailedError,
+    SamplingParams,
     Stopwatch,
     refusal,
 )
@@ -58,14 +61,18 @@ from skyasync.weight_sync.update import CurrentContent, WakePart, WeightUpdate
 P = ParamSpec("P")
 T = TypeVar("T")
 
-REMEMBERED_WORDS = 64  # lists of bad words whose tokens are remembered
+# Lists of bad words whose tokens are remembered: most runs have one, an agent's program may send
+# another one with every request.
+REMEMBERED_WORDS = 64
 
 
 def in_thread(
     method: Callable[Concatenate[TransformersEngine, P], T],
 ) -> Callable[Concatenate[TransformersEngine, P], Coroutine[Any, Any, T]]:
-    """The method runs in the engine's thread, between two tokens. Raises the error that ended the
-    engine's work."""
+    """Run the method in the engine's thread, between two tokens.
+
+    Raises the error that ended the engine's work, if there was one.
+    """
 
     def command(engine: TransformersEngine, /, *args: P.args, **kwargs: P.kwargs) -> T:
         if engine._failure is not None:
@@ -84,8 +91,7 @@ def in_thread(
 
 
 class Reply:
-    """Where the outputs of one call go: an asyncio queue of lists, or of the error that ended the
-    engine."""
+    """The outputs of one call: a queue of lists, or of the error that ended the engine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -111,21 +117,19 @@ class TransformersEngine(InferenceEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._thread: ThreadPoolExecutor | None = None  # of one: commands and steps, one at a time
-        self._failure: BaseException | None = (
-            None  # ended all work, and is the answer to all later calls
-        )
+        # The error that ended all work, and that all later calls raise.
+        self._failure: BaseException | None = None
         self._step_is_queued = False
         self._content = CurrentContent()
         self._state: Literal["running", "draining", "paused"] = "running"
-        self._rows: dict[str, DecodingRow] = {}  # every request that has not been answered
+        self._rows: dict[str, DecodingRow] = {}  # all unanswered requests, by id
         self._paused_rows: list[DecodingRow] = []  # accepted while not running
-        self._drained: list[Future[None]] = []
-        self._stop_strings = WeakValueDictionary[
-            tuple[tuple[str, ...], bool], StopStrings
-        ]()  # of running requests
+        self._drain_waiters: list[Future[None]] = []  # calls of ``pause`` that wait for a drain
+        # Requests with equal stop strings share an object, which remembers texts of tokens.
+        self._stop_strings = WeakValueDictionary[tuple[tuple[str, ...], bool], StopStrings]()
         self._tokenised_words: dict[tuple[str, ...], Words] = {}
         self._busy_s = 0.0
-        self._paused = Stopwatch()
+        self._paused_time = Stopwatch()
 
     # -- lifecycle
     # ----------------------------------------------------------------------------------------
@@ -143,24 +147,27 @@ class TransformersEngine(InferenceEngine):
         if self._model.device.type == "cpu":
             keep_freed()  # after the weights, whose memory is given back when they are mapped
         cache_bytes = int(config.kv_cache_gb * 2**30)
-        if self._model.device.type == "cuda":  # what the weights leave of the allowed share
-            free, total = torch.cuda.mem_get_info(self._model.device)
-            cache_bytes = max(int(free - (1 - config.gpu_memory_utilization) * total), 2**28)
+        if self._model.device.type == "cuda":  # the rest of the allowed share, without the weights
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._model.device)
+            reserved_bytes = (1 - config.gpu_memory_utilization) * total_bytes
+            # At least 256 MB: the cache of a short request alone.
+            cache_bytes = max(int(free_bytes - reserved_bytes), 2**28)
         self._decoder = Decoder(
             self._model,
             version=config.version,
             max_num_seqs=config.max_num_seqs,
             cache_bytes=cache_bytes,
         )
-        self._reader, self._updater = WeightReader(self._model.device), WeightUpdater(self._model)
+        self._reader = WeightReader(self._model.device)
+        self._updater = WeightUpdater(self._model)
 
     async def shutdown(self) -> None:
         """End the thread; requests that still wait for an answer get an error."""
         thread = self._thread
         self._thread = None
         if thread is not None:
-            ended = RuntimeError("the engine was shut down before the request was answered")
-            await asyncio.get_running_loop().run_in_executor(thread, self._fail, ended)
+            error = RuntimeError("the engine was shut down before the request was answered")
+            await asyncio.get_running_loop().run_in_executor(thread, self._fail, error)
             await asyncio.to_thread(thread.shutdown)
             for name in ("_model", "_decoder", "_reader", "_updater"):  # free their memory
                 vars(self).pop(name, None)
@@ -168,33 +175,31 @@ class TransformersEngine(InferenceEngine):
     def _fail(self, error: BaseException) -> None:
         """End all work, and answer all calls that wait with ``error``."""
         self._failure = error
-        for reply in {id(row.owner): row.owner for row in self._rows.values()}.values():
+        for reply in dict.fromkeys(row.owner for row in self._rows.values()):  # one per call
             reply.send(error)
         self._rows.clear()
-        drained = self._drained
-        self._drained = []
-        for future in drained:
+        waiters = self._drain_waiters
+        self._drain_waiters = []
+        for future in waiters:
             future.set_exception(error)
 
     # -- the loop
     # -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Compute one token for every running request, and queue the next step after the commands
-        that wait."""
+        """Compute a token for each running request, and queue the next step after the commands."""
         self._step_is_queued = False
         if not self._has_work:
             return
         try:
-            started = time.perf_counter()
+            start_s = time.perf_counter()
             rows = self._decoder.step()
-            self._busy_s += (
-                time.perf_counter() - started
-            )  # counted before the tokens are known outside
+            # Before the report: a caller that has its tokens finds their time in the statistics.
+            self._busy_s += time.perf_counter() - start_s
             self._report(row for row in rows if row.finish_reason)
             if self._state == "draining" and not self._decoder.busy:
                 self._enter("paused")
-        except BaseException as error:
+        except BaseException as error:  # the thread's pool would drop it, and callers would wait
             self._fail(error)
         self._queue_step()
 
@@ -210,28 +215,29 @@ class TransformersEngine(InferenceEngine):
 
     def _report(self, rows: Iterable[DecodingRow]) -> None:
         """Send the rows' outputs to their owners, one message each."""
-        messages: dict[int, tuple[Reply, list[GenerationOutput]]] = {}
+        messages: defaultdict[Reply, list[GenerationOutput]] = defaultdict(list)
         for row in rows:
-            messages.setdefault(id(row.owner), (row.owner, []))[1].append(row.output())
+            messages[row.owner].append(row.output())
             del self._rows[row.request.request_id]
-        for reply, outputs in messages.values():
+        for reply, outputs in messages.items():
             reply.send(outputs)
 
     def _enter(self, state: Literal["running", "draining", "paused"]) -> None:
         """Change the state, and end the calls that waited for the end of a drain."""
         self._state = state
-        self._paused.switch(state == "paused")
+        self._paused_time.switch(state == "paused")
         if state != "draining":
-            drained = self._drained
-            self._drained = []
-            for future in drained:
+            waiters = self._drain_waiters
+            self._drain_waiters = []
+            for future in waiters:
                 future.set_result(None)
 
     # -- requests
     # -----------------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: Sequence[GenerationRequest]
+        self,
+        requests: Sequence[GenerationRequest],
     ) -> AsyncGenerator[list[GenerationOutput], None]:
         """Leaving the iteration early aborts what is unanswered.
 
@@ -239,53 +245,61 @@ class TransformersEngine(InferenceEngine):
             UserError: if two have one id; none of ``requests`` is started then.
         """
         reply = Reply()
-        unanswered = {request.request_id for request in requests}
+        unanswered_ids = {request.request_id for request in requests}
         await self._submit(requests, reply)
         try:
-            while unanswered:
+            while unanswered_ids:
                 message = await reply.queue.get()
                 if isinstance(message, BaseException):
-                    unanswered.clear()
+                    unanswered_ids.clear()
                     raise message
-                unanswered -= {output.request_id for output in message}
+                unanswered_ids -= {output.request_id for output in message}
                 yield message
         finally:
-            if unanswered and self._thread is not None:
-                self._thread.submit(self._abort, list(unanswered))
+            if unanswered_ids and self._thread is not None:
+                self._thread.submit(self._abort, list(unanswered_ids))
 
     @in_thread
     def _submit(self, requests: Sequence[GenerationRequest], reply: Reply) -> None:
         """Accept the requests; one that can never be answered is answered with its error."""
         rows: dict[str, DecodingRow] = {}
-        refused: list[GenerationOutput] = []
-        arrays = {id(request.prompt_token_ids): request.prompt_token_ids for request in requests}
-        prompts = {
-            key: array.tolist() for key, array in arrays.items()
-        }  # one list for all samples of a prompt
+        refusals: list[GenerationOutput] = []
+        prompts: dict[int, list[int]] = {}  # samples of a prompt share one list
         for request in requests:
             name = request.request_id
             if name in rows or name in self._rows:
                 raise UserError(f"request id {name!r} is already that of an unanswered request")
+            array = request.prompt_token_ids
+            if id(array) not in prompts:
+                prompts[id(array)] = array.tolist()
             try:
-                rows[name] = self._row(request, prompts[id(request.prompt_token_ids)], reply)
+                rows[name] = self._row(request, prompts[id(array)], reply)
             except Exception as error:
-                refused.append(refusal(request, error))
-        if refused:
-            reply.send(refused)
+                refusals.append(refusal(request, error))
+        if refusals:
+            reply.send(refusals)
         self._rows.update(rows)
         if self._state == "running":
-            waiting = self._decoder.waiting
-            waiting.extendleft(reversed([row for row in rows.values() if row.request.continues]))
-            waiting.extend(row for row in rows.values() if not row.request.continues)
+            continued_rows = []
+            for row in rows.values():
+                if row.request.continues:
+                    continued_rows.append(row)
+                else:
+                    self._decoder.waiting.append(row)
+            # In front, in order: ``extendleft`` adds one after the other.
+            self._decoder.waiting.extendleft(reversed(continued_rows))
             self._queue_step()
         else:
             self._paused_rows += rows.values()
 
     def _row(self, request: GenerationRequest, prompt: list[int], reply: Reply) -> DecodingRow:
-        """Raises ``RequestFailedError`` if this engine could never answer the request."""
+        """The decoder's row of a request.
+
+        Raises:
+            RequestFailedError: if this engine could never answer the request.
+        """
         sampling = request.sampling
         longest = self.config.max_model_len
-        tokenizer = self._model.tokenizer
         if not prompt:
             raise RequestFailedError("its prompt is empty")
         if len(prompt) >= longest:
@@ -307,68 +321,94 @@ class TransformersEngine(InferenceEngine):
             "stop_token_ids": sampling.stop_token_ids,
         }
         for name, tokens in tokens_of.items():
-            if tokens and not 0 <= min(tokens) <= max(tokens) < self._model.vocabulary:
+            if not tokens:
+                continue
+            smallest = min(tokens)
+            largest = max(tokens)
+            if smallest < 0 or largest >= self._model.vocabulary:
                 raise RequestFailedError(
-                    f"{name} has tokens from {min(tokens)} to {max(tokens)}, the model's vocabulary has "
+                    f"{name} has tokens from {smallest} to {largest}, the model's vocabulary has "
                     f"{self._model.vocabulary}"
                 )
-        bad_words: Words = ()
-        stop_strings = None
-        if sampling.stop:
-            if tokenizer is None:
-                raise RequestFailedError(
-                    f"it has stop strings, but {self.config.model_path} has no tokenizer"
-                )
-            key = (sampling.stop, sampling.skip_special_tokens)
-            stop_strings = self._stop_strings.get(key)
-            if stop_strings is None:
-                stop_strings = self._stop_strings[key] = StopStrings(
-                    tokenizer, key[0], skip_special_tokens=key[1]
-                )
-        if sampling.bad_words:
-            if tokenizer is None:
-                raise RequestFailedError(
-                    f"it has bad words, but {self.config.model_path} has no tokenizer"
-                )
-            if sampling.bad_words not in self._tokenised_words:
-                if len(self._tokenised_words) >= REMEMBERED_WORDS:
-                    self._tokenised_words.clear()
-                encode = partial(tokenizer.encode, add_special_tokens=False)
-                self._tokenised_words[sampling.bad_words] = tokenised(sampling.bad_words, encode)
-            bad_words = self._tokenised_words[sampling.bad_words]
+        stop_strings = self._stop_strings_of(sampling)
+        bad_words = self._bad_words_of(sampling)
         stop_ids = frozenset(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stop_ids |= self._model.eos_ids
+        name = request.request_id
         return DecodingRow(
             request,
             prompt,
-            key=stream_key(sampling.seed, self.config.seed, request.request_id, request.drawn),
+            key=stream_key(sampling.seed, self.config.seed, name, request.response_tokens),
             limit=min(sampling.max_tokens, longest - len(prompt)),
-            stop_ids=stop_ids if sampling.ignore_eos else stop_ids | self._model.eos_ids,
+            stop_ids=stop_ids,
             stop_strings=stop_strings,
             bad_words=bad_words,
             owner=reply,
         )
+
+    def _stop_strings_of(self, sampling: SamplingParams) -> StopStrings | None:
+        """The stop strings of a request, shared with others that have the same."""
+        if not sampling.stop:
+            return None
+        key = (sampling.stop, sampling.skip_special_tokens)
+        stop_strings = self._stop_strings.get(key)
+        if stop_strings is None:
+            tokenizer = self._tokenizer("stop strings")
+            stop_strings = StopStrings(tokenizer, sampling.stop, sampling.skip_special_tokens)
+            self._stop_strings[key] = stop_strings
+        return stop_strings
+
+    def _bad_words_of(self, sampling: SamplingParams) -> Words:
+        """The bad words of a request, as tokens."""
+        words = sampling.bad_words
+        if not words:
+            return ()
+        if words not in self._tokenised_words:
+            tokenizer = self._tokenizer("bad words")
+            encode = partial(tokenizer.encode, add_special_tokens=False)
+            if len(self._tokenised_words) >= REMEMBERED_WORDS:
+                self._tokenised_words.clear()
+            self._tokenised_words[words] = tokenised(words, encode)
+        return self._tokenised_words[words]
+
+    def _tokenizer(self, feature: str) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, for a feature of a request that needs it."""
+        if self._model.tokenizer is None:
+            raise RequestFailedError(
+                f"it has {feature}, but {self.config.model_path} has no tokenizer"
+            )
+        return self._model.tokenizer
 
     @in_thread
     def abort(self, request_ids: Sequence[str] | None = None) -> None:
         self._abort(request_ids)
 
     def _abort(self, ids: Sequence[str] | None) -> None:
-        chosen = None if ids is None else set(ids)
-        cut = self._decoder.abort(chosen)
+        """End these requests (None: all) in the engine's thread, and report their tokens so far."""
+        chosen_ids = None if ids is None else set(ids)
+        aborted_rows = self._decoder.abort(chosen_ids)
+        remaining_rows = []
         for row in self._paused_rows:
-            if chosen is None or row.request.request_id in chosen:
+            if chosen_ids is None or row.request.request_id in chosen_ids:
                 row.finish_reason = "abort"
-                cut.append(row)
-        self._paused_rows = [row for row in self._paused_rows if row.finish_reason is None]
-        self._report(cut)
+                aborted_rows.append(row)
+            else:
+                remaining_rows.append(row)
+        self._paused_rows = remaining_rows
+        self._report(aborted_rows)
 
     @in_thread
     def heartbeat(self) -> None:
-        """The thread has come to this call."""
+        """Returns as soon as the thread has time for commands, which proves that it works."""
 
     @in_thread
     def progress(self) -> list[GenerationOutput]:
-        return [row.progress() for row in self._rows.values() if len(row.token_ids) > row.reported]
+        outputs = []
+        for row in self._rows.values():
+            if len(row.token_ids) > row.reported:
+                outputs.append(row.progress())
+        return outputs
 
     @in_thread
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -383,7 +423,8 @@ class TransformersEngine(InferenceEngine):
     # ------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """A drain ("wait") that ``resume`` or another pause overtakes ends early."""
+        """Pause; a drain ("wait") ends early at ``resume`` or another pause."""
+        # The thread returns a future and does not wait for it: it has to compute the drain.
         await asyncio.wrap_future(await self._pause(mode))
 
     @in_thread
@@ -393,14 +434,13 @@ class TransformersEngine(InferenceEngine):
             raise UserError(unknown("pause mode", mode, ["keep", "abort", "wait"]))
         if mode == "abort":
             self._abort(None)
-        done: Future[None] = Future()
-        self._drained.append(done)
-        self._enter(
-            "draining"
-            if mode == "wait" and self._decoder.busy and self._state != "paused"
-            else "paused"
-        )
-        return done
+        waiter: Future[None] = Future()
+        self._drain_waiters.append(waiter)
+        if mode == "wait" and self._decoder.busy and self._state != "paused":
+            self._enter("draining")
+        else:
+            self._enter("paused")
+        return waiter
 
     @in_thread
     def resume(self) -> None:
@@ -413,24 +453,23 @@ class TransformersEngine(InferenceEngine):
     async def update_weights(self, update: WeightUpdate) -> None:
         """Needs no pause: the update happens between two tokens, and the cache is kept."""
         reader = await self._reader_of(update)
-        received = await asyncio.to_thread(
-            reader.read, update.info
-        )  # the engine computes meanwhile
-        await self._apply(update, received)
+        # Not in the engine's thread, which computes tokens meanwhile.
+        weights = await asyncio.to_thread(reader.read, update.info)
+        await self._apply(update, weights)
 
     @in_thread
     def _reader_of(self, update: WeightUpdate) -> WeightReader:
-        known = ["shared_memory"]  # and the broadcast, if it was configured for it
-        if update.backend not in (*known, self.config.weight_sync_backend):
-            raise UserError(
-                unknown("weight sync backend of the transformers engine", update.backend, known)
-            )
+        """The reader of an update, which the thread has made with the model."""
+        backends = ("shared_memory", self.config.weight_sync_backend)  # the latter: a broadcast
+        if update.backend not in backends:
+            subject = "weight sync backend of the transformers engine"
+            raise UserError(unknown(subject, update.backend, backends[:1]))
         return self._reader
 
     @in_thread
-    def _apply(self, update: WeightUpdate, received: ReceivedWeights) -> None:
+    def _apply(self, update: WeightUpdate, weights: ReceivedWeights) -> None:
         self._content.begin(update)
-        self._updater.apply(received)
+        self._updater.apply(weights)
         self._content.complete(update)
         self._decoder.version = update.version
         self._queue_step()  # requests may have waited for this version
@@ -446,7 +485,7 @@ class TransformersEngine(InferenceEngine):
 
     @in_thread
     def wake(self, part: WakePart) -> None:
-        """Nothing to undo: the next request allocates its cache."""
+        """Does nothing: the next request allocates the cache."""
 
     async def stats(self) -> EngineStats:
         if self._thread is None:
@@ -458,5 +497,5 @@ class TransformersEngine(InferenceEngine):
             waiting=len(self._decoder.waiting) + len(self._paused_rows),
             generated_tokens=self._decoder.generated_tokens,
             busy_s=self._busy_s,
-            paused_s=self._paused.seconds,
+            paused_s=self._paused_time.seconds,
         )

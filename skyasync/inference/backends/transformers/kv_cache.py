@@ -27,23 +27,38 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, like: Tensor) -> None:
         super().__init__()
-        self.keys = like.new_zeros(0, like.shape[1], 0, like.shape[3])
+        _, heads, _, head_dim = like.shape
+        self.keys = like.new_zeros(0, heads, 0, head_dim)
         self.values = self.keys
         self.is_initialized = True
         self.columns = torch.empty(0, dtype=torch.int64)  # where each slot's next token goes, [n]
         self.width = 0
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing: the constructor has done it."""
+        """Does nothing: the constructor has made the tensors."""
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
+        """Write one token per running slot.
+
+        Args:
+            key_states: ``[n, heads, 1, head_dim]``, as ``value_states``.
+
+        Returns:
+            Keys and values that attention reads, ``[n, heads, width, head_dim]``.
+        """
         n = len(self.columns)
         slots = torch.arange(n, device=self.columns.device)
         self.keys[slots, :, self.columns] = key_states[:, :, 0]
         self.values[slots, :, self.columns] = value_states[:, :, 0]
-        return self.keys[:n, :, : self.width], self.values[:n, :, : self.width]
+        keys = self.keys[:n, :, : self.width]
+        values = self.values[:n, :, : self.width]
+        return keys, values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.width, 0
@@ -56,16 +71,23 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """All layers. ``budget`` is the most bytes it may take; ``prefixes`` (any prompt's cache) gives
-    the shapes."""
+    """All layers.
+
+    Args:
+        prefixes: any prompt's cache, which has the shapes of the layers.
+        budget: the most bytes that the cache may take.
+    """
 
     def __init__(self, prefixes: Cache, budget: int) -> None:
         layers: Sequence[Any] = prefixes.layers
         self.slot_layers = [SlotLayer(layer.keys) for layer in layers]
         super().__init__(layers=list(self.slot_layers))
         self.budget = budget
-        keys = [layer.keys for layer in layers]
-        self.bytes_per_token = sum(2 * k.shape[1] * k.shape[3] * k.element_size() for k in keys)
+        self.bytes_per_token = 0
+        for layer in self.slot_layers:
+            _, heads, _, head_dim = layer.keys.shape
+            # Keys and values.
+            self.bytes_per_token += 2 * heads * head_dim * layer.keys.element_size()
 
     @property
     def slots(self) -> int:
@@ -79,27 +101,33 @@ class SlotCache(Cache):
         return slots * columns * self.bytes_per_token <= self.budget
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Allocate for ``slots`` requests of up to ``columns`` tokens, those already running
-        included."""
-        have_slots, _, have_columns, _ = self.slot_layers[0].keys.shape
-        if slots <= have_slots and columns <= have_columns:
+        """Allocate for ``slots`` requests, running ones included, of up to ``columns`` tokens."""
+        if slots <= self.slots and columns <= self.columns:
             return
-        generous = (
-            max(have_slots, 1 << max(2, (slots - 1).bit_length())),
-            max(have_columns, -(-columns // 64) * 64),
-        )
-        new_slots, new_columns = generous if self.fits(*generous) else (slots, columns)
+        # Growth copies the cache. Powers of 2 and multiples of 64, if they fit, make it rare.
+        bits = max(2, (slots - 1).bit_length())
+        more_slots = max(self.slots, 1 << bits)
+        more_columns = max(self.columns, -(-columns // 64) * 64)
+        if self.fits(more_slots, more_columns):
+            slots = more_slots
+            columns = more_columns
         for layer in self.slot_layers:
-            layer.keys = _resized(layer.keys, new_slots, new_columns)
-            layer.values = _resized(layer.values, new_slots, new_columns)
+            layer.keys = _resized(layer.keys, slots, columns)
+            layer.values = _resized(layer.values, slots, columns)
 
     def fill(self, first_slot: int, prefixes: Cache, index: Tensor) -> None:
-        """Put prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``; samples of a prompt
-        share it."""
+        """Copy prompt ``index[i]`` of ``prefixes`` into slot ``first_slot + i``.
+
+        Args:
+            prefixes: keys and values ``[prompts, heads, padded length, head_dim]`` of each layer.
+            index: ``[new slots]``; samples of a prompt have the same number.
+        """
+        slots = slice(first_slot, first_slot + len(index))
         layers: Sequence[Any] = prefixes.layers
         for layer, prefix in zip(self.slot_layers, layers, strict=True):
-            slots = slice(first_slot, first_slot + len(index))
+            # Columns of padding may be more than the cache has.
             length = min(prefix.keys.shape[2], self.columns)
+            # [new slots, heads, length, head_dim]
             layer.keys[slots, :, :length] = prefix.keys[index, :, :length]
             layer.values[slots, :, :length] = prefix.values[index, :, :length]
 
@@ -111,8 +139,12 @@ class SlotCache(Cache):
                     tensor[target, :, :width] = tensor[source, :, :width]
 
     def at(self, columns: Tensor, width: int) -> SlotCache:
-        """Set where the next token of each running slot goes, and how many columns attention
-        reads."""
+        """Set the columns of the next tokens; returns the cache itself.
+
+        Args:
+            columns: ``[n]``, of each running slot.
+            width: how many columns attention reads.
+        """
         for layer in self.slot_layers:
             layer.columns = columns
             layer.width = width
@@ -120,10 +152,11 @@ class SlotCache(Cache):
 
 
 def _resized(tensor: Tensor, slots: int, columns: int) -> Tensor:
-    """A zeroed tensor (the system hands out its pages when they are touched) with the old
-    content."""
-    new = tensor.new_zeros(slots, tensor.shape[1], columns, tensor.shape[3])
-    n = min(slots, tensor.shape[0])
-    width = min(columns, tensor.shape[2])
-    new[:n, :, :width] = tensor[:n, :, :width]
-    return new
+    """A tensor ``[slots, heads, columns, head_dim]`` with the old content, else zero."""
+    n, heads, width, head_dim = tensor.shape
+    # The system hands out pages of zeros when they are touched: unused slots take no memory.
+    new_tensor = tensor.new_zeros(slots, heads, columns, head_dim)
+    n = min(n, slots)
+    width = min(width, columns)
+    new_tensor[:n, :, :width] = tensor[:n, :, :width]
+    return new_tensor

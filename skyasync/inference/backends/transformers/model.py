@@ -1,5 +1,4 @@
-"""A transformers model as the embedded engine uses it: prefill, decode one token, score, swap
-weights.
+"""A transformers model for the embedded engine: prefill, decode one token, score, load weights.
 
 Invariant: weights are changed only after every name and shape has been checked, so a rejected
 update does not change the model. They are copied into the parameters, or adopted: the parameters
@@ -45,9 +44,8 @@ from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights, put_change
 from skyasync.weight_sync.tensors import digest, digests_of, holds, refuse
 from skyasync.weight_sync.update import WeightSyncError
 
-FORWARD_TOKENS = (
-    2048  # padded tokens per forward pass over prompts: activations stay in the processor's cache
-)
+# Padded tokens per forward pass over prompts: activations stay in the processor's cache.
+FORWARD_TOKENS = 2048
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -59,21 +57,38 @@ def grouped_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    **others: Unpack[TransformersKwargs],
+    **library_options: Unpack[TransformersKwargs],
 ) -> tuple[Tensor, None]:
-    """SDPA, but a decoded token's query heads that share a key head are its query *positions*.
+    """SDPA in which the query heads that share a key head are query *positions* of it.
 
-    The library repeats keys and values for every query head instead, which for 9 heads over 3 takes
-    3 times as long.
+    For decoded tokens alone. The library repeats keys and values for every query head instead,
+    which for 9 heads over 3 takes 3 times as long.
+
+    Args:
+        query: ``[rows, heads, length, head_dim]``.
+        key: ``[rows, KV heads, columns, head_dim]``, as ``value``.
+
+    Returns:
+        ``[rows, length, heads, head_dim]``, and no attention weights.
     """
     n, heads, length, dim = query.shape
     if length > 1 or heads == key.shape[1] or attention_mask is None:
         return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **others
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            scaling=scaling,
+            **library_options,
         )
-    query = query.view(n, key.shape[1], -1, dim)
+    query = query.view(n, key.shape[1], -1, dim)  # [rows, KV heads, heads of a KV head, head_dim]
     out = nn.functional.scaled_dot_product_attention(
-        query, key, value, attention_mask, scale=scaling
+        query,
+        key,
+        value,
+        attention_mask,
+        scale=scaling,
     )
     return out.reshape(n, 1, heads, -1), None
 
@@ -82,52 +97,57 @@ AttentionInterface.register("skyasync_grouped", grouped_attention)
 AttentionMaskInterface.register("skyasync_grouped", sdpa_mask)
 
 
-#: A CPU's library adds a product's terms in another order if a matrix has few rows, and attention if its columns do
-#: not fill the processor's vectors. With torch 2.13 on AVX-512 in float32, products of fewer than 12 rows that are no
-#: multiple of 4, and keys that are no multiple of 16, differ from those of larger sizes in the last bit. A few more
-#: rows and columns are computed, which are not read: an answer then does not depend, bitwise, on the requests that are
-#: computed with it. On a GPU, in bfloat16, and with more than two threads, this has not been tested.
+# A CPU's library adds a product's terms in another order if a matrix has few rows, and attention if
+# its columns do not fill the processor's vectors. With torch 2.13 on AVX-512 in float32, products
+# of fewer than 12 rows that are no multiple of 4, and keys that are no multiple of 16, differ from
+# larger sizes in the last bit. A few more rows and columns are computed, which are not read: an
+# answer then does not depend, bitwise, on the requests that are computed with it. On a GPU, in
+# bfloat16, and with more than two threads, this has not been tested.
 ENOUGH_ROWS = 12
 ROWS = 4
 COLUMNS = 16
 
 
 def even_rows(rows: int) -> int:
-    """How many rows are computed in place of so many."""
+    """The number of rows to compute for ``rows`` requests."""
     if rows >= ENOUGH_ROWS:
         return rows
     return -(-rows // ROWS) * ROWS
 
 
 def even_columns(columns: int) -> int:
-    """How many positions are attended to in place of so many."""
+    """The number of positions to attend to for ``columns`` tokens."""
     return -(-columns // COLUMNS) * COLUMNS
 
 
 def multiply_by_onednn(model: nn.Module) -> None:
-    """Linear layers in float32 on a CPU use oneDNN instead of MKL. A layer reads its weight when it
-    is called.
+    """Make linear layers in float32 on a CPU use oneDNN instead of MKL.
 
-    SmolLM2-135M on two cores of an AMD EPYC (torch 2.13): 32 rows take 0.73 of the time with two
-    threads, 0.95 with one, and fewer sizes are odd (``even_rows``). The operator is the one that
+    A layer reads its weight when it is called, so weights can be replaced. SmolLM2-135M on two
+    cores of an AMD EPYC (torch 2.13): 32 rows take 0.73 of the time with two threads, 0.95 with
+    one, and the last bit depends on fewer sizes (``even_rows``). The operator is the one that
     torch's own compiler emits.
     """
 
     def linear(layer: nn.Linear, rows: Tensor) -> Tensor:
         product: Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, layer.weight, layer.bias, "none", [], ""
+            rows,
+            layer.weight,
+            layer.bias,
+            "none",
+            [],
+            "",
         )
         return product
 
-    if not (
-        torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    ):
+    if not torch.backends.mkldnn.is_available():
+        return
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # it is private, and may be renamed
         return
     for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.dtype, module.weight.device.type) == (
-            torch.float32,
-            "cpu",
-        ):
+        if type(module) is not nn.Linear:  # a subclass may compute something else
+            continue
+        if module.weight.dtype == torch.float32 and module.weight.device.type == "cpu":
             module.forward = MethodType(linear, module)  # type: ignore[method-assign]
 
 
@@ -136,10 +156,7 @@ class EmbeddedModel:
 
     def __init__(self, config: EngineConfig) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if self.device.type == "cuda":
-            auto = torch.bfloat16
-        else:
-            auto = torch.float32
+        auto = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         if config.dtype != "auto" and config.dtype not in _DTYPES:
             raise UserError(unknown("dtype", config.dtype, ["auto", *_DTYPES]))
         check_model_files(Path(config.model_path))
@@ -155,60 +172,78 @@ class EmbeddedModel:
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
         multiply_by_onednn(self._model)
-        self._vision = Vision(self._model.config) if is_vision(self._model.config) else None
+        self._vision: Vision | None = None
+        if is_vision(self._model.config):
+            self._vision = Vision(self._model.config)
         self._routers: Routers | None = None
         if config.extra.get("routed_experts"):
             self._routers = Routers(self._model)
             self._routers.record()
-        self._adopted = False  # weights are in memory that is not the model's own
+        self._has_mapped_weights = False  # weights are in mapped memory, which cannot be written to
         text: Any = self._model.config.get_text_config()
         layers = set(config_value(text, "layer_types") or ["full_attention"])
         window = config_value(text, "sliding_window") or config.max_model_len
+        # Within the window sliding attention is full attention.
         if layers - {"full_attention", "sliding_attention"} or window < config.max_model_len:
             raise UserError(
                 f"the transformers engine computes full attention only; this model has {sorted(layers)} with a window "
                 f"of {window} tokens and max_model_len is {config.max_model_len}: use generator.backend=vllm"
             )
-        self.tokenizer: PreTrainedTokenizerBase | None = (
-            None  # only stop strings and bad words need it
-        )
+        self.tokenizer: PreTrainedTokenizerBase | None = None
+        # Only stop strings and bad words need it: a folder without a tokenizer is no error.
         with contextlib.suppress(OSError, ValueError):
             self.tokenizer = AutoTokenizer.from_pretrained(config.model_path)
         self.dtype: torch.dtype = self._model.dtype
         self._positions: float = config_value(text, "max_position_embeddings") or inf
-        self.eos_ids: set[int] = set()  # all that a file of the model names: chat models disagree
-        for ids in (
+        # All that a file of the model names: the files of chat models disagree.
+        self.eos_ids: set[int] = set()
+        named_ids = [
             config_value(self._model.config, "eos_token_id"),
             self._model.generation_config.eos_token_id,
-            self.tokenizer.eos_token_id if self.tokenizer else None,
-        ):
-            self.eos_ids.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+        ]
+        if self.tokenizer:
+            named_ids.append(self.tokenizer.eos_token_id)
+        for ids in named_ids:
+            if isinstance(ids, list):
+                self.eos_ids.update(ids)
+            elif ids is not None:
+                self.eos_ids.add(ids)
         self.vocabulary: int = self._model.get_input_embeddings().num_embeddings
 
     def check_images(self, prompt: Sequence[int], images: Images) -> None:
-        """Raises ``UserError`` for images that the model cannot read, or that are not those of the
-        prompt's tokens."""
+        """Check the images of a prompt.
+
+        Raises:
+            UserError: if the model reads no images, or the prompt's tokens are of other images.
+        """
         if self._vision is not None:
             self._vision.processor.collapse(prompt, images)
         elif images:
             raise UserError("it has images, but the model reads only text")
 
     def prefill(
-        self, prompts: Sequence[Sequence[int]], images: Sequence[Images] = ()
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: Sequence[Images] = (),
     ) -> tuple[Tensor, DynamicCache, Tensor]:
-        """Logits after each prompt ``[prompts, vocabulary]``, the prompts' cache, columns 0 to
-        length - 1, and each prompt's shift: a token's position minus its column ``[prompts]``,
-        which images change."""
-        tokens = self._right_padded(prompts)
-        last = torch.tensor([len(p) - 1 for p in prompts], device=self.device)
-        columns, which = last.unique(return_inverse=True)
-        while len(prompts) * len(columns) < even_rows(len(prompts) * len(columns)):
+        """Compute prompts.
+
+        Returns:
+            The logits after each prompt, ``[prompts, vocabulary]``. The prompts' cache, in columns
+            0 to length - 1. Each prompt's shift ``[prompts]``: a token's position minus its column,
+            which is not 0 after images.
+        """
+        tokens = self._right_padded(prompts)  # [prompts, padded length]
+        count = len(prompts)
+        end_columns = [len(prompt) - 1 for prompt in prompts]
+        last_columns = torch.tensor(end_columns, device=self.device)
+        # The head is computed at the columns in which some prompt ends.
+        columns, column_of_prompt = last_columns.unique(return_inverse=True)
+        while count * len(columns) < even_rows(count * len(columns)):
             columns = torch.cat([columns, columns[-1:]])
         cache = DynamicCache()
-        if self._vision:
-            inputs = self._vision.prompt_inputs(tokens, images)
-        else:
-            inputs = {}
+        inputs = self._vision.prompt_inputs(tokens, images) if self._vision else {}
+        # [prompts, columns, vocabulary]
         logits = self._model(
             input_ids=tokens,
             past_key_values=cache,
@@ -216,16 +251,14 @@ class EmbeddedModel:
             logits_to_keep=columns,
             **inputs,
         ).logits
-        shifts = torch.zeros(len(prompts), dtype=torch.int64, device=self.device)
+        shifts = torch.zeros(count, dtype=torch.int64, device=self.device)
         if "mm_token_type_ids" in inputs:
             shifts += self._model.base_model.rope_deltas.flatten()
-        return (
-            self._allowed(logits[torch.arange(len(prompts), device=self.device), which]),
-            cache,
-            shifts,
-        )
+        prompt_numbers = torch.arange(count, device=self.device)
+        return self._allowed(logits[prompt_numbers, column_of_prompt]), cache, shifts
 
     def _allowed(self, logits: Tensor) -> Tensor:
+        """The logits with -inf for placeholders of images, which no response may contain."""
         if self._vision is None:
             return logits
         return self._vision.without_placeholders(logits)
@@ -248,61 +281,60 @@ class EmbeddedModel:
             shifts: ``[rows]``, of each slot's positions, if any are shifted.
         """
         rows = len(tokens)
-        unused = (0, min(even_rows(rows), cache.slots) - rows)  # slots and columns of no request
-        tokens = nn.functional.pad(tokens, unused)
-        lengths = nn.functional.pad(lengths, unused)
+        padding = (0, min(even_rows(rows), cache.slots) - rows)  # slots of no request
+        tokens = nn.functional.pad(tokens, padding)  # [computed rows], as the next ones
+        lengths = nn.functional.pad(lengths, padding)
+        positions = lengths
+        if shifts is not None:
+            positions = lengths + nn.functional.pad(shifts, padding)
         width = min(even_columns(width), cache.columns)
-        hidden = torch.arange(width, device=self.device) > lengths[:, None]
-        mask = torch.zeros(hidden.shape, dtype=self._model.dtype, device=self.device)
-        if shifts is None:
-            positions = lengths
-        else:
-            positions = lengths + nn.functional.pad(shifts, unused)
+        unread = torch.arange(width, device=self.device) > lengths[:, None]
+        mask = torch.zeros(unread.shape, dtype=self._model.dtype, device=self.device)
+        mask.masked_fill_(unread, -torch.inf)  # [computed rows, width]
         logits = self._model(
             input_ids=tokens[:, None],
             position_ids=positions[:, None],
-            attention_mask=mask.masked_fill_(hidden, -torch.inf)[:, None, None],
+            attention_mask=mask[:, None, None],
             past_key_values=cache.at(lengths, width),
             use_cache=True,
         ).logits[:rows, -1]
         return self._allowed(logits)
 
     def chosen(self) -> Experts | None:
-        """The experts of every token of the last forward pass, padding included; None if they are
-        not recorded."""
+        """The experts of the last forward pass; None if they are not recorded.
+
+        ``[tokens, layers, experts per token]``, padding included.
+        """
         if self._routers is None:
             return None
         return self._routers.chosen()
 
     @torch.inference_mode()
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token after the first, temperature 1, in float32; one list per
-        sequence. Those of images have 0."""
+        """Log-probability of each token after the first, temperature 1, in float32.
+
+        Returns one list per sequence. Tokens that stand for images have 0.
+        """
+        lengths = [len(sequence) for sequence in sequences]
         scores: list[list[float]] = [[] for _ in sequences]
-        order = sorted(
-            (i for i in range(len(sequences)) if len(sequences[i]) > 1),
-            key=lambda i: len(sequences[i]),
-        )
+        order = [i for i, length in enumerate(lengths) if length > 1]
+        order.sort(key=lengths.__getitem__)  # so that sequences of one batch need little padding
         while order:
-            count = max(1, FORWARD_TOKENS // len(sequences[order[-1]]))
+            count = max(1, FORWARD_TOKENS // lengths[order[-1]])
             batch = order[-count:]
             order = order[:-count]
-            tokens = self._right_padded([sequences[i] for i in batch])
+            tokens = self._right_padded([sequences[i] for i in batch])  # [batch, padded length]
             images = [ImageTokens.images_of(sequences[i]) for i in batch]
-            if self._vision:
-                inputs = self._vision.prompt_inputs(tokens, images)
-            else:
-                inputs = {}
-            logits = self._allowed(
-                self._model(input_ids=tokens, use_cache=False, **inputs).logits[:, :-1]
-            ).float()
-            chosen = logits.gather(2, tokens[:, 1:, None])[..., 0] - logits.logsumexp(dim=2)
+            inputs = self._vision.prompt_inputs(tokens, images) if self._vision else {}
+            output = self._model(input_ids=tokens, use_cache=False, **inputs)
+            logits = self._allowed(output.logits[:, :-1]).float()  # [batch, length - 1, vocabulary]
+            targets = tokens[:, 1:]  # [batch, length - 1], as ``logprobs``
+            logprobs = logits.gather(2, targets[:, :, None])[..., 0] - logits.logsumexp(dim=2)
             if any(images) and self._vision:
-                chosen = chosen.masked_fill(
-                    tokens[:, 1:] == self._vision.processor.placeholder, 0.0
-                )
-            for i, row in zip(batch, chosen.cpu(), strict=True):
-                scores[i] = row[: len(sequences[i]) - 1].tolist()
+                placeholders = targets == self._vision.processor.placeholder
+                logprobs = logprobs.masked_fill(placeholders, 0.0)
+            for i, row in zip(batch, logprobs.cpu(), strict=True):
+                scores[i] = row[: lengths[i] - 1].tolist()
         return scores
 
     @torch.no_grad()
@@ -310,41 +342,47 @@ class EmbeddedModel:
         """Copy ``weights`` into the model. Of tied names any one suffices.
 
         Args:
-            adopt: compute on them where they are: nothing is copied that has the model's dtype and
-                is on its device.
+            adopt: compute on the weights where they are: tensors of the model's dtype and on its
+                device are not copied.
 
         Raises:
-            UserError: names that are missing, unexpected, or of another shape; nothing has been
+            UserError: if names are missing or unexpected, or shapes differ; the model is not
                 changed then.
         """
         state = self._model.state_dict(keep_vars=True)
-        aliases: dict[int, list[str]] = {}
+        aliases: dict[int, list[str]] = {}  # address -> the names of a tied weight
         for name, tensor in state.items():
             aliases.setdefault(tensor.data_ptr(), []).append(name)
-        missing = [names[0] for names in aliases.values() if not any(n in weights for n in names)]
-        unexpected = [name for name in weights if name not in state]
-        if missing or unexpected:
-            raise UserError(f"weight update rejected: missing {missing}, unexpected {unexpected}")
-        shapes = [
-            f"{n} is {list(w.shape)}, not {list(state[n].shape)}"
-            for n, w in weights.items()
-            if w.shape != state[n].shape
-        ]
-        if shapes:
-            raise UserError(f"weight update rejected: {'; '.join(shapes)}")
+        missing_names = []
+        for names in aliases.values():
+            if weights.keys().isdisjoint(names):
+                missing_names.append(names[0])
+        unexpected_names = [name for name in weights if name not in state]
+        if missing_names or unexpected_names:
+            raise UserError(
+                f"weight update rejected: missing {missing_names}, unexpected {unexpected_names}"
+            )
+        problems = []
+        for name, tensor in weights.items():
+            shape = state[name].shape
+            if tensor.shape != shape:
+                tensor_shape = list(tensor.shape)
+                problems.append(f"{name} is {tensor_shape}, not {list(shape)}")
+        if problems:
+            raise UserError(f"weight update rejected: {'; '.join(problems)}")
         for names in aliases.values():
             current = state[names[0]]
-            new = next(weights[name] for name in names if name in weights)
-            if adopt and (current.dtype, current.device) == (new.dtype, new.device):
+            new_tensor = next(weights[name] for name in names if name in weights)
+            if adopt and (current.dtype, current.device) == (new_tensor.dtype, new_tensor.device):
                 for name in names:
-                    state[name].data = new
+                    state[name].data = new_tensor
             else:
-                if self._adopted:  # which cannot be written to
-                    own = torch.empty_like(current)
+                if self._has_mapped_weights:
+                    writable = torch.empty_like(current)
                     for name in names:
-                        state[name].data = own
-                current.copy_(new)
-        self._adopted = adopt
+                        state[name].data = writable
+                current.copy_(new_tensor)
+        self._has_mapped_weights = adopt
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and saved buffers themselves, a tied one under each of its names."""
@@ -352,15 +390,18 @@ class EmbeddedModel:
 
     def own_names(self) -> list[str]:
         """Names of parameters and saved buffers, a tied one once."""
-        named = chain(self._model.named_parameters(), self._model.named_buffers())
-        return [name for name, _ in named if name in self._model.state_dict()]
+        named_tensors = chain(self._model.named_parameters(), self._model.named_buffers())
+        return [name for name, _ in named_tensors if name in self._model.state_dict()]
 
     def _right_padded(self, sequences: Sequence[Sequence[int]]) -> Tensor:
-        """``[sequences, longest]``. With causal attention the padding at the end does not
-        matter."""
+        """``[sequences, padded length]``. With causal attention padding at the end is not read."""
         longest = max(map(len, sequences))
         length = max(longest, int(min(even_columns(longest), self._positions)))
-        return torch.tensor([[*s, *[0] * (length - len(s))] for s in sequences], device=self.device)
+        rows = []
+        for sequence in sequences:
+            padding = [0] * (length - len(sequence))
+            rows.append([*sequence, *padding])
+        return torch.tensor(rows, device=self.device)
 
 
 class WeightUpdater:
@@ -379,75 +420,84 @@ class WeightUpdater:
 
     def apply(self, received: ReceivedWeights) -> None:
         """Raises WeightSyncError if the model does not have what was sent afterwards."""
-        about = received.about
+        metadata = received.about
         weights = received.weights
-        if about.adapter:
+        if metadata.adapter:
             self.adapters.apply(Adapter.decode(received))
             return
-        if about.keep:
-            own = self._model.tensors()
-            alike = all(
-                tensor.dtype == own[name].dtype for name, tensor in weights.items() if name in own
-            )
-            self._decoder = None if alike else DeltaDecoder()
-        if self._decoder is not None and (about.base or about.keep):
-            weights = self._decoder.decode(weights, received.digests, about)
-        elif about.base:
-            own = self._model.tensors()
-            put_changes(weights, own)
-            wrong = [name for name, sent in received.digests.items() if digest(own[name]) != sent]
-            refuse(wrong, "the transformers engine holds")
+        wrong_names = []
+        if metadata.keep:  # deltas will follow
+            parameters = self._model.tensors()
+            self._decoder = None
+            for name, tensor in weights.items():
+                if name in parameters and tensor.dtype != parameters[name].dtype:
+                    self._decoder = DeltaDecoder()
+                    break
+        if self._decoder is not None and (metadata.base or metadata.keep):
+            weights = self._decoder.decode(weights, received.digests, metadata)
+        elif metadata.base:
+            parameters = self._model.tensors()
+            put_changes(weights, parameters)
+            for name, sent_digest in received.digests.items():
+                if digest(parameters[name]) != sent_digest:
+                    wrong_names.append(name)
+            refuse(wrong_names, "the transformers engine holds")
             return
         self._model.load_weights(weights, adopt=received.stays)
-        own = self._model.tensors()
-        wrong = []
-        for name, sent in received.digests.items():
-            if not received.in_place(name, own[name]) and not holds(own[name], weights[name], sent):
-                wrong.append(name)
-        refuse(wrong, "the transformers engine holds")
+        parameters = self._model.tensors()
+        for name, sent_digest in received.digests.items():
+            if received.in_place(name, parameters[name]):  # the sender's memory itself
+                continue
+            if not holds(parameters[name], weights[name], sent_digest):
+                wrong_names.append(name)
+        refuse(wrong_names, "the transformers engine holds")
 
 
 class AdapterMerger:
-    """Adds the newest adapter to the frozen weights under it; every other weight is what the files
-    had."""
+    """Adds the newest adapter to the frozen weights under it; the other weights do not change."""
 
     def __init__(self, model: EmbeddedModel) -> None:
         self._model = model
-        self._frozen: dict[str, Tensor] = {}  # of layers under adapters, before anything was added
-        self._digests: dict[str, str] = {}  # of all weights, before
+        # Of layers under adapters, before the first adapter.
+        self._frozen: dict[str, Tensor] = {}
+        self._digests: dict[str, str] = {}  # of all weights, before the first adapter
 
     def apply(self, adapter: Adapter) -> None:
-        own = self._model.tensors()
+        """Raises ``WeightSyncError`` if the frozen weights or the result are not the trainer's."""
+        parameters = self._model.tensors()
         if not self._digests:
-            digests = digests_of(own)
-            mark = frozen_weights_id(
-                self._model.dtype, {name: digests[name] for name in self._model.own_names()}
-            )
-            if adapter.base.partition(" ")[0] == str(self._model.dtype) and adapter.base != mark:
+            digests = digests_of(parameters)
+            # A tied weight counts once, as at the trainer.
+            named_digests = {name: digests[name] for name in self._model.own_names()}
+            frozen_id = frozen_weights_id(self._model.dtype, named_digests)
+            dtype = adapter.base.partition(" ")[0]
+            if dtype == str(self._model.dtype) and adapter.base != frozen_id:
                 raise WeightSyncError(
                     "the frozen weights of the transformers engine are not those of the trainer, whose adapters it was "
                     "sent (trainer.policy.lora.sync=adapter)"
                 )
             self._digests = digests
-            self._frozen = {
-                f"{layer}.weight": own[f"{layer}.weight"].clone() for layer in adapter.layers()
-            }
-        expected = dict(self._digests)
-        with torch.no_grad():
-            for layer, halves in adapter.layers().items():
+            for layer in adapter.layers():
                 name = f"{layer}.weight"
-                frozen = self._frozen[f"{layer}.weight"]
-                here = (halves[0].to(frozen.device), halves[1].to(frozen.device))
-                merged = with_added(
-                    frozen, here, adapter.scale, transposed=layer in adapter.transposed
-                )
-                expected[name] = digest(merged)
-                own[name].copy_(merged)
-        refuse(
-            [name for name in expected if digest(own[name]) != expected[name]],
-            "the transformers engine holds",
-        )
-        changed = [
-            name for name, frozen in self._frozen.items() if digest(frozen) != self._digests[name]
-        ]
-        refuse(changed, "the transformers engine keeps")
+                self._frozen[name] = parameters[name].clone()
+        expected_digests = dict(self._digests)
+        with torch.no_grad():
+            for layer, (a, b) in adapter.layers().items():
+                name = f"{layer}.weight"
+                frozen = self._frozen[name]
+                factors = (a.to(frozen.device), b.to(frozen.device))
+                is_transposed = layer in adapter.transposed
+                weight = with_added(frozen, factors, adapter.scale, transposed=is_transposed)
+                expected_digests[name] = digest(weight)
+                parameters[name].copy_(weight)
+        wrong_names = []
+        for name, expected_digest in expected_digests.items():
+            if digest(parameters[name]) != expected_digest:
+                wrong_names.append(name)
+        refuse(wrong_names, "the transformers engine holds")
+        # The copies too: an error in them would be in every later adapter.
+        changed_names = []
+        for name, frozen in self._frozen.items():
+            if digest(frozen) != self._digests[name]:
+                changed_names.append(name)
+        refuse(changed_names, "the transformers engine keeps")

@@ -23,22 +23,31 @@ from skyasync.inference.interface import SamplingParams
 if TYPE_CHECKING:
     from skyasync.inference.backends.transformers.decoder import DecodingRow
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's increment: 2**64 / golden ratio, odd
 
 
-def stream_key(seed: int | None, engine_seed: int, request_id: str, drawn: int = 0) -> int:
-    """The 64-bit key of a request's stream: from its own seed, else from the engine's seed and the
-    request's id.
+def stream_key(
+    seed: int | None,
+    engine_seed: int,
+    request_id: str,
+    response_tokens: int = 0,
+) -> int:
+    """The 64-bit key of a request's stream of random numbers.
+
+    It is a hash of the request's seed; without one, of the engine's seed and the request's id.
 
     Args:
-        drawn: so many numbers have been used; number 0 of the stream with this key is the next one.
+        response_tokens: numbers that have been used; number 0 of the stream with this key is the
+            next one.
     """
     if seed is not None:
         origin = f"seed {seed}"
     else:
         origin = f"engine {engine_seed} request {request_id}"
-    key = int.from_bytes(hashlib.blake2b(origin.encode(), digest_size=8).digest(), "little")
-    return (key + drawn * int(_GOLDEN)) % 2**64
+    digest = hashlib.blake2b(origin.encode(), digest_size=8).digest()
+    key = int.from_bytes(digest, "little")
+    # SplitMix64's state grows by the increment with each number: this skips the used ones.
+    return (key + response_tokens * int(_GOLDEN)) % 2**64
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -46,27 +55,34 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
     Output t of SplitMix64 is a function of key and t alone, so nothing is stored.
     """
-    numbers = splitmix(
-        keys.astype(np.uint64) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    )
+    steps = positions.astype(np.uint64) + np.uint64(1)
+    numbers = splitmix(keys.astype(np.uint64) + steps * _GOLDEN)
+    # The upper 24 bits: a float32 has 24, so that no number is rounded up to 1.
     return (numbers >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def keep_likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """``logits`` ``[rows, vocabulary]`` with -inf for every token that the filters leave out; see
-    ``likely``."""
-    return logits.masked_fill(~likely(logits, top_k, top_p, min_p), -torch.inf)
+    """``logits`` ``[rows, vocabulary]`` with -inf for tokens that the filters (``likely``) drop."""
+    candidates = likely(logits, top_k, top_p, min_p)
+    return logits.masked_fill(~candidates, -torch.inf)
 
 
 def draw(logprobs: Tensor, uniform: Tensor) -> Tensor:
-    """One token per row of ``logprobs`` ``[rows, vocabulary]`` by inverse cumulative distribution;
-    ``[rows]``.
+    """One token per row by inverse cumulative distribution.
 
     Tokens are taken in the order of their ids. A token of probability 0 has no width and is never
-    drawn.
+    sampled.
+
+    Args:
+        logprobs: ``[rows, vocabulary]``.
+        uniform: ``[rows]``, in [0, 1).
+
+    Returns:
+        ``[rows]``, int64.
     """
-    cumulative = logprobs.exp().cumsum(dim=1)
-    threshold = uniform[:, None] * cumulative[:, -1:]
+    cumulative = logprobs.exp().cumsum(dim=1)  # [rows, vocabulary]
+    # By the last sum instead of 1, which rounding may miss.
+    threshold = uniform[:, None] * cumulative[:, -1:]  # [rows, 1]
     return torch.searchsorted(cumulative, threshold, right=True)[:, 0]
 
 
@@ -77,87 +93,93 @@ class LogitEdits:
     """Changes of logits before temperature and filters: lists of tokens, penalties, bans.
 
     Invariant: the order is vLLM's (allowed tokens, bad words, ``min_tokens``, bias, penalties).
-    Rows without such settings are not changed, and a batch without such rows costs nothing. Made
-    again whenever the batch gains or loses rows.
+    Rows without such settings are not changed, and a batch without such rows costs nothing. An
+    object is for one batch: it is replaced when the batch gains or loses rows.
     """
 
     def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
         self._device = device
-        edited = [(i, row) for i, row in enumerate(rows) if row.edited]
-        self._listed = [
-            (i, row)
-            for i, row in edited
-            if row.sampling.logit_bias
-            or row.sampling.allowed_token_ids
-            or any(len(word) == 1 for word in row.bad_words)
-        ]
-        self._barred = [(i, row) for i, row in edited if row.sampling.min_tokens and row.stop_ids]
-        self._worded = [
-            (i, row) for i, row in edited if any(len(word) > 1 for word in row.bad_words)
-        ]
-        self._penalised = [(i, row) for i, row in edited if _has_penalties(row.sampling)]
-        self._added: tuple[Tensor, Tensor, Tensor] | None = None
+        # (position in the batch, row), by the edits that the row needs
+        self._with_lists: list[tuple[int, DecodingRow]] = []
+        self._with_words: list[tuple[int, DecodingRow]] = []
+        self._with_penalties: list[tuple[int, DecodingRow]] = []
+        stops: list[tuple[int, int, int]] = []  # (row, stop token, until so many tokens exist)
+        for i, row in enumerate(rows):
+            if not row.edited:
+                continue
+            sampling = row.sampling
+            word_lengths = [len(word) for word in row.bad_words]
+            if sampling.logit_bias or sampling.allowed_token_ids or 1 in word_lengths:
+                self._with_lists.append((i, row))
+            if max(word_lengths, default=0) > 1:
+                self._with_words.append((i, row))
+            if _has_penalties(sampling):
+                self._with_penalties.append((i, row))
+            if sampling.min_tokens:
+                stops += [(i, token, sampling.min_tokens) for token in row.stop_ids]
+        # Made by the first call, which knows the size of the vocabulary.
+        self._addends: tuple[Tensor, Tensor, Tensor] | None = None
         self._penalties: _Penalties | None = None
-        if self._barred:
-            bars = [
-                (i, token, row.sampling.min_tokens)
-                for i, row in self._barred
-                for token in row.stop_ids
-            ]
-            self._bar_rows, self._bar_tokens, self._bar_until = np.array(bars).T
+        self._stops = np.array(stops, dtype=np.int64).reshape(-1, 3)
 
     def __call__(self, logits: Tensor, positions: np.ndarray) -> None:
-        """Edit ``logits`` ``[rows, vocabulary]`` in place; ``positions[i]`` tokens of row i's
-        response exist."""
-        if (
-            self._listed
-        ):  # bias, allowed tokens and bad words of one token: equal lists share one row of addends
-            if self._added is None:
-                distinct: dict[Any, int] = {}
-                which = []
-                for _, row in self._listed:
-                    key = (
-                        row.sampling.allowed_token_ids,
-                        tuple(row.sampling.logit_bias.items()),
-                        row.bad_words,
-                    )
-                    which.append(distinct.setdefault(key, len(distinct)))
-                table = []
-                for allowed, bias, words in distinct:
-                    table.append(addends(logits.shape[1], dict(bias), allowed))
-                    for word in words:
-                        if len(word) == 1:
-                            table[-1][word[0]] = -torch.inf
-                rows = [i for i, _ in self._listed]
-                self._added = (
-                    self._index(rows),
-                    self._index(which),
-                    torch.stack(table).to(self._device),
-                )
-            index, which_row, table_rows = self._added
-            logits[index] += table_rows[which_row]
-        for (
-            i,
-            row,
-        ) in (
-            self._worded
-        ):  # forbid the last token of a word whose other tokens end the response so far
+        """Edit logits in place.
+
+        Args:
+            logits: ``[rows, vocabulary]``.
+            positions: ``[rows]``, how many tokens each row's response has.
+        """
+        if self._with_lists:
+            if self._addends is None:
+                self._addends = self._make_addends(logits.shape[1])
+            rows, addend_rows, table = self._addends
+            logits[rows] += table[addend_rows]
+        # Forbid the last token of a word whose other tokens end the response so far.
+        for i, row in self._with_words:
             for word in row.bad_words:
-                before = len(word) - 1
-                if before and tuple(row.token_ids[-before:]) == word[:-1]:
-                    logits[i, word[-1]] = -torch.inf
-        if self._barred:
-            below = positions[self._bar_rows] < self._bar_until
-            if below.any():
-                logits[
-                    self._index(self._bar_rows[below]), self._index(self._bar_tokens[below])
-                ] = -torch.inf
-        if self._penalised:
+                if len(word) == 1:
+                    continue
+                *prefix, token = word
+                if list(row.token_ids[-len(prefix) :]) == prefix:
+                    logits[i, token] = -torch.inf
+        if len(self._stops):
+            stop_rows, stop_tokens, until = self._stops.T  # [stops] each
+            too_early = positions[stop_rows] < until
+            if too_early.any():
+                rows = self._index(stop_rows[too_early])
+                logits[rows, self._index(stop_tokens[too_early])] = -torch.inf
+        if self._with_penalties:
             if self._penalties is None:
-                self._penalties = _Penalties(self._penalised, logits.shape[1], self._device)
+                self._penalties = _Penalties(self._with_penalties, logits.shape[1], self._device)
             self._penalties(logits)
 
-    def sampled(self, tokens: Tensor) -> None:
+    def _make_addends(self, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Addends of bias, allowed tokens and bad words of one token.
+
+        Returns:
+            The rows that have any ``[edited]``, for each its row of the table ``[edited]``, and the
+            table ``[addends, vocabulary]``.
+        """
+        table: list[Tensor] = []
+        positions: dict[Any, int] = {}  # equal lists share a row, as those of a prompt's samples
+        addend_rows = []
+        for _, row in self._with_lists:
+            allowed_tokens = row.sampling.allowed_token_ids
+            bias = row.sampling.logit_bias
+            key = (allowed_tokens, tuple(bias.items()), row.bad_words)
+            if key not in positions:
+                positions[key] = len(table)
+                addend = addends(vocabulary, bias, allowed_tokens)
+                for word in row.bad_words:
+                    if len(word) == 1:
+                        addend[word[0]] = -torch.inf
+                table.append(addend)
+            addend_rows.append(positions[key])
+        rows = [i for i, _ in self._with_lists]
+        addend_table = torch.stack(table).to(self._device)
+        return self._index(rows), self._index(addend_rows), addend_table
+
+    def count(self, tokens: Tensor) -> None:
         """Count the tokens ``[rows]`` that were sampled from the edited logits."""
         if self._penalties is not None:
             self._penalties.count(tokens)
@@ -167,62 +189,79 @@ class LogitEdits:
 
 
 class _Penalties:
-    """Repetition, frequency and presence penalties, with the counts that they need."""
+    """Repetition, frequency and presence penalties, with the counts of tokens that they need.
+
+    Args:
+        rows: of each penalised row, its position in the batch, and the row.
+        vocabulary: columns of the logits.
+    """
 
     def __init__(
-        self, rows: Sequence[tuple[int, DecodingRow]], vocabulary: int, device: torch.device
+        self,
+        rows: Sequence[tuple[int, DecodingRow]],
+        vocabulary: int,
+        device: torch.device,
     ) -> None:
-        settings = [row.sampling for _, row in rows]
-        self._rows = torch.tensor([i for i, _ in rows], device=device)
-        self._repetition, self._frequency, self._presence = (
-            torch.tensor(values, device=device)[:, None]
-            for values in zip(
-                *(
-                    (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)
-                    for s in settings
-                ),
-                strict=True,
+        self._rows = torch.tensor([i for i, _ in rows], device=device)  # [penalised]
+        penalties = []
+        for _, row in rows:
+            sampling = row.sampling
+            penalties.append(
+                (sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
             )
-        )
+        columns = torch.tensor(penalties, device=device)[:, :, None]  # [penalised, 3, 1]
+        self._repetition, self._frequency, self._presence = columns.unbind(dim=1)
+        # [penalised, vocabulary]; in 8 bits a count would end at 127
         self._prompt = torch.zeros(len(rows), vocabulary, dtype=torch.bool, device=device)
         self._counts = torch.zeros(len(rows), vocabulary, dtype=torch.int16, device=device)
         for k, (_, row) in enumerate(rows):
-            self._prompt[
-                k, torch.tensor(sorted(set(row.prompt)), dtype=torch.int64, device=device)
-            ] = True
+            distinct = sorted(set(row.prompt))
+            self._prompt[k, torch.tensor(distinct, dtype=torch.int64, device=device)] = True
             tokens = torch.tensor(list(row.token_ids), dtype=torch.int64, device=device)
             self._counts[k].index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int16))
-        self._every = torch.arange(len(rows), device=device)
+        self._count_rows = torch.arange(len(rows), device=device)
 
     def __call__(self, logits: Tensor) -> None:
-        """Source: Keskar et al. 2019 for repetition (prompt and response); the other two are
-        OpenAI's (response)."""
-        scores = logits[self._rows]
-        generated = self._counts > 0
-        repeated = torch.where(scores > 0, scores / self._repetition, scores * self._repetition)
-        scores = torch.where(generated | self._prompt, repeated, scores)
-        logits[self._rows] = scores - self._frequency * self._counts - self._presence * generated
+        """Penalise ``logits`` ``[rows, vocabulary]`` in place.
+
+        Source: Keskar et al. 2019 for repetition (prompt and response); the other two are OpenAI's
+        (response).
+        """
+        scores = logits[self._rows]  # [penalised, vocabulary]
+        is_generated = self._counts > 0
+        repetition_scores = torch.where(
+            scores > 0, scores / self._repetition, scores * self._repetition
+        )
+        scores = torch.where(is_generated | self._prompt, repetition_scores, scores)
+        logits[self._rows] = scores - self._frequency * self._counts - self._presence * is_generated
 
     def count(self, tokens: Tensor) -> None:
-        self._counts[self._every, tokens[self._rows]] += 1
+        """Count the sampled tokens, ``[rows]`` of the batch."""
+        self._counts[self._count_rows, tokens[self._rows]] += 1
 
 
 def edits_logits(sampling: SamplingParams) -> bool:
+    """Whether a row with these settings needs ``LogitEdits``."""
     lists = sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
     return bool(lists) or bool(sampling.min_tokens) or _has_penalties(sampling)
 
 
 def tokenised(words: Sequence[str], encode: Callable[[str], list[int]]) -> Words:
-    """Bad words as tokens: each as it stands, and with a space in front if that is as many tokens.
+    """Bad words as tokens: without a space in front, and with one if that is as many tokens.
 
-    ``encode`` adds no special tokens. The rule is vLLM's.
+    The rule is vLLM's.
+
+    Args:
+        encode: adds no special tokens.
     """
     result: list[tuple[int, ...]] = []
     for word in words:
         plain = tuple(encode(word.lstrip()))
+        if not plain:
+            continue
+        result.append(plain)
         spaced = tuple(encode(" " + word.lstrip()))
-        result += [plain] if plain else []
-        if plain and spaced and spaced[0] != plain[0] and len(spaced) == len(plain):
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
             result.append(spaced)
     return tuple(result)
 
@@ -234,54 +273,77 @@ def _has_penalties(sampling: SamplingParams) -> bool:
 
 
 class BatchSampler:
-    """The settings of a batch's rows as tensors; made again whenever the batch gains or loses
-    rows."""
+    """The settings of a batch's rows as tensors.
+
+    An object is for one batch: it is replaced when the batch gains or loses rows. Steps that no row
+    needs are left out.
+    """
 
     def __init__(self, rows: Sequence[DecodingRow], device: torch.device) -> None:
-        settings = [row.sampling for row in rows]
-        greedy = [s.temperature == 0 for s in settings]
-        filtered = [
-            i
-            for i, s in enumerate(settings)
-            if s.temperature and (s.top_k > 0 or s.top_p < 1 or s.min_p > 0)
-        ]
+        greedy = []
+        temperatures = []
+        filtered_rows = []
+        filters = []
+        for i, row in enumerate(rows):
+            sampling = row.sampling
+            greedy.append(sampling.temperature == 0)
+            temperatures.append(sampling.temperature or 1.0)
+            no_filter = sampling.top_k <= 0 and sampling.top_p >= 1 and sampling.min_p <= 0
+            if sampling.temperature and not no_filter:
+                filtered_rows.append(i)
+                filters.append(sampling)
 
         def tensor(values: Sequence[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)
 
         self._keys = np.fromiter((row.key for row in rows), dtype=np.uint64, count=len(rows))
-        self._greedy = torch.tensor(greedy, device=device) if any(greedy) else None
-        tempered = any(s.temperature not in (0, 1) for s in settings)
-        self._temperature = (
-            tensor([s.temperature or 1.0 for s in settings])[:, None] if tempered else None
-        )
-        self._filtered = torch.tensor(filtered, device=device) if filtered else None
-        self._top_k = torch.tensor([settings[i].top_k for i in filtered], device=device)
-        self._top_p = tensor([settings[i].top_p for i in filtered])
-        self._min_p = tensor([settings[i].min_p for i in filtered])
+        self._is_greedy: Tensor | None = None  # [rows]
+        if any(greedy):
+            self._is_greedy = torch.tensor(greedy, device=device)
+        self._temperature: Tensor | None = None  # [rows, 1]
+        if any(temperature != 1 for temperature in temperatures):
+            self._temperature = tensor(temperatures)[:, None]
+        self._filtered_rows: Tensor | None = None  # [filtered], as the three below
+        if filtered_rows:
+            self._filtered_rows = torch.tensor(filtered_rows, device=device)
+            self._top_k = torch.tensor([sampling.top_k for sampling in filters], device=device)
+            self._top_p = tensor([sampling.top_p for sampling in filters])
+            self._min_p = tensor([sampling.min_p for sampling in filters])
         self._edits = LogitEdits(rows, device)
 
     def __call__(self, logits: Tensor, positions: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Sample token ``positions[i]`` of each row's response from ``logits``
-        ``[rows, vocabulary]`` (overwritten).
+        """Sample token ``positions[i]`` of each row's response.
 
-        Returns the tokens and their log-probabilities (float32) under the distribution that was
-        sampled from, both ``[rows]``. For greedy rows it is the untempered, unfiltered one. The
-        log-probability of a row whose logits leave no distribution (NaN, infinite, or no token
-        allowed) is not finite, and its token means nothing.
+        Args:
+            logits: ``[rows, vocabulary]``, overwritten.
+            positions: ``[rows]``.
+
+        Returns:
+            The tokens and their log-probabilities (float32) under the distribution that was sampled
+            from, both ``[rows]``. For greedy rows it is the untempered, unfiltered one. The
+            log-probability of a row whose logits leave no distribution (NaN, infinite, or no token
+            allowed) is not finite, and its token means nothing.
         """
         logits = logits.float()
         self._edits(logits, positions)
         if self._temperature is not None:
             logits = logits.div_(self._temperature)
-        if self._filtered is not None:
-            logits[self._filtered] = keep_likely(
-                logits[self._filtered], self._top_k, self._top_p, self._min_p
+        if self._filtered_rows is not None:
+            likely_logits = keep_likely(
+                logits[self._filtered_rows],
+                self._top_k,
+                self._top_p,
+                self._min_p,
             )
-        logprobs = logits.log_softmax(dim=1)
-        uniform = torch.from_numpy(uniforms(self._keys, positions)).to(logits.device)
-        tokens = draw(logprobs, uniform).clamp_(max=logits.shape[1] - 1)
-        if self._greedy is not None:
-            tokens = torch.where(self._greedy, logits.argmax(dim=1), tokens)
-        self._edits.sampled(tokens)
-        return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
+            logits[self._filtered_rows] = likely_logits
+        logprobs = logits.log_softmax(dim=1)  # [rows, vocabulary]
+        numbers = uniforms(self._keys, positions)
+        uniform = torch.from_numpy(numbers).to(logits.device)
+        tokens = draw(logprobs, uniform)
+        # In a row of NaN the search ends behind the last token.
+        tokens.clamp_(max=logits.shape[1] - 1)
+        if self._is_greedy is not None:
+            tokens = torch.where(self._is_greedy, logits.argmax(dim=1), tokens)
+        self._edits.count(tokens)
+        token_logprobs = logprobs.gather(1, tokens[:, None])  # [rows, 1]
+        return tokens, token_logprobs[:, 0]
