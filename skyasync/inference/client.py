@@ -36,8 +36,8 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
-from math import inf, isfinite
+from itertools import chain, islice
+from math import ceil, inf, isfinite
 from typing import Any, NamedTuple
 
 from skyasync.arrays import TURN_TOKENS
@@ -64,23 +64,24 @@ from skyasync.inference.stop_strings import cut_at_stop_string
 from skyasync.weight_sync.update import WakePart, WeightUpdate
 
 SHUT_DOWN = "the inference client was shut down"
-MAX_GROUP = 64  # requests that are routed at once
-ANSWER_TOKENS = 256  # whose work the caller's with one answer, however short, is equal to
-# until requests that were on their way to an engine, and missed an abort, are aborted again
+MAX_GROUP = 64  # requests that are routed at once; most groups are smaller
+# A caller's work with one answer, however short, costs as much as reading so many tokens.
+ANSWER_TOKENS = 256
+# Requests that were on their way to an engine miss its abort; after this time it is repeated.
 ARRIVAL_S = 0.5
 
 
 class Outgoing(NamedTuple):
-    """What an engine is sent in one turn of the event loop."""
+    """The message to an engine in one turn of the event loop."""
 
     requests: list[InflightRequest]
     abandoned: list[str]  # requests whose callers no longer wait: the engine need not compute them
 
 
-def _alike(first: GenerationRequest, other: GenerationRequest) -> bool:
+def _alike(sample: GenerationRequest, request: GenerationRequest) -> bool:
     """Whether two requests are samples of a prompt, which engines would finish at the same time."""
-    same_prompt = first.prompt_token_ids is other.prompt_token_ids
-    return same_prompt and first.sampling.max_tokens == other.sampling.max_tokens
+    same_prompt = sample.prompt_token_ids is request.prompt_token_ids
+    return same_prompt and sample.sampling.max_tokens == request.sampling.max_tokens
 
 
 class InferenceClient:
@@ -118,15 +119,17 @@ class InferenceClient:
         self.pool.router.adaptive = adaptive
         self._start_at_once = start_at_once or len(engines)
         self._tokenizer = tokenizer
-        self._outbox: dict[int, Outgoing] = {}  # engine -> of this turn
+        self._outbox: dict[int, Outgoing] = {}  # engine -> its message of this turn
         self._unsent: set[int] = set()  # engines whose messages no task sends yet
-        self._collecting = 0
-        self._queue: dict[InflightRequest, None] = {}  # those that have no engine yet, in order
-        self._polling = [asyncio.Lock() for _ in engines]
+        self._collecting_blocks = 0  # nested ``collecting`` blocks
+        # A dict is an ordered set: a request in the middle leaves it in constant time.
+        self._queue: dict[InflightRequest, None] = {}
+        self._poll_locks = [asyncio.Lock() for _ in engines]
         self._inflight = InflightTable()
         self._limit = ProgressLimit(request_timeout_s, self._inflight, self.pool)
-        self._cut: set[str] = set()  # the engines' ids of what has been ended early, and continues
-        self.updating = self._paused = False
+        self._cut: set[str] = set()  # engines' ids of requests that end early, and then continue
+        self.updating = False
+        self._paused = False
         self._cutting = False  # from a cut to the end of its pause
 
     @property
@@ -135,10 +138,12 @@ class InferenceClient:
         return all(engine.proves_weights for engine in self.engines)
 
     async def start(self) -> None:
-        for first in range(0, len(self.engines), self._start_at_once):
-            wave = self.engines[first : first + self._start_at_once]
+        for position in range(0, len(self.engines), self._start_at_once):
+            wave = self.engines[position : position + self._start_at_once]
             await asyncio.gather(*(engine.start() for engine in wave))
         try:
+            # The engines' own limits end with their start: from here on nothing else would notice
+            # one that hangs.
             async with asyncio.timeout(self.request_timeout_s):
                 for index, stats in enumerate(await self.stats()):
                     self.pool.router.capacity[index] = stats.cache_tokens or inf
@@ -163,25 +168,32 @@ class InferenceClient:
         return await self._only(self.generate_group([request]))
 
     async def go_on(
-        self, request: GenerationRequest, partial: GenerationOutput
+        self,
+        request: GenerationRequest,
+        partial: GenerationOutput,
     ) -> GenerationOutput:
-        """Answer a request of which there is a part; it may be whole (it has a ``finish_reason``).
-        As ``generate``."""
+        """Answer a request of which a part is known; its errors are those of ``generate``.
+
+        Args:
+            partial: returned as it is if it is complete (it has a ``finish_reason``).
+        """
         partial = replace(partial, request_id=request.request_id)
         if partial.finish_reason or len(partial.token_ids) >= request.sampling.max_tokens:
             return replace(partial, finish_reason=partial.finish_reason or "length")
-        return await self._only(
-            self.generate_group([request], replace(partial, finish_reason="abort"))
-        )
+        partial.finish_reason = "abort"
+        return await self._only(self.generate_group([request], partial))
 
     @staticmethod
     async def _only(answers: AsyncGenerator[list[GenerationOutput], None]) -> GenerationOutput:
+        # Closed here, an abort is sent at once, and not when the generator is collected as garbage.
         async with contextlib.aclosing(answers):
             (answer,) = await anext(answers)
             return answer
 
     async def generate_group(
-        self, requests: Sequence[GenerationRequest], partial: GenerationOutput | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        partial: GenerationOutput | None = None,
     ) -> AsyncGenerator[list[GenerationOutput], None]:
         """Answer each request once, in lists, as they finish. Errors are those of ``generate``.
 
@@ -212,8 +224,8 @@ class InferenceClient:
             for piece in list(group.in_flight):
                 self._remove(piece)
             for name in group.requests:
-                self._inflight.before.pop(name, None)
-            self._advance()
+                self._inflight.earlier_answers.pop(name, None)
+            self._advance()  # removed requests have made room at their engines
 
     def _submit(self, request: GenerationRequest, caller_id: str, group: InflightGroup) -> None:
         """Queue a request, or the rest of one."""
@@ -231,8 +243,7 @@ class InferenceClient:
             self._cut.add(name)
 
     def _take(self, piece: InflightRequest) -> GenerationOutput | None:
-        """The whole answer that the piece completes; None if it was cut, and the rest is
-        requested."""
+        """The answer that the piece completes; None if it was cut, and the rest is requested."""
         self._remove(piece)
         answer = piece.result
         group = piece.group
@@ -241,10 +252,11 @@ class InferenceClient:
             raise answer
         assert answer is not None
         request = group.requests[name]
-        before = self._inflight.before.pop(name, None)
-        if before is not None:
-            seen = len(before.token_ids)
-            answer = cut_at_stop_string(request, join(before, answer), seen, self._tokenizer)
+        earlier_answers = self._inflight.earlier_answers.pop(name, None)
+        if earlier_answers is not None:
+            seen_tokens = len(earlier_answers.token_ids)
+            answer = join(earlier_answers, answer)
+            answer = cut_at_stop_string(request, answer, seen_tokens, self._tokenizer)
         if answer.finish_reason == "abort" and answer.request_id in self._cut:
             self._cut.discard(answer.request_id)
             self._continue(request, answer, group)
@@ -256,12 +268,15 @@ class InferenceClient:
         return replace(answer, request_id=name)
 
     def _continue(
-        self, request: GenerationRequest, answer: GenerationOutput, group: InflightGroup
+        self,
+        request: GenerationRequest,
+        answer: GenerationOutput,
+        group: InflightGroup,
     ) -> None:
         """Request the rest of an answer, or all of it again."""
         if any(getattr(request.sampling, name) for name in COUNTS_RESPONSE):
             answer = GenerationOutput(request.request_id)
-        self._inflight.before[request.request_id] = answer
+        self._inflight.earlier_answers[request.request_id] = answer
         self._submit(continuation(request, answer), request.request_id, group)
 
     def _remove(self, piece: InflightRequest) -> None:
@@ -274,10 +289,7 @@ class InferenceClient:
             if piece.result is None:
                 self._outgoing(charge.engine).abandoned.append(name)
                 self._inflight.leaving[charge.engine].add(name)
-            if isinstance(piece.result, GenerationOutput):
-                answer = piece.result
-            else:
-                answer = None
+            answer = piece.result if isinstance(piece.result, GenerationOutput) else None
             self.pool.router.ended(charge, answer, asyncio.get_running_loop().time())
         piece.abandon()
         if not self._inflight:
@@ -288,13 +300,12 @@ class InferenceClient:
         while self._queue:
             now = asyncio.get_running_loop().time()
             queued = len(self._queue)
-            samples = self._first_in_queue()
-            if samples:
-                charges = self.pool.router.choose_group(
-                    [piece.request for piece in samples], now, queued
-                )
-            else:
-                charges = []
+            samples = self._samples_in_front()
+            if not samples:  # no caller waited for any of them: look at the next ones
+                continue
+            requests = [piece.request for piece in samples]
+            charges = self.pool.router.choose_group(requests, now, queued)
+            # There are fewer charges than samples when the engines are full.
             for piece, charge in zip(samples, charges, strict=False):
                 del self._queue[piece]
                 piece.since_s = now
@@ -303,9 +314,11 @@ class InferenceClient:
             if len(charges) < len(samples):
                 return
 
-    def _first_in_queue(self) -> list[InflightRequest]:
-        """The first requests, as far as they have one prompt; those without a waiting caller leave
-        the queue."""
+    def _samples_in_front(self) -> list[InflightRequest]:
+        """The first requests of the queue, as far as they are samples of one prompt.
+
+        Requests without a waiting caller leave the queue.
+        """
         samples: list[InflightRequest] = []
         for piece in list(islice(self._queue, MAX_GROUP)):
             if piece.done:
@@ -317,29 +330,27 @@ class InferenceClient:
         return samples
 
     def _outgoing(self, index: int) -> Outgoing:
-        """What the engine is sent in the next turn of the event loop, with everything of this
-        turn."""
+        """The message to the engine in the next turn of the event loop; this turn adds to it."""
         if index not in self._outbox:
             self._outbox[index] = Outgoing([], [])
             self._unsent.add(index)
-            if not self._collecting:
+            if not self._collecting_blocks:
                 self._start_sending()
         return self._outbox[index]
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Requests that are made inside leave at its end, in one message per engine, though other
-        tasks run meanwhile.
+        """Requests that are made in the block leave at its end, in one message per engine.
 
-        An engine that gets them in several messages would begin with some of them: what it computes
-        together would depend on the time.
+        Other tasks may run in the block. An engine that gets the requests in several messages would
+        begin with some of them: which ones it computes together would depend on the time.
         """
-        self._collecting += 1
+        self._collecting_blocks += 1
         try:
             yield
         finally:
-            self._collecting -= 1
-            if not self._collecting:
+            self._collecting_blocks -= 1
+            if not self._collecting_blocks:
                 self._start_sending()
 
     def _start_sending(self) -> None:
@@ -352,86 +363,91 @@ class InferenceClient:
             task.add_done_callback(calls.discard)
 
     async def _send(self, index: int) -> None:
+        """Send an engine's message, and pass its answers to the callers until all have one."""
         requests, abandoned = self._outbox.pop(index)
         engine = self.engines[index]
-        waiting = {
-            inflight.request.request_id: inflight for inflight in requests if not inflight.done
-        }
+        unanswered = {piece.request.request_id: piece for piece in requests if not piece.done}
         try:
             if abandoned:
-                with contextlib.suppress(
-                    Exception
-                ):  # the error of a failed engine goes to those who still wait
+                # The error of a failed engine goes to the callers that still wait.
+                with contextlib.suppress(Exception):
                     await engine.abort(abandoned)
                 self._inflight.leaving[index].difference_update(abandoned)
-            if not waiting:
+            if not unanswered:
                 return
-            async for outputs in engine.generate(
-                [inflight.request for inflight in waiting.values()]
-            ):
+            request_list = [piece.request for piece in unanswered.values()]
+            async for outputs in engine.generate(request_list):
                 self._limit.answered(index)
                 tokens = 0
                 for output in outputs:
-                    failed = output.finish_reason == "error"
-                    waiting.pop(output.request_id).finish(
-                        RequestFailedError(output.error) if failed else output
-                    )
+                    piece = unanswered.pop(output.request_id)
+                    if output.finish_reason == "error":
+                        piece.finish(RequestFailedError(output.error))
+                    else:
+                        piece.finish(output)
                     tokens += len(output.token_ids) + ANSWER_TOKENS
                     if tokens >= TURN_TOKENS:  # let the callers, and others, have their turn
                         tokens = 0
                         await asyncio.sleep(0)
-            if waiting:
-                raise RuntimeError(
-                    f"engine {index} ended without answering {', '.join(sorted(waiting)[:5])}"
-                )
+            if unanswered:
+                names = ", ".join(sorted(unanswered)[:5])
+                raise RuntimeError(f"engine {index} ended without answering {names}")
         except BaseException as error:
-            if isinstance(error, EngineFailedError) and self.pool.fail(
-                index, error, asyncio.current_task()
-            ):
-                return
-            ended = isinstance(error, asyncio.CancelledError)
-            for inflight in waiting.values():
-                inflight.finish(RuntimeError(SHUT_DOWN) if ended else error)
+            call = asyncio.current_task()
+            if isinstance(error, EngineFailedError) and self.pool.fail(index, error, call):
+                return  # the requests continue at other engines (``_recover``)
+            is_shutdown = isinstance(error, asyncio.CancelledError)
+            for piece in unanswered.values():
+                piece.finish(RuntimeError(SHUT_DOWN) if is_shutdown else error)
             if not isinstance(error, Exception):
                 raise
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End these requests (all of them: None) for good, also if they had been cut."""
-        if request_ids is not None:
-            callers = set(request_ids)
-            request_ids = [
-                name for name, inflight in self._inflight.items() if inflight.caller_id in callers
-            ]
-        ended = list(self._inflight if request_ids is None else request_ids)
-        self._cut.difference_update(ended)
-        for inflight in [self._inflight[name] for name in ended]:
-            if inflight.charge is None:
+        callers = set(request_ids or ())
+        ended_ids = []
+        for name, inflight in self._inflight.items():
+            if request_ids is None or inflight.caller_id in callers:
+                ended_ids.append(name)
+        self._cut.difference_update(ended_ids)
+        for name in ended_ids:
+            inflight = self._inflight[name]
+            if inflight.charge is None:  # no engine knows it
                 inflight.finish(inflight.so_far)
+        if request_ids is not None:
+            request_ids = ended_ids
         await self.pool.all(lambda engine: engine.abort(request_ids))
 
     async def progress(
-        self, request_ids: Collection[str] | None = None
+        self,
+        request_ids: Collection[str] | None = None,
     ) -> dict[str, GenerationOutput]:
-        """What the healthy engines have of these unanswered requests (of all: None), by their
-        ids."""
-        await asyncio.gather(*(self.poll(index) for index in self.pool.healthy))
+        """The tokens that the healthy engines have of these unanswered requests, by request id.
+
+        Args:
+            request_ids: as the callers gave them; None: of all.
+        """
+        await asyncio.gather(*map(self.poll, self.pool.healthy))
         return self._inflight.so_far(request_ids)
 
     async def poll(self, index: int, *, tokens: bool = True) -> None:
-        """Ask an engine for a heartbeat. With ``tokens`` for its progress, which its requests would
-        continue from."""
+        """Ask an engine for a heartbeat.
+
+        Args:
+            tokens: ask for its progress, from which its requests would continue after a failure.
+        """
         answer: tuple[Any] | None
         if tokens:
-            async with self._polling[index]:
+            async with self._poll_locks[index]:  # progress is new tokens: its order matters
                 requests = self._inflight.at(index)
-                leaving = set(self._inflight.leaving[index])
+                leaving_ids = set(self._inflight.leaving[index])
                 try:
                     answer = await self.pool.ask(index, self.engines[index].progress())
                 except BaseException:
                     for inflight in (*requests.values(), *self._inflight.at(index).values()):
                         inflight.received = None  # progress may have been lost on its way
                     raise
-                self._inflight.receive(requests, answer[0] if answer else (), leaving)
+                self._inflight.receive(requests, answer[0] if answer else (), leaving_ids)
         else:
             answer = await self.pool.ask(index, self.engines[index].heartbeat())
         router = self.pool.router
@@ -445,7 +461,8 @@ class InferenceClient:
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[list[float]]]:
         """Per healthy engine, the log-probability of each token after the first."""
-        return list((await self.pool.all(lambda engine: engine.score(sequences))).values())
+        scores = await self.pool.all(lambda engine: engine.score(sequences))
+        return list(scores.values())
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         self._paused = True
@@ -463,10 +480,12 @@ class InferenceClient:
         await self.pool.all(lambda engine: engine.resume())
 
     async def update_weights(
-        self, update: WeightUpdate, engines: Collection[int] | None = None
+        self,
+        update: WeightUpdate,
+        engines: Collection[int] | None = None,
     ) -> list[str]:
-        """As ``InferenceEngine.update_weights``, of these engines (None: all) that are awake."""
-        # what engines have in their caches was computed by the old weights
+        """``InferenceEngine.update_weights`` of these engines (None: all) that are awake."""
+        # Prompts in the engines' caches were computed by the former weights.
         self.pool.router.prompts.clear()
         self.updating = True
         try:
@@ -477,90 +496,108 @@ class InferenceClient:
                     "update_weights",
                 )
                 return []
-            chosen = [index for index in self.pool.awake if engines is None or index in engines]
-            answers = await self.pool.all(lambda engine: engine.update_weights(update), chosen)
+            indexes = _selected(self.pool.awake, engines)
+            answers = await self.pool.all(lambda engine: engine.update_weights(update), indexes)
         finally:
             self.updating = False
-        return sorted({name for unproven in answers.values() for name in unproven or ()})
+        unproven: set[str] = set()
+        for names in answers.values():
+            unproven.update(names or ())
+        return sorted(unproven)
 
     async def sleep(self, engines: Collection[int] | None = None) -> None:
-        """These engines (None: all) free their memory. Their requests continue at the others, or
-        wait here."""
-        chosen = [index for index in self.pool.awake if engines is None or index in engines]
-        self.pool.router.open[chosen] = False
-        await asyncio.gather(*(self._withdraw(index) for index in chosen))
-        self.pool.asleep.update(chosen)
-        await self.pool.all(
-            lambda engine: engine.sleep(), [i for i in chosen if self.pool.router.healthy[i]]
-        )
+        """These engines (None: all) free their memory; their requests continue at the others."""
+        pool = self.pool
+        indexes = _selected(pool.awake, engines)
+        # Closed before the requests leave: else the router would send them back.
+        pool.router.open[indexes] = False
+        await asyncio.gather(*map(self._withdraw, indexes))
+        pool.asleep.update(indexes)
+        await pool.all(lambda engine: engine.sleep(), _selected(pool.healthy, indexes))
 
     async def wake(self, part: WakePart, engines: Collection[int] | None = None) -> None:
         """These engines (None: all) take requests again when their caches are awake."""
-        chosen = [index for index in self.pool.healthy if engines is None or index in engines]
-        await self.pool.all(lambda engine: engine.wake(part), chosen)
+        indexes = _selected(self.pool.healthy, engines)
+        await self.pool.all(lambda engine: engine.wake(part), indexes)
         if part == "weights":
-            self.pool.asleep.difference_update(chosen)
+            self.pool.asleep.difference_update(indexes)
             return
-        self.pool.router.open[chosen] = True
+        self.pool.router.open[indexes] = True
         now = asyncio.get_running_loop().time()
-        for inflight in self._queue:
+        for inflight in self._queue:  # the time while engines sleep counts for no limit
             inflight.since_s = now
         self._advance()
-        await self._share(chosen)
+        await self._share(indexes)
 
     async def _withdraw(self, index: int) -> None:
         """An engine ends its requests; they continue where the router sends them."""
-        while leaving := {n: each for n, each in self._inflight.at(index).items() if not each.done}:
-            self._cut.update(leaving)
-            if await self.pool.ask(index, self.engines[index].abort(list(leaving))) is None:
+        while leaving_requests := self._unfinished_at(index):
+            names = [inflight.request.request_id for inflight in leaving_requests]
+            self._cut.update(names)
+            abort = self.engines[index].abort(names)
+            if await self.pool.ask(index, abort) is None:
                 return  # it has failed
-            await asyncio.wait({each.end() for each in leaving.values()}, timeout=ARRIVAL_S)
+            await asyncio.wait([inflight.end() for inflight in leaving_requests], timeout=ARRIVAL_S)
         calls = set(self.pool.calls[index])
-        if calls:  # of what callers have abandoned
+        if calls:  # of requests that their callers have abandoned
             await asyncio.wait(calls)
 
+    def _unfinished_at(self, index: int) -> list[InflightRequest]:
+        """The requests at an engine that have no result."""
+        return [inflight for inflight in self._inflight.at(index).values() if not inflight.done]
+
     async def _share(self, woken: Collection[int]) -> None:
-        """Engines that woke get requests that others have not begun, the newest first, up to equal
-        numbers."""
+        """Engines that woke get the newest requests that the others have not begun.
+
+        Afterwards all engines have about equal numbers of requests.
+        """
         router = self.pool.router
-        mean = -(-int(router.in_flight.sum()) // max(int((router.healthy & router.open).sum()), 1))
+        engines = int((router.healthy & router.open).sum())
+        mean = ceil(int(router.in_flight.sum()) / max(engines, 1))
         calls = []
-        for index in [index for index in self.pool.awake if index not in woken]:
-            waiting = [
-                each.request for each in self._inflight.at(index).values() if each.received == []
-            ]
-            moved = waiting[::-1][: max(int(router.in_flight[index]) - mean, 0)]
-            for request in moved:
+        for index in self.pool.awake:
+            if index in woken:
+                continue
+            waiting = []
+            for inflight in self._inflight.at(index).values():
+                if inflight.received == []:  # it has no token yet: moving it loses no work
+                    waiting.append(inflight.request)
+            waiting.reverse()
+            excess = max(int(router.in_flight[index]) - mean, 0)
+            names = []
+            for request in waiting[:excess]:
                 router.sessions.pop(request.session_id or "", None)  # which would stay where it is
-            names = [request.request_id for request in moved]
+                names.append(request.request_id)
             if names:
                 self._cut.update(names)
-                calls.append(self.pool.ask(index, self.engines[index].abort(names)))
+                abort = self.engines[index].abort(names)
+                calls.append(self.pool.ask(index, abort))
         await asyncio.gather(*calls)
 
     async def waiting(self) -> int:
         """Requests that no engine computes yet."""
-        return len(self._queue) + sum(stats.waiting for stats in await self.stats())
+        waiting = len(self._queue)
+        for stats in await self.stats():
+            waiting += stats.waiting
+        return waiting
 
     async def stats(self) -> list[EngineStats]:
-        """Per engine, by its place; nothing but zeros for one that has failed."""
+        """Per engine, by its number; zeros for one that has failed."""
         stats = await self.pool.all(lambda engine: engine.stats(), self.pool.healthy)
-        return [
-            stats.get(i, EngineStats(gone=bool(left)))
-            for i, left in enumerate(self.pool.router.left)
-        ]
+        result = []
+        for index, left in enumerate(self.pool.router.left):
+            result.append(stats.get(index, EngineStats(gone=bool(left))))
+        return result
 
     async def shutdown(self) -> None:
-        await asyncio.sleep(
-            0
-        )  # a ``_send`` that is cancelled before it starts would not answer its callers
-        calls = set[asyncio.Future[Any]]().union(*self.pool.calls)
+        # A ``_send`` that is cancelled before it starts would not answer its callers.
+        await asyncio.sleep(0)
+        calls = list(chain.from_iterable(self.pool.calls))
         for task in calls:
             task.cancel()
-        await asyncio.gather(
-            *calls, *(engine.shutdown() for engine in self.engines), return_exceptions=True
-        )
-        self._fail_all(RuntimeError(SHUT_DOWN))  # what had no engine
+        shutdowns = [engine.shutdown() for engine in self.engines]
+        await asyncio.gather(*calls, *shutdowns, return_exceptions=True)
+        self._fail_all(RuntimeError(SHUT_DOWN))  # requests that had no engine
         await self._limit.close()
 
     # ---------------------------------------------------------------- failures, and engines that
@@ -569,18 +606,20 @@ class InferenceClient:
     def _recover(self, index: int) -> LostWork:
         """An engine has failed or left: its requests continue at the others."""
         self._outbox.pop(index, None)
-        lost = [inflight for inflight in self._inflight.at(index).values() if not inflight.done]
-        answers = [inflight.so_far for inflight in lost]
-        for inflight, answer in zip(lost, answers, strict=True):
+        lost_requests = self._unfinished_at(index)
+        tokens = 0
+        for inflight in lost_requests:
+            answer = inflight.so_far
+            tokens += len(answer.token_ids)
             self._cut.add(answer.request_id)
             inflight.finish(answer)
-        return LostWork(len(lost), sum(len(answer.token_ids) for answer in answers))
+        return LostWork(len(lost_requests), tokens)
 
     async def admit(self, index: int, engine: InferenceEngine) -> None:
         """This engine, which holds the weights of the others, takes the place of the failed one."""
         self.pool.asleep.discard(index)
         paused = False
-        while paused != self._paused:
+        while paused != self._paused:  # the others may be paused or resumed during the call
             paused = self._paused
             await (engine.pause("keep") if paused else engine.resume())
         self.engines[index] = engine
@@ -588,29 +627,32 @@ class InferenceClient:
         self._advance()
 
     async def join(self, engine: InferenceEngine) -> int:
-        """As ``admit``, in a place of its own, whose number is returned."""
-        capacity = (await engine.stats()).cache_tokens or inf
-        index = self.pool.router.add()
-        self.pool.router.capacity[index] = capacity
+        """``admit`` under a new number, which is returned."""
+        stats = await engine.stats()
+        router = self.pool.router
+        index = router.add()
+        router.capacity[index] = stats.cache_tokens or inf
         self.engines.append(engine)
         self.pool.calls.append(set())
-        self._polling.append(asyncio.Lock())
+        self._poll_locks.append(asyncio.Lock())
         await self.admit(index, engine)
         return index
 
     async def remove(self, index: int, patience_s: float) -> int:
-        """This engine gets no request any more, and its own continue at the others. Returns the
-        number of these."""
-        self.pool.router.healthy[index] = False
-        self.pool.router.left[index] = True
-        leaving = self._inflight.at(index)
-        with contextlib.suppress(
-            Exception
-        ):  # if it fails or hangs, they continue from what is known of them
+        """This engine gets no request any more; its requests continue at the others.
+
+        Returns the number of these requests.
+        """
+        router = self.pool.router
+        router.healthy[index] = False
+        router.left[index] = True
+        leaving_requests = self._inflight.at(index)
+        # If the engine fails or hangs, its requests continue from the tokens that are known.
+        with contextlib.suppress(Exception):
             async with asyncio.timeout(patience_s):
                 await self._withdraw(index)
         self._recover(index)
-        return len(leaving)
+        return len(leaving_requests)
 
     def give_up(self, error: BaseException) -> None:
         """No engine will answer any more: every request and call raises this."""
@@ -620,3 +662,8 @@ class InferenceClient:
     def _fail_all(self, error: BaseException) -> None:
         for inflight in self._inflight.values():
             inflight.finish(error)
+
+
+def _selected(indexes: Sequence[int], engines: Collection[int] | None) -> list[int]:
+    """The indexes of these engines; None: all indexes."""
+    return [index for index in indexes if engines is None or index in engines]

@@ -1,7 +1,7 @@
 """Engines that join and leave a run while it continues, as a file in its folder says.
 
 ```
- a line is added   ──▶ made, started ──▶ given the others' weights, proven by digests ──▶ takes requests.
+ a line is added   ──▶ made, started ──▶ weight sync, proven by digests ──▶ takes requests.
  a line is removed ──▶ between two syncs: gets no request ──▶ its requests continue at the others
  ──▶ shut down.
 ```
@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 
 FILE = "engines.txt"
 HEAD = "# The engines of this run, one a line: one that is added joins, one that is taken away leaves.\n"
-RETRY_S = 30.0  # until a server that could not join is asked again
-LEAVING_S = 30.0
+RETRY_S = 30.0  # before the next attempt with a server that could not join
+LEAVING_S = 30.0  # for a leaving engine to end its requests; then their known tokens are used
 
 MakeEngine = Callable[[str], Awaitable[InferenceEngine]]
 
@@ -71,7 +71,8 @@ class ElasticEngines(RunExtension):
         interval_s: float,
         limit_s: float,
     ) -> None:
-        self.joined = self.left = 0
+        self.joined = 0
+        self.left = 0
         self._client = client
         self._weights = weights
         self._supervisor = supervisor
@@ -79,18 +80,20 @@ class ElasticEngines(RunExtension):
         self._file = file
         self._interval_s = interval_s
         self._limit_s = limit_s
-        self._indexes = {name.rstrip("/"): index for index, name in enumerate(names)}
+        self._indexes: dict[str, int] = {}
+        for index, name in enumerate(names):
+            self._indexes[name.rstrip("/")] = index
         self._servers = any(map(is_server, names))
-        self._rejected: dict[str, float] = {}  # name -> when it may be asked again
-        self._logged: set[str] = set()
+        self._retry_times: dict[str, float] = {}  # name -> when it may be asked again
+        self._logged_lines: set[str] = set()
         self._text = ""
-        self._watching: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
 
     def on_start(self, trainer: Watched) -> None:
-        if self._watching is None:
+        if self._watch_task is None:
             if not self._file.exists():  # else it was changed before a controller was restarted
                 write_engine_list(self._file, list(self._indexes))
-            self._watching = asyncio.get_running_loop().create_task(self._watch())
+            self._watch_task = asyncio.get_running_loop().create_task(self._watch())
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         if self.joined or self.left:
@@ -98,12 +101,12 @@ class ElasticEngines(RunExtension):
             metrics["engines/alive"] = float(len(self._client.pool.healthy))
 
     async def close(self) -> None:
-        """No engine joins or leaves any more; those that are joining are ended."""
-        watching = self._watching
-        self._watching = None
-        if watching is not None:
-            watching.cancel()
-            await asyncio.gather(watching, return_exceptions=True)
+        """No engine joins or leaves any more; engines that are joining are ended."""
+        task = self._watch_task
+        self._watch_task = None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
             self._file.unlink(missing_ok=True)
 
     async def _watch(self) -> None:
@@ -115,23 +118,25 @@ class ElasticEngines(RunExtension):
                 continue
             if text != self._text:
                 self._text = text
-                self._rejected.clear()
-                self._logged.clear()
+                self._retry_times.clear()
+                self._logged_lines.clear()
             names = read_engine_list(text)
             if names:  # an empty file may be half written
-                for name in [name for name in names if name not in self._indexes]:
-                    await self._join(name)
-                for name in [name for name in self._indexes if name not in names]:
-                    await self._leave(name)
+                for name in names:
+                    if name not in self._indexes:
+                        await self._join(name)
+                for name in list(self._indexes):  # a copy: ``_leave`` changes it
+                    if name not in names:
+                        await self._leave(name)
 
     async def _join(self, name: str) -> None:
-        now = asyncio.get_running_loop().time
-        began = now()
+        clock = asyncio.get_running_loop().time
+        start_s = clock()
         problem = wrong_name(name, servers=self._servers)
         if problem:
             self._warn(f"{self._file.name}: {problem}")
             return
-        if began < self._rejected.get(name, 0.0):
+        if start_s < self._retry_times.get(name, 0.0):
             return
         try:
             async with ended_on_error(await self._make(name)) as engine:
@@ -143,58 +148,62 @@ class ElasticEngines(RunExtension):
                     await engine.update_weights(update)
                     index = await self._client.join(engine)
         except Exception as error:
-            if is_server(name):
-                self._rejected[name] = now() + RETRY_S
+            if is_server(name):  # it may be started later
+                self._retry_times[name] = clock() + RETRY_S
+                retry = "asked again"
             else:
-                self._rejected[name] = float("inf")
-            if is_server(name):
-                again = "asked again"
-            else:
-                again = f"left out until {self._file.name} changes"
-            self._warn(f"engine {name} could not join and is {again}: {headline(error)}")
+                self._retry_times[name] = float("inf")
+                retry = f"left out until {self._file.name} changes"
+            self._warn(f"engine {name} could not join and is {retry}: {headline(error)}")
             return
         self._indexes[name] = index
         self._supervisor.watch(index)
         self.joined += 1
-        took = now() - began
+        duration_s = clock() - start_s
         log.info(
             "engine %s has joined after %.1f s, with the weights of version %d",
             name,
-            took,
+            duration_s,
             update.version,
         )
 
     async def _leave(self, name: str) -> None:
         index = self._indexes[name]
         async with self._weights.quiet():  # in a sync by NCCL the others would wait for it
-            if not [other for other in self._client.pool.healthy if other != index]:
+            if not set(self._client.pool.healthy) - {index}:
                 self._warn(f"engine {name} stays: it is the last healthy one")
                 return
             self._supervisor.forget(index)
-            moved = await self._client.remove(index, LEAVING_S)
+            request_count = await self._client.remove(index, LEAVING_S)
         del self._indexes[name]
         self.left += 1
-        log.info("engine %s has left; %d requests continue on the others", name, moved)
+        log.info("engine %s has left; %d requests continue on the others", name, request_count)
         await asyncio.gather(self._client.engines[index].shutdown(), return_exceptions=True)
 
     def _warn(self, line: str) -> None:
         """Once, until the file changes."""
-        if line not in self._logged:
-            self._logged.add(line)
+        if line not in self._logged_lines:
+            self._logged_lines.add(line)
             log.warning("%s", line)
 
 
 def read_engine_list(text: str) -> list[str]:
-    """The names in a file, each once."""
-    lines = (line.partition("#")[0].strip().rstrip("/") for line in text.splitlines())
-    return list(dict.fromkeys(line for line in lines if line))
+    """The names in a file, without duplicates, in order."""
+    names = {}
+    for line in text.splitlines():
+        name, _, _ = line.partition("#")
+        name = name.strip().rstrip("/")
+        if name:
+            names[name] = None
+    return list(names)
 
 
 def write_engine_list(file: Path, names: Sequence[str]) -> None:
-    """Atomically: a reader finds the old or the new file."""
-    unfinished = file.with_name(f".{file.name}")
-    unfinished.write_text(HEAD + "".join(f"{name}\n" for name in names), encoding="utf-8")
-    unfinished.replace(file)
+    """Write atomically: a reader finds the old or the new file."""
+    new_file = file.with_name(f".{file.name}")
+    lines = [f"{name}\n" for name in names]
+    new_file.write_text(HEAD + "".join(lines), encoding="utf-8")
+    new_file.replace(file)
 
 
 def is_server(name: str) -> bool:
@@ -202,7 +211,11 @@ def is_server(name: str) -> bool:
 
 
 def wrong_name(name: str, *, servers: bool) -> str:
-    """What is wrong with the name of an engine that shall join; empty if nothing is."""
+    """The problem with the name of an engine that shall join; empty if there is none.
+
+    Args:
+        servers: the run's engines are servers.
+    """
     if servers and not is_server(name):
         return (
             f"{name!r} is not the address of a server, as the run's engines are (http://host:port)"

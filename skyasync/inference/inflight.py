@@ -1,5 +1,4 @@
-"""Requests in flight, and answers that are made of several pieces: a request that was cut continues
-as a new one.
+"""Requests in flight, and answers in several pieces: a request that was cut continues as a new one.
 
 Invariant: the joined pieces are what one engine would have given without the cut: no token is lost
 or repeated.
@@ -34,13 +33,13 @@ class InflightGroup:
     def __init__(self, requests: Iterable[GenerationRequest]) -> None:
         self.requests = {request.request_id: request for request in requests}
         self.in_flight: dict[InflightRequest, None] = {}
-        self._answered: list[InflightRequest] = []
+        self._answered_requests: list[InflightRequest] = []
         self._error: TimeoutError | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     def answer(self, piece: InflightRequest) -> None:
         """Wake the caller: this piece has its result."""
-        self._answered.append(piece)
+        self._answered_requests.append(piece)
         self._wake()
 
     def expire(self, error: TimeoutError) -> None:
@@ -62,14 +61,14 @@ class InflightGroup:
         Raises:
             TimeoutError: of ``expire``.
         """
-        if not self._answered:
+        if not self._answered_requests:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if self._error is not None:
             raise self._error
-        answered = self._answered
-        self._answered = []
-        return answered
+        requests = self._answered_requests
+        self._answered_requests = []
+        return requests
 
     @property
     def cancelled(self) -> bool:
@@ -96,9 +95,8 @@ class InflightRequest:
     group: InflightGroup
     charge: Charge | None = None
     since_s: float = 0.0
-    received: list[GenerationOutput] | None = field(
-        default_factory=list
-    )  # None: some of it may be missing
+    # Progress of the engine since the request was sent; None: some of it may have been lost.
+    received: list[GenerationOutput] | None = field(default_factory=list)
     result: GenerationOutput | BaseException | None = None
     _end: asyncio.Future[None] | None = None
 
@@ -134,32 +132,32 @@ class InflightRequest:
     @property
     def so_far(self) -> GenerationOutput:
         """The answer as if it had been cut after what is known of it."""
-        received = self.received
-        if not received:
+        outputs = self.received
+        if not outputs:  # unknown, or no token yet: the request starts over
             return GenerationOutput(self.request.request_id, finish_reason="abort")
-        whole = GenerationOutput(
+        answer = GenerationOutput(
             self.request.request_id,
-            np.concatenate([each.token_ids for each in received]),
-            np.concatenate([each.logprobs for each in received]),
-            np.concatenate([each.versions for each in received]),
+            np.concatenate([output.token_ids for output in outputs]),
+            np.concatenate([output.logprobs for output in outputs]),
+            np.concatenate([output.versions for output in outputs]),
             "abort",
-            joined_experts(each.experts for each in received),
+            joined_experts(output.experts for output in outputs),
         )
-        self.received = [whole]  # so that frequent calls join it once
-        return whole
+        self.received = [answer]  # so that frequent calls join the pieces once
+        return answer
 
 
 class InflightTable(dict[str, InflightRequest]):
     """The requests that wait for an answer, by the ids that the engines know.
 
     Attributes:
-        before: by the caller's id, all earlier pieces of what continues.
-        leaving: by engine, ids that were abandoned, and that it may still know.
+        earlier_answers: by the caller's id, the answer before the piece that is in flight.
+        leaving: by engine, ids of abandoned requests that the engine may still know.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.before: dict[str, GenerationOutput] = {}
+        self.earlier_answers: dict[str, GenerationOutput] = {}
         self.leaving: defaultdict[int, set[str]] = defaultdict(set)
         self._at: dict[int, dict[str, InflightRequest]] = {}
 
@@ -174,61 +172,69 @@ class InflightTable(dict[str, InflightRequest]):
             del self._at[charge.engine][name]
 
     def at(self, engine: int) -> dict[str, InflightRequest]:
-        """A copy, made for every heartbeat: its cost is that of this engine's requests."""
+        """The engine's requests by their ids, as a copy.
+
+        Heartbeats call this: the cost depends on this engine's requests alone.
+        """
         return dict(self._at.get(engine, ()))
 
     def receive(
         self,
-        before: Mapping[str, InflightRequest],
+        sent_requests: Mapping[str, InflightRequest],
         progress: Iterable[GenerationOutput],
-        leaving: Collection[str] = (),
+        leaving_ids: Collection[str] = (),
     ) -> None:
         """Record an engine's progress.
 
         Args:
-            before: the requests that it had when the progress was requested; ``leaving``: the ids
-                that were leaving.
+            sent_requests: the engine's requests when the progress was requested.
+            progress: the engine's answer.
+            leaving: the ids that were leaving at that time.
         """
-        for each in progress:
-            request = self.get(each.request_id)
+        for output in progress:
+            request = self.get(output.request_id)
             if request is None:  # answered meanwhile
                 continue
-            known = before.get(each.request_id)
-            new = known is None and each.request_id not in leaving  # it may have started meanwhile
-            if (
-                known is not request and not new
-            ):  # the progress may be that of another request of the same name
+            sent_request = sent_requests.get(output.request_id)
+            # A request that was sent after the call may have started before the engine answered.
+            may_be_new = sent_request is None and output.request_id not in leaving_ids
+            if sent_request is not request and not may_be_new:
+                # The progress may be that of an abandoned request of the same id.
                 request.received = None
             elif request.received is not None:
-                request.received.append(each)
+                request.received.append(output)
 
     def so_far(self, request_ids: Collection[str] | None = None) -> dict[str, GenerationOutput]:
-        """What is known of these requests (None: of all), by their callers' ids."""
-        parts = {
-            r.caller_id: r.so_far
-            for r in self.values()
-            if request_ids is None or r.caller_id in request_ids
-        }
-        return parts | {
-            name: join(before, parts[name]) for name, before in self.before.items() if name in parts
-        }
+        """The known tokens of these requests (None: of all), by their callers' ids."""
+        answers: dict[str, GenerationOutput] = {}
+        for inflight in self.values():
+            name = inflight.caller_id
+            if request_ids is not None and name not in request_ids:
+                continue
+            answers[name] = inflight.so_far
+            if name in self.earlier_answers:
+                answers[name] = join(self.earlier_answers[name], answers[name])
+        return answers
 
 
 def continuation(request: GenerationRequest, answer: GenerationOutput) -> GenerationRequest:
-    """The request for what ``answer`` lacks. With a seed its tokens are those that it would have
-    had without a cut; without one a new id gives it a random stream of its own."""
-    done = len(answer.token_ids)
+    """The request for the tokens that ``answer`` lacks.
+
+    With a seed its tokens are those that it would have had without the cut. Without a seed the new
+    id gives it a random stream of its own.
+    """
+    token_count = len(answer.token_ids)
     sampling = request.sampling
     return replace(
         request,
         continues=True,
-        drawn=done,
-        request_id=f"{request.request_id}+{done}",
+        response_tokens=token_count,
+        request_id=f"{request.request_id}+{token_count}",
         prompt_token_ids=np.concatenate([request.prompt_token_ids, answer.token_ids]),
         sampling=replace(
             sampling,
-            max_tokens=sampling.max_tokens - done,
-            min_tokens=max(sampling.min_tokens - done, 0),
+            max_tokens=sampling.max_tokens - token_count,
+            min_tokens=max(sampling.min_tokens - token_count, 0),
         ),
     )
 
@@ -238,12 +244,15 @@ def join(answer: GenerationOutput, more: GenerationOutput) -> GenerationOutput:
 
     Experts that both report are those of the first: its tokens were computed with them.
     """
-    known = 0 if answer.experts is None else len(answer.experts)
+    experts = answer.experts  # [tokens, layers, experts per token]
+    if more.experts is not None:
+        expert_count = 0 if experts is None else len(experts)
+        experts = joined_experts([experts, more.experts[expert_count:]])
     return GenerationOutput(
         more.request_id,
         np.concatenate([answer.token_ids, more.token_ids]),
         np.concatenate([answer.logprobs, more.logprobs]),
         np.concatenate([answer.versions, more.versions]),
         more.finish_reason,
-        joined_experts([answer.experts, None if more.experts is None else more.experts[known:]]),
+        experts,
     )

@@ -30,21 +30,16 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 PauseMode = Literal["keep", "abort", "wait"]
 
 
-#: What the numbers of ``SamplingParams`` may be, by their names: the bounds of the settings (of lists, of each member).
-LIMITS: dict[str, Key] = {
-    "max_tokens" if key.name == "max_generate_length" else key.name: key
-    for key in Keys.of(SamplingConfig)
-    if key.bounds()
-}
-_PLAIN: list[tuple[str, Any, float, float]] = [
-    (
-        name,
-        key.type,
-        nextafter(key.above or 0.0, inf) if key.low is None else key.low,
-        key.high or 0.0,
-    )
-    for name, key in LIMITS.items()
-]
+#: Bounds of the numbers of ``SamplingParams`` by their names; in lists, of each member.
+LIMITS: dict[str, Key] = {}
+# (name, type, smallest, largest): what most requests satisfy, in a form that is quick to compare.
+_PLAIN: list[tuple[str, Any, float, float]] = []
+for _key in Keys.of(SamplingConfig):
+    if _key.bounds():
+        _name = "max_tokens" if _key.name == "max_generate_length" else _key.name
+        LIMITS[_name] = _key
+        _low = nextafter(_key.above or 0.0, inf) if _key.low is None else _key.low
+        _PLAIN.append((_name, _key.type, _low, _key.high or 0.0))
 _SEQUENCES: dict[str, type] = {
     "stop": str,
     "bad_words": str,
@@ -62,12 +57,12 @@ class SamplingParams:
     top-k and top-p. ``temperature = 0`` is greedy (log-probabilities then are those of the
     untempered, unfiltered distribution).
 
-    ``include_stop_str_in_output`` and ``skip_special_tokens`` are about the text that is made of
-    the response: its tokens always hold the stop string. ``structured_outputs`` and
-    ``repetition_detection`` (the fields of vLLM's classes of these names) are for vLLM only.
+    ``include_stop_str_in_output`` and ``skip_special_tokens`` affect the text of the response: its
+    tokens always contain the stop string. ``structured_outputs`` and ``repetition_detection`` (the
+    fields of vLLM's classes of these names) are for vLLM only.
 
-    A list, one text, None, and the keys of JSON are accepted and stored in one form, which can be
-    compared and be a key.
+    A list, one text, None, and the keys of JSON are accepted. They are stored in one form, which
+    can be compared and be the key of a dict.
 
     Invariant: the numbers are within ``LIMITS``, so that no engine meets one that its int32 or
     float32 cannot hold.
@@ -100,19 +95,14 @@ class SamplingParams:
     repetition_detection: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # the class is frozen for all others
-        store = object.__setattr__
-        given = vars(self)
+        store = object.__setattr__  # the class is frozen for its users
+        values = vars(self)
         for name, kind in _SEQUENCES.items():
-            value: Any = given[name]
-            if isinstance(value, str):
-                members = (value,)
-            else:
-                members = tuple(value or ())
+            value: Any = values[name]
+            members = (value,) if isinstance(value, str) else tuple(value or ())
             if not all(isinstance(member, kind) for member in members):
-                raise TypeError(
-                    f"{name} must be {'texts' if kind is str else 'token ids'}; found {value!r:.200}"
-                )
+                expected = "texts" if kind is str else "token ids"
+                raise TypeError(f"{name} must be {expected}; found {value!r:.200}")
             if kind is str:
                 try:
                     "".join(members).encode()
@@ -120,35 +110,37 @@ class SamplingParams:
                     raise ValueError(
                         f"{name} has half of a surrogate pair, which is not a character"
                     ) from None
-            store(self, name, members if kind is str else tuple(map(int, members)))
-        store(
-            self,
-            "logit_bias",
-            {int(token): float(value) for token, value in (self.logit_bias or {}).items()},
-        )
-        for token, value in self.logit_bias.items():
-            if not (0 <= token <= INT32 and abs(value) <= LARGEST_BIAS):
+                store(self, name, members)
+            else:
+                store(self, name, tuple(map(int, members)))
+        biases = self.logit_bias or {}
+        biases = {int(token): float(bias) for token, bias in biases.items()}
+        store(self, "logit_bias", biases)
+        for token, bias in biases.items():
+            if not (0 <= token <= INT32 and abs(bias) <= LARGEST_BIAS):
                 problem = f"a token's id and a number from -{LARGEST_BIAS} to {LARGEST_BIAS}"
-                raise ValueError(f"logit_bias has {token}: {value}, which is not {problem}")
+                raise ValueError(f"logit_bias has {token}: {bias}, which is not {problem}")
         for name, plain, low, high in _PLAIN:
-            value = given[name]
+            value = values[name]
             kind = type(value)
-            if low <= value <= high if kind is plain else kind is tuple and not value:
-                continue  # so it is in most requests
+            if kind is plain:
+                if low <= value <= high:
+                    continue  # so it is in most requests
+            elif kind is tuple and not value:
+                continue
             limits = LIMITS[name]
             number = Real if limits.type is float else Integral
             for member in value if kind is tuple else (value,):
                 if member is None and name == "seed":
                     continue
                 if not isinstance(member, number) or isinstance(member, bool):
-                    raise TypeError(
-                        f"{name} is {member!r:.100}, not a {'' if number is Real else 'whole '}number"
-                    )
+                    expected = "a number" if number is Real else "a whole number"
+                    raise TypeError(f"{name} is {member!r:.100}, not {expected}")
                 if not limits.allows(cast(float, member)):
                     raise ValueError(f"{name} is {member!r:.100}, not {limits.bounds()}")
 
     def with_seed(self, seed: int | None) -> SamplingParams:
-        """The same with another seed; the other values have been checked."""
+        """A copy with another seed; the other values are not checked again."""
         sampling = copy(self)
         object.__setattr__(sampling, "seed", seed)
         return sampling
@@ -156,15 +148,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, eq=False)
 class GenerationRequest:
-    """One sequence to be continued. ``session_id`` keeps a conversation on the engine that has its
-    cache.
+    """One sequence to be continued.
 
-    The prompt is int32 ``[tokens]``; lists become arrays. It has the placeholders of its ``images``
-    as the model reads them (``ImageProcessor.expand``).
-
-    ``drawn``: so many tokens at the prompt's end are of the response. The stream of random numbers
-    of a seed goes on after them. An engine that begins a stream with each request takes
-    ``fresh_sampling``.
+    Args:
+        prompt_token_ids: int32 ``[tokens]``; lists become arrays. It has the placeholders of its
+            ``images`` as the model reads them (``ImageProcessor.expand``).
+        session_id: all requests of a conversation go to the engine that has its cache.
+        continues: it is the rest of a response: an engine that can computes it before other
+            requests that wait.
+        response_tokens: number of tokens at the prompt's end that belong to the response. The
+            stream of random numbers of a seed goes on after them. An engine that begins a stream
+            with each request takes ``fresh_sampling``.
     """
 
     request_id: str
@@ -172,10 +166,8 @@ class GenerationRequest:
     sampling: SamplingParams
     session_id: str | None = None
     images: Images = ()
-    continues: bool = (
-        False  # the rest of a response: an engine that can takes it before other requests that wait
-    )
-    drawn: int = 0
+    continues: bool = False
+    response_tokens: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt_token_ids", ints(self.prompt_token_ids))
@@ -185,23 +177,28 @@ class GenerationRequest:
         """With a seed of its own if it continues, so that no random number is used twice."""
         if not self.continues or self.sampling.seed is None:
             return self.sampling
-        return replace(self.sampling, seed=hash((self.sampling.seed, self.drawn)) % 2**62)
+        seed = hash((self.sampling.seed, self.response_tokens)) % 2**62
+        return replace(self.sampling, seed=seed)
 
 
 @dataclass(eq=False)
 class GenerationOutput:
-    """The response to one request: three arrays of the same length, int32, float32 and int32; lists
-    become arrays.
+    """The response to one request.
 
-    With ``finish_reason == "abort"`` they hold what had been generated before the request was cut.
-    A token that ended the response (end-of-sequence, stop token) is part of it.
+    With ``finish_reason == "abort"`` it has the tokens from before the request was cut. A token
+    that ended the response (end-of-sequence, stop token) is part of it.
 
-    ``experts``, if they are requested: of each token that the engine has computed, from the
-    prompt's first to the last but one of the response; in ``progress`` of those that are new.
+    With ``finish_reason == "error"`` this request alone could not be answered; the engine and all
+    other requests continue. The client makes a ``RequestFailedError`` of it.
 
-    With ``finish_reason == "error"`` this request alone could not be answered, and ``error`` says
-    why; the engine and all other requests continue. The client makes a ``RequestFailedError`` of
-    it.
+    Args:
+        token_ids: int32 ``[response]``; here and below lists become arrays.
+        logprobs: float32 ``[response]``.
+        versions: int32 ``[response]``, the policy version of each token.
+        experts: ``[tokens, layers, experts per token]``, if they are requested: of each token that
+            the engine has computed, from the prompt's first to the last but one of the response;
+            in ``progress`` of the new tokens.
+        error: why the request could not be answered.
     """
 
     request_id: str
@@ -213,34 +210,55 @@ class GenerationOutput:
     error: str = ""
 
     def __post_init__(self) -> None:
-        self.token_ids, self.logprobs, self.versions = (
-            ints(self.token_ids),
-            floats(self.logprobs),
-            ints(self.versions),
-        )
+        self.token_ids = ints(self.token_ids)
+        self.logprobs = floats(self.logprobs)
+        self.versions = ints(self.versions)
 
     def __reduce__(self) -> tuple[Callable[..., GenerationOutput], tuple[Any, ...]]:
-        """Three arrays as one string of bytes: pickling arrays costs as much as pickling hundreds
-        of tokens."""
-        parts = (self.token_ids, self.logprobs, self.versions)
-        packed = b"".join(part.tobytes() for part in parts)
-        return _unpacked, (self.request_id, packed, self.finish_reason, self.experts, self.error)
+        """Pickle the three arrays as one string of bytes.
+
+        An array's own pickle costs as much as hundreds of tokens.
+        """
+        arrays = (self.token_ids, self.logprobs, self.versions)
+        packed_arrays = b"".join(array.tobytes() for array in arrays)
+        return _unpacked, (
+            self.request_id,
+            packed_arrays,
+            self.finish_reason,
+            self.experts,
+            self.error,
+        )
 
     def until(self, count: int, finish_reason: FinishReason) -> GenerationOutput:
-        """The same, ended after its first ``count`` tokens."""
-        if self.experts is None:
-            known = None
-        else:
-            known = self.experts[: len(self.experts) + count - len(self.token_ids)]
+        """The response ended after its first ``count`` tokens."""
+        experts = self.experts
+        if experts is not None:
+            experts = experts[: len(experts) + count - len(self.token_ids)]
         tokens = self.token_ids[:count]
         logprobs = self.logprobs[:count]
         versions = self.versions[:count]
-        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, known)
+        return GenerationOutput(self.request_id, tokens, logprobs, versions, finish_reason, experts)
 
 
-def _unpacked(request_id: str, packed: bytes, *others: Any) -> GenerationOutput:  # noqa: ANN401
-    token_ids, logprobs, versions = np.frombuffer(packed, dtype=np.int32).reshape(3, -1)
-    return GenerationOutput(request_id, token_ids, logprobs.view(np.float32), versions, *others)
+def _unpacked(
+    request_id: str,
+    packed_arrays: bytes,
+    finish_reason: FinishReason | None,
+    experts: Experts | None,
+    error: str,
+) -> GenerationOutput:
+    # All three arrays have 4 bytes per token: [3, tokens].
+    token_ids, logprobs, versions = np.frombuffer(packed_arrays, dtype=np.int32).reshape(3, -1)
+    logprobs = logprobs.view(np.float32)
+    return GenerationOutput(
+        request_id,
+        token_ids,
+        logprobs,
+        versions,
+        finish_reason,
+        experts,
+        error,
+    )
 
 
 class RequestFailedError(UserError):
@@ -250,25 +268,30 @@ class RequestFailedError(UserError):
 def refusal(request: GenerationRequest, error: Exception) -> GenerationOutput:
     """The answer to a request that cannot be answered."""
     if isinstance(error, RequestFailedError):
-        why = str(error)
+        reason = str(error)
     else:
-        why = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     name = request.request_id
-    return GenerationOutput(
-        name, finish_reason="error", error=f"request {name!r} cannot be answered: {why:.1000}"
-    )
+    # Cut: some libraries print whole tensors in their errors.
+    message = f"request {name!r} cannot be answered: {reason:.1000}"
+    return GenerationOutput(name, finish_reason="error", error=message)
 
 
 class EngineFailedError(WeightReceiverFailedError):
-    """The engine has failed; whatever it was computing is lost."""
+    """The engine has failed; the requests that it was computing are lost."""
 
 
 @dataclass
 class EngineStats:
-    """Counters since start. ``busy_s`` is wall time with at least one request running.
-    ``cache_tokens``: those that its cache holds; 0 if there is no such number. ``cache_used``: how
-    many of them running requests take now; None if unknown. ``gone``: the engine has left, and is
-    not counted."""
+    """Counters since the engine's start.
+
+    Args:
+        busy_s: wall time with at least one request running.
+        paused_s: wall time in which the engine was paused.
+        cache_tokens: capacity of its cache; 0 if there is no such number.
+        gone: the engine has left, and is not counted.
+        cache_used: tokens of the cache that running requests take now; None if unknown.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -281,8 +304,12 @@ class EngineStats:
 
 
 class Stopwatch:
-    """Attributes: on: it is running, which ``switch`` changes; ``seconds`` counts the time for
-    which it was on."""
+    """A clock that can be stopped.
+
+    Attributes:
+        on: it is running, which ``switch`` changes.
+        seconds: the time for which it was on.
+    """
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -294,8 +321,10 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        since = self._since  # another thread may switch it
-        return self._seconds + (time.perf_counter() - since if since is not None else 0.0)
+        since = self._since  # read once: another thread may switch it
+        if since is None:
+            return self._seconds
+        return self._seconds + (time.perf_counter() - since)
 
     def switch(self, on: bool) -> None:
         if on != self.on:
@@ -304,18 +333,17 @@ class Stopwatch:
 
 
 class NotSupportedError(UserError):
-    """The engine does not have what was called."""
+    """The engine does not have the method that was called."""
 
 
 class InferenceEngine:
-    """One engine: the base class of all backends and of the handles that stand for engines in other
-    processes.
+    """One engine: the base class of all backends, and of handles of engines in other processes.
 
-    A backend overrides ``REQUIRED``; what else it does not override is not supported. All methods
-    may be called at any time from one event loop; none blocks it.
+    A backend overrides ``REQUIRED``; other methods that it does not override are not supported. All
+    methods may be called at any time from one event loop; none blocks it.
 
     Attributes:
-        config: what it was made with.
+        config: of the constructor.
         node: Ray's id of the node that it runs on; empty if unknown.
         proves_weights: it compares the weights it holds with digests of what was sent.
         restartable: ``successor`` makes a replacement after a failure.
@@ -336,7 +364,8 @@ class InferenceEngine:
         raise self.unsupported("start")
 
     def generate(
-        self, requests: Sequence[GenerationRequest]
+        self,
+        requests: Sequence[GenerationRequest],
     ) -> AsyncIterator[list[GenerationOutput]]:
         """Answer each request once, in lists, as they finish.
 
@@ -360,8 +389,10 @@ class InferenceEngine:
         await self.stats()
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Log-probability of each token after the first under the current weights, temperature 1; 0
-        of those that stand for images (``ImageTokens``)."""
+        """Log-probability of each token after the first under the current weights, temperature 1.
+
+        Tokens that stand for images (``ImageTokens``) have 0.
+        """
         raise self.unsupported("score")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
@@ -377,8 +408,7 @@ class InferenceEngine:
         raise self.unsupported("resume")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End these requests (all of them: None) with ``finish_reason="abort"``; unknown ids are
-        ignored."""
+        """End these requests (None: all) with ``finish_reason="abort"``; ignore unknown ids."""
         raise self.unsupported("abort")
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
@@ -395,8 +425,7 @@ class InferenceEngine:
         raise self.unsupported("sleep")
 
     async def wake(self, part: WakePart) -> None:
-        """Undo ``sleep`` in two steps: memory for the weights and, after their update, for the
-        cache."""
+        """Undo ``sleep``: first memory for the weights and, after their update, for the cache."""
         raise self.unsupported("wake")
 
     async def stats(self) -> EngineStats:
@@ -406,14 +435,14 @@ class InferenceEngine:
         """Release everything the engine holds. Safe to call twice."""
 
     def kill(self) -> None:
-        """End it at once, also if it does not answer. Safe to call twice."""
+        """End the engine at once, also if it does not answer. Safe to call twice."""
 
     def successor(self) -> InferenceEngine:
         """A replacement after a failure, not started: same configuration, same place."""
         raise self.unsupported("successor")
 
-    def unsupported(self, what: str) -> NotSupportedError:
-        return NotSupportedError(f"{type(self).__name__} does not support {what}")
+    def unsupported(self, method: str) -> NotSupportedError:
+        return NotSupportedError(f"{type(self).__name__} does not support {method}")
 
 
 #: Methods that every backend overrides.
@@ -457,16 +486,16 @@ class EngineConfig:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-#: What an engine can do, as configuration asks it: name -> default. Engines of users set class attributes.
+#: Capabilities of engines, which the configuration reads: name -> default. Engines of users set
+#: class attributes.
 CAPABILITIES: dict[str, Any] = {
     "tensor_parallel": False,  # one engine may take several GPUs
-    "weight_sync": (
-        "shared_memory",
-    ),  # how weights may reach it (TRANSFERS); the first without GPUs
+    # how weights may reach it (TRANSFERS); the first one without GPUs
+    "weight_sync": ("shared_memory",),
     # it maps weights in the machine's shared memory and computes on them
     "computes_on_mapped_weights": False,
     "reads_mapped_weights": False,  # it copies weights out of the machine's shared memory
-    # it wants weights by the names of the model's files, not of transformers' parameters
+    # it loads weights by the names of the model's files, not of transformers' parameters
     "loads_as_files": False,
     "takes_changes": False,  # it accepts a delta of weights
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
@@ -479,14 +508,14 @@ CAPABILITIES: dict[str, Any] = {
     "sampling": (),  # settings of generator.sampling_params that not every engine has
     "lacks": (),  # settings of generator.sampling_params that other engines have
     "elsewhere": False,  # a server of generator.engines, which the run does not start
-    # module:function that says what is wrong with generator.engine_kwargs; "" takes none
+    # module:function that yields problems of generator.engine_kwargs; "" takes none
     "options": "",
-    "cpu_limits": "",  # module:function(configuration) that says what it cannot do without GPUs
-    "gpu_limits": "",  # the same of what it cannot do on GPUs
-    "extra": "",  # the extra of this library that installs what it needs
+    "cpu_limits": "",  # module:function(configuration) that yields its limits without GPUs
+    "gpu_limits": "",  # the same for its limits on GPUs
+    "extra": "",  # the extra of this library that installs its packages
 }
 
-#: Backend -> its class and its capabilities. Configuration reads them before torch or vLLM is imported.
+#: Backend -> its class and its capabilities, which are read before torch or vLLM is imported.
 BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "transformers": (
         "skyasync.inference.backends.transformers.engine:TransformersEngine",
@@ -551,24 +580,26 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class EngineRegistry(Registry):
-    """``BACKENDS`` and the engines of users, which may be any class with the methods of
-    ``REQUIRED``."""
+    """``BACKENDS``, and engines of users: any class with the methods of ``REQUIRED``."""
 
     @cached_property
     def _builtins(self) -> dict[str, tuple[str, About]]:
-        return {
-            name: (cls, About(can={**CAPABILITIES, **own})) for name, (cls, own) in BACKENDS.items()
-        }
+        builtins = {}
+        for name, (reference, capabilities) in BACKENDS.items():
+            builtins[name] = (reference, About(can=CAPABILITIES | capabilities))
+        return builtins
 
     def __missing__(self, name: str) -> Any:  # noqa: ANN401  (a class)
         if name not in BACKENDS:
             return super().__missing__(name)
-        reference, own = BACKENDS[name]
-        return self.register(name, **own)(resolve_reference(reference, kind="engine"))
+        reference, capabilities = BACKENDS[name]
+        return self.register(name, **capabilities)(resolve_reference(reference, kind="engine"))
 
     def make(self, backend: str, config: EngineConfig) -> InferenceEngine:
-        """An engine, not started; a class that does not subclass ``InferenceEngine`` gets its
-        defaults."""
+        """An engine, not started.
+
+        A class that is no subclass of ``InferenceEngine`` gets the defaults of its methods.
+        """
         factory: Any = self.find(backend)
         if isinstance(factory, type) and not issubclass(factory, InferenceEngine):
             factory = type(factory.__name__, (factory, InferenceEngine), {})

@@ -19,8 +19,7 @@ Calls = set[asyncio.Future[Any]]  # tasks that wait for an engine's answer
 
 
 class LostWork(NamedTuple):
-    """What a failure interrupts: requests that continue at other engines, and the tokens that are
-    known of them."""
+    """Requests that a failure interrupts, and their tokens, from which other engines continue."""
 
     requests: int
     tokens: int
@@ -41,7 +40,9 @@ class EnginePool:
     """
 
     def __init__(
-        self, engines: Sequence[InferenceEngine], recover: Callable[[int], LostWork]
+        self,
+        engines: Sequence[InferenceEngine],
+        recover: Callable[[int], LostWork],
     ) -> None:
         self.engines = list(engines)
         self.router = Router(len(engines))
@@ -64,15 +65,20 @@ class EnginePool:
         call: Callable[[InferenceEngine], Coroutine[Any, Any, R]],
         among: Sequence[int] | None = None,
     ) -> dict[int, R]:
-        """The answers of these engines (None: all that are awake), by their numbers, without those
-        that fail."""
+        """The answers of the engines by their numbers, without those of engines that fail.
+
+        Args:
+            among: the engines to call; None: all that are awake.
+        """
         if self.end is not None:
             raise self.end
         engines = self.awake if among is None else among
-        answers = await asyncio.gather(
-            *(self.ask(index, call(self.engines[index])) for index in engines)
-        )
-        return {index: answer[0] for index, answer in zip(engines, answers, strict=True) if answer}
+        calls = [self.ask(index, call(self.engines[index])) for index in engines]
+        answers = {}
+        for index, answer in zip(engines, await asyncio.gather(*calls), strict=True):
+            if answer:  # else the engine has failed
+                answers[index] = answer[0]
+        return answers
 
     async def all_or_none(
         self,
@@ -80,8 +86,7 @@ class EnginePool:
         call: Callable[[InferenceEngine], Coroutine[Any, Any, Any]],
         name: str,
     ) -> None:
-        """Call these engines, which wait for each other in the call: if one fails, all of them have
-        failed.
+        """Call engines that wait for each other in the call: if one fails, all of them have failed.
 
         Args:
             name: of the call, for the error.
@@ -91,33 +96,38 @@ class EnginePool:
         """
         if self.end is not None:
             raise self.end
-        failed = [index for index in members if not self.router.healthy[index]]
+        failed_engines = [index for index in members if not self.router.healthy[index]]
         calls: dict[int, asyncio.Future[tuple[Any] | None]] = {}
-        if not failed:
-            calls = {i: asyncio.ensure_future(self.ask(i, call(self.engines[i]))) for i in members}
-        waiting = set(calls.values())
-        while waiting and not failed:
-            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            failed = [
-                index
-                for index, answer in calls.items()
-                if answer.done() and answer.result() is None
-            ]
-        if failed:
-            error = EngineFailedError(
-                f"engine {failed[0]} has failed in a call in which the others wait: {name}"
+        if not failed_engines:
+            for index in members:
+                answer = self.ask(index, call(self.engines[index]))
+                calls[index] = asyncio.ensure_future(answer)
+        waiting_calls = set(calls.values())
+        while waiting_calls and not failed_engines:
+            _, waiting_calls = await asyncio.wait(
+                waiting_calls, return_when=asyncio.FIRST_COMPLETED
             )
-            for index in [index for index, answer in calls.items() if not answer.done()]:
+            for index, task in calls.items():
+                if task.done() and task.result() is None:
+                    failed_engines.append(index)
+        if failed_engines:
+            error = EngineFailedError(
+                f"engine {failed_engines[0]} has failed in a call in which the others wait: {name}"
+            )
+            # All tasks are looked at before the first failure cancels others.
+            unanswered_engines = [index for index, task in calls.items() if not task.done()]
+            for index in unanswered_engines:
                 self.fail(index, error)
             raise error
 
     def ask(
-        self, index: int, request: Coroutine[Any, Any, R]
+        self,
+        index: int,
+        request: Coroutine[Any, Any, R],
     ) -> Coroutine[Any, Any, tuple[R] | None]:
-        """An engine's answer to a call of it; None if it fails before.
+        """An engine's answer to a call, in a tuple; None if the engine fails.
 
-        The call is on its way when this returns: requests that are made after it must not overtake
-        it.
+        The call is on its way when this returns: a later request must not overtake it.
         """
         call = asyncio.ensure_future(request)
         calls = self.calls[index]
@@ -126,7 +136,7 @@ class EnginePool:
         async def answer() -> tuple[R] | None:
             try:
                 await asyncio.wait({call})
-                if call.cancelled() and call not in calls:
+                if call.cancelled() and call not in calls:  # by ``fail``
                     return None
                 return (call.result(),)
             except EngineFailedError as error:
@@ -140,7 +150,10 @@ class EnginePool:
         return answer()
 
     def fail(
-        self, index: int, error: BaseException, noticed_by: asyncio.Future[Any] | None = None
+        self,
+        index: int,
+        error: BaseException,
+        noticed_by: asyncio.Future[Any] | None = None,
     ) -> bool:
         """An engine has failed: continue without it. False if ``on_failure`` is None.
 
@@ -151,12 +164,12 @@ class EnginePool:
             return False
         calls = self.calls[index]
         if not self.router.healthy[index] or (noticed_by is not None and noticed_by not in calls):
-            return True  # it is known already
+            return True  # an earlier call has noticed the failure
         self.router.healthy[index] = False
-        waiting = calls - {noticed_by}
-        calls.clear()  # tells those who wait why they are cancelled
+        waiting_calls = calls - {noticed_by}
+        calls.clear()  # so that ``ask`` knows why its call is cancelled
         self.calls[index] = set()
-        for task in waiting:
+        for task in waiting_calls:
             task.cancel()
         self.on_failure(index, error, self._recover(index))
         return True

@@ -30,8 +30,12 @@ class TokenReports:
         self._requested_s = 0.0
 
     def add(self, tokens: float, requested_s: float) -> float:
-        """Add a report that was requested at this time. Returns when the counter still grew; -inf
-        if unknown."""
+        """Add a report; returns when the counter still grew, -inf if unknown.
+
+        Args:
+            tokens: generated since the engine's start.
+            requested_s: event loop time when the report was requested.
+        """
         if tokens > self._tokens:
             progress_s = self._requested_s
         else:
@@ -85,9 +89,12 @@ class ProgressLimit:
     def _check(self) -> None:
         loop = asyncio.get_running_loop()
         now = loop.time()
-        next_check_s = now + self._limit_s / CHECKS
+        interval_s = self._limit_s / CHECKS
+        next_check_s = now + interval_s
         for inflight in list(self._requests.values()):
-            if inflight.done or (inflight.charge is None and not self._pool.router.open.any()):
+            if inflight.done:
+                continue
+            if inflight.charge is None and not self._pool.router.open.any():
                 continue  # while all engines sleep, no time counts
             deadline = self._silent_since(inflight) + self._limit_s
             if deadline > now:
@@ -95,7 +102,7 @@ class ProgressLimit:
             else:
                 inflight.group.expire(TimeoutError(self._message(inflight)))
         for engine in self._pool.healthy:
-            silent = now - self._progress_s[engine] >= self._limit_s / CHECKS
+            silent = now - self._progress_s[engine] >= interval_s
             if silent and self._pool.router.in_flight[engine] and engine not in self._calls:
                 self._calls[engine] = loop.create_task(self._request_report(engine))
         self._timer = loop.call_at(next_check_s, self._check)
@@ -121,12 +128,13 @@ class ProgressLimit:
     async def _request_report(self, engine: int) -> None:
         requested_s = asyncio.get_running_loop().time()
         try:
-            with contextlib.suppress(
-                Exception
-            ):  # of an engine that failed, which its requests raise
-                answer = await self._pool.ask(engine, self._pool.engines[engine].stats())
+            # The requests of an engine that fails raise its error.
+            with contextlib.suppress(Exception):
+                call = self._pool.engines[engine].stats()
+                answer = await self._pool.ask(engine, call)
                 if answer is not None:
-                    progress_s = self._reports[engine].add(answer[0].generated_tokens, requested_s)
+                    (stats,) = answer
+                    progress_s = self._reports[engine].add(stats.generated_tokens, requested_s)
                     self._progress_s[engine] = max(self._progress_s[engine], progress_s)
         finally:
             del self._calls[engine]

@@ -40,22 +40,20 @@ QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-#: Calls that an engine's process serves at once. Requests at a paused engine are calls too: if they could take all
-#: places, the call that resumes the engine would find none.
+# Calls that an engine's process serves at once. Requests at a paused engine are calls too: if they
+# could take all places, the call that resumes the engine would find none.
 CALLS = 1_000_000
 
-MESSAGE_TOKENS = 2**18  # 3 MB
-SHUTDOWN_S = 20.0
+MESSAGE_TOKENS = 2**18  # 3 MB: the reader of a longer message would do nothing else for too long
+SHUTDOWN_S = 20.0  # for an engine to end its work by itself; then its process is killed
 
 
 class _EngineActor:
     """The process of an engine, which loads the engine's libraries."""
 
     def __init__(self, backend: str, user_engines: dict[str, Any]) -> None:
-        for (
-            name,
-            value,
-        ) in QUIET.items():  # before the engine's libraries are imported, here and in its processes
+        # Before the engine's libraries are imported, here and in processes that they start.
+        for name, value in QUIET.items():
             os.environ.setdefault(name, value)
         ENGINES.update(user_engines)
         self._backend = backend
@@ -72,7 +70,8 @@ class _EngineActor:
         return await methodcaller(method, *args)(self._engine)
 
     async def generate(
-        self, requests: list[GenerationRequest]
+        self,
+        requests: list[GenerationRequest],
     ) -> AsyncIterator[list[GenerationOutput]]:
         async for outputs in self._engine.generate(requests):
             for message in messages(outputs):
@@ -80,8 +79,10 @@ class _EngineActor:
 
 
 def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOutput]]:
-    """The outputs in order, in lists of about ``MESSAGE_TOKENS``: reading a message blocks the
-    reader's event loop."""
+    """The outputs in order, in lists of about ``MESSAGE_TOKENS``.
+
+    Reading a message blocks the reader's event loop.
+    """
     message: list[GenerationOutput] = []
     tokens = 0
     for output in outputs:
@@ -96,8 +97,10 @@ def messages(outputs: Sequence[GenerationOutput]) -> Iterator[list[GenerationOut
 
 
 class RayEngine(InferenceEngine):
-    """Making one starts its process, so Ray must be up. Methods of ``REMOTE`` are those of the
-    engine there.
+    """The handle of an engine in a Ray actor.
+
+    The constructor starts the engine's process, so Ray must be up. Methods of ``REMOTE`` call those
+    of the engine there.
 
     Args:
         options: Ray's actor options (resources, placement); an attribute too.
@@ -139,17 +142,17 @@ class RayEngine(InferenceEngine):
             ) from error
 
     async def generate(
-        self, requests: Sequence[GenerationRequest]
+        self,
+        requests: Sequence[GenerationRequest],
     ) -> AsyncIterator[list[GenerationOutput]]:
         with self._alive() as actor:
-            async for reference in actor.generate.options(num_returns="streaming").remote(
-                list(requests)
-            ):
+            stream = actor.generate.options(num_returns="streaming")
+            async for reference in stream.remote(list(requests)):
                 yield await reference
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str] | None:
-        async with update.on(self.node) as own:
-            unproven: Sequence[str] | None = await self._remote("update_weights", own)
+        async with update.on(self.node) as local_update:
+            unproven: Sequence[str] | None = await self._remote("update_weights", local_update)
             return unproven
 
     async def _remote(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the engine's method returns)
@@ -163,10 +166,8 @@ class RayEngine(InferenceEngine):
             raise EngineFailedError(f"the {self.backend} engine has been ended")
         try:
             yield self._actor
-        except (
-            ray.exceptions.RayActorError,
-            ray.exceptions.OutOfMemoryError,
-        ) as error:  # the latter: Ray ended it
+        # Ray's memory monitor kills actors too, with an error of another class.
+        except (ray.exceptions.RayActorError, ray.exceptions.OutOfMemoryError) as error:
             raise EngineFailedError(str(error)) from error
 
     async def shutdown(self) -> None:
@@ -176,14 +177,14 @@ class RayEngine(InferenceEngine):
         actor = self._actor
         self._actor = None
         if self._start_was_called:  # else it holds nothing, and may still be importing
+            # The process is killed in any case; an error here has nothing to add.
             with contextlib.suppress(Exception):
                 async with asyncio.timeout(SHUTDOWN_S):
                     await actor.call.remote("shutdown")
         ray.kill(actor)
 
     def kill(self) -> None:
-        """End its process and all that it started, also if it does not answer any more. Safe to
-        call twice."""
+        """End the engine's process and its children, also if it hangs. Safe to call twice."""
         if self._actor is not None:
             actor = self._actor
             self._actor = None
@@ -202,11 +203,12 @@ class RayEngine(InferenceEngine):
         *,
         may_grow: bool = False,
     ) -> RayEngine:
-        """Another engine like these, with the resources of one that has left, or else free ones of
-        Ray. Blocks.
+        """Another engine like these, not started. Blocks.
+
+        It gets the resources of an engine that has left, or else free resources of Ray.
 
         Args:
-            left: of each engine, whether it has left; the resources of a failed one are its
+            left: of each engine, whether it has left; the resources of a failed engine are its
                 replacement's.
             devices: GPUs of an engine; 0 without GPUs: engines then share the cores.
             may_grow: request GPUs that Ray does not have, until the engine's start times out: Ray's
@@ -215,28 +217,36 @@ class RayEngine(InferenceEngine):
         Raises:
             UserError: if Ray has too few free GPUs, and ``may_grow`` is false.
         """
-        ours = {
-            engine: gone
-            for engine, gone in zip(engines, left, strict=True)
-            if isinstance(engine, RayEngine)
-        }
-        taken = [id(engine.options) for engine, gone in ours.items() if not gone]
-        free = [engine.options for engine in ours if id(engine.options) not in taken]
-        options: dict[str, Any] = (
-            free[0] if free else {"num_cpus": 1 if devices else 0, "num_gpus": devices}
-        )
+        ray_engines = []
+        used_options = set()  # ids of options: an engine and its replacement share the object
+        for engine, has_left in zip(engines, left, strict=True):
+            if isinstance(engine, RayEngine):
+                ray_engines.append(engine)
+                if not has_left:
+                    used_options.add(id(engine.options))
+        free_options = []
+        for engine in ray_engines:
+            if id(engine.options) not in used_options:
+                free_options.append(engine.options)
         available = ray.available_resources().get("GPU", 0.0)
-        first = next(iter(ours))
-        if not free and available < devices:
-            lacking = (
+        model_engine = ray_engines[0]
+        # Without GPUs engines share the cores, which Ray does not count then.
+        cpus = 1 if devices else 0
+        options: dict[str, Any] = {"num_cpus": cpus, "num_gpus": devices}
+        if free_options:
+            options = free_options[0]
+        elif available < devices:
+            problem = (
                 f"another engine takes {devices} GPUs, and Ray has {available:g} that are free"
             )
             if not may_grow:
-                raise UserError(lacking)
-            limit = f"{first._start_timeout_s:g} s (generator.engine_start_timeout_s)"
-            log.warning("%s: it waits for a node, at most %s", lacking, limit)
-        config = replace(first.config, extra={**first.config.extra, "engine_index": len(engines)})
-        return RayEngine(first.backend, config, options, first._start_timeout_s)
+                raise UserError(problem)
+            limit = f"{model_engine._start_timeout_s:g} s (generator.engine_start_timeout_s)"
+            log.warning("%s: it waits for a node, at most %s", problem, limit)
+        config = replace(
+            model_engine.config, extra={**model_engine.config.extra, "engine_index": len(engines)}
+        )
+        return RayEngine(model_engine.backend, config, options, model_engine._start_timeout_s)
 
 
 def _call_of(name: str) -> Callable[..., Coroutine[Any, Any, Any]]:

@@ -55,21 +55,33 @@ from skyasync.utils.task_group import within
 from skyasync.weight_sync.update import CurrentContent, WeightSyncError, WeightUpdate
 
 INFO = "/server_info"  # the route by which vLLM and SGLang describe themselves
-ANSWER_S = 30.0  # the first time it is asked, a server inspects its machine, for seconds
-CONNECT_S = 10.0
-# of an idle connection; the server closes it after five, and must not do so under a request
+ANSWER_S = 30.0  # a server inspects its machine for seconds before its first answer
+CONNECT_S = 10.0  # a host that drops packets would block a request for minutes
+# Lifetime of an idle connection: the server closes it after five seconds, and must not do so while
+# a request is on its way.
 KEEPALIVE_S = 2.0
 LONGEST_LINE = 2**25  # bytes; a token of a chunk takes about 80
 RETRY_S = 1.0  # between two attempts to find a server that has to come back
 
+JSON = Mapping[str, Any]  # an object
+
 
 class ServerConnection:
-    """Args: kind: whose server it is, in messages. url: ``http://host:port``. key: sent if not
-    empty; it stands in no message. core_failures: words of a refusal by which the server says that
-    its core has ended."""
+    """HTTP requests to a server.
+
+    Args:
+        kind: whose server it is, in messages.
+        url: ``http://host:port``.
+        key: sent if not empty; it stands in no message.
+        core_failures: words of a refusal by which the server says that its core has ended.
+    """
 
     def __init__(
-        self, kind: str, url: str, key: str = "", core_failures: Sequence[str] = ()
+        self,
+        kind: str,
+        url: str,
+        key: str = "",
+        core_failures: Sequence[str] = (),
     ) -> None:
         self.url = url.rstrip("/")
         self._key = key
@@ -77,7 +89,7 @@ class ServerConnection:
         self.name = f"the {kind} server {self.url}"
         self._session: aiohttp.ClientSession | None = None
 
-    async def post(self, route: str, body: Mapping[str, Any] | None = None, **query: str) -> Any:  # noqa: ANN401  (JSON)
+    async def post(self, route: str, body: JSON | None = None, **query: str) -> Any:  # noqa: ANN401  (JSON)
         async with self._request("POST", route, json=body, params=query) as response:
             return await response.json(content_type=None)
 
@@ -94,10 +106,12 @@ class ServerConnection:
             return ""
 
     async def chunks(
-        self, route: str, body: Mapping[str, Any], accepted: Callable[[], None] = lambda: None
+        self,
+        route: str,
+        body: JSON,
+        accepted: Callable[[], None] = lambda: None,
     ) -> AsyncIterator[dict[str, Any]]:
-        """The pieces of a streamed answer. Leaving the iteration early has the server end the
-        request.
+        """The pieces of a streamed answer; leaving the iteration early ends the request.
 
         Args:
             accepted: called when the server has read the request, before the first piece.
@@ -123,8 +137,9 @@ class ServerConnection:
         if session is not None:
             await session.close()
 
-    def failure(self, why: object) -> EngineFailedError:
-        reason = f"{type(why).__name__}: {why}" if isinstance(why, BaseException) else why
+    def failure(self, reason: object) -> EngineFailedError:
+        if isinstance(reason, BaseException):
+            reason = f"{type(reason).__name__}: {reason}"
         return EngineFailedError(f"{self.name} does not answer: {reason}")
 
     @contextlib.asynccontextmanager
@@ -136,6 +151,7 @@ class ServerConnection:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sent once. Raises what the server answers with a status of an error."""
         if self._session is None:
+            # Without limits: each request in flight has a connection, and an answer may take hours.
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
@@ -154,17 +170,18 @@ class ServerConnection:
             raise self.failure(error) from error
 
     def _refusal(self, route: str, answer: object, status: int = 0) -> Exception:
-        if isinstance(answer, dict):
-            inner = answer.get("error", answer)
-        else:
-            inner = answer
-        text = str(inner.get("message", inner) if isinstance(inner, dict) else inner).strip()
-        line = f"{self.name}{route} answers{f' {status}' if status else ''}: {text[:400]}"
-        return (
-            EngineFailedError
-            if any(words in text for words in self._core_failures)
-            else RuntimeError
-        )(line)
+        """The error of an answer: text, ``{"error": {"message": ...}}``, or a part of that."""
+        message = answer
+        for key in ("error", "message"):
+            if isinstance(message, dict):
+                message = message.get(key, message)
+        text = str(message).strip()
+        answers = f"answers {status}" if status else "answers"
+        line = f"{self.name}{route} {answers}: {text[:400]}"
+        for words in self._core_failures:
+            if words in text:
+                return EngineFailedError(line)
+        return RuntimeError(line)
 
 
 @dataclass(eq=False)
@@ -191,56 +208,69 @@ class RemoteRequest:
     task: asyncio.Task[GenerationOutput] | None = None
     server_id: str = ""
 
-    def leave(self, why: Literal["again", "ended"]) -> None:
-        """Close the connection, so that the server ends it."""
-        self.left = why
+    def leave(self, reason: Literal["again", "ended"]) -> None:
+        """Close the connection, so that the server ends the request."""
+        self.left = reason
         if self.task is not None:
             self.task.cancel()
 
     def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Add new tokens of the answer."""
+        """Add new tokens of the answer; ``tokens`` and ``logprobs`` are ``[new tokens]``."""
         if len(logprobs) != len(tokens):
+            name = self.request.request_id
             raise RuntimeError(
-                f"{len(tokens)} tokens of {self.request.request_id} have {len(logprobs)} log-probabilities"
+                f"{len(tokens)} tokens of {name} have {len(logprobs)} log-probabilities"
             )
         self.tokens += tokens
         self.logprobs += logprobs
 
     def progress(self) -> GenerationOutput | None:
-        """The tokens since the last call that are surely of the version that it was sent under."""
-        first = self.reported
-        if self.certain is None:
-            last = len(self.tokens)
-        else:
-            last = self.certain
-        if last <= first:
+        """The tokens since the last call that are surely of ``version``."""
+        start = self.reported
+        stop = len(self.tokens) if self.certain is None else self.certain
+        if stop <= start:
             return None
-        self.reported = last
+        self.reported = stop
         return GenerationOutput(
             self.request.request_id,
-            ints(self.tokens[first:last]),
-            floats(self.logprobs[first:last]),
-            np.full(last - first, self.version, dtype=np.int32),
+            ints(self.tokens[start:stop]),
+            floats(self.logprobs[start:stop]),
+            np.full(stop - start, self.version, dtype=np.int32),
         )
 
 
-def versions_of(spans: Sequence[Mapping[str, Any]] | None, count: int) -> Ints | None:
-    """The version of each of ``count`` tokens; None if the server has weights without a version of
-    a run."""
-    versions = [int(s["version"]) if str(s["version"]).isdecimal() else None for s in spans or ()]
-    lengths = [span["end"] - span["start"] for span in spans or ()]
-    if sum(lengths) < count or None in versions:
+def versions_of(spans: Sequence[JSON] | None, count: int) -> Ints | None:
+    """The version of each of ``count`` tokens; None if a version is not that of a run's weights.
+
+    Args:
+        spans: of the server: tokens from ``start`` to before ``end`` are of ``version``.
+    """
+    versions = []
+    lengths = []
+    for span in spans or ():
+        version = str(span["version"])
+        if not version.isdecimal():
+            return None
+        versions.append(int(version))
+        lengths.append(span["end"] - span["start"])
+    if sum(lengths) < count:
         return None
-    return np.repeat(ints([version or 0 for version in versions]), ints(lengths))[:count]
+    return np.repeat(ints(versions), ints(lengths))[:count]
 
 
 class RemoteEngine(InferenceEngine):
-    """``config.extra``: ``url``; ``key``, if the server needs one; ``start_s``: how long its start
-    may take; ``returns``: it has failed, and may stay away until then. A kind of server overrides
-    what is not supported here."""
+    """A server as an engine; a subclass per kind of server overrides what is not supported here.
+
+    ``config.extra``:
+
+    - ``url``: ``http://host:port``.
+    - ``key``: the server's, if it needs one.
+    - ``start_s``: how long its start may take.
+    - ``returns``: it has failed, and may be unreachable for ``start_s``.
+    """
 
     kind: ClassVar[str]  # of server, in messages
-    how_to_start: ClassVar[str]  # one that can be an engine
+    how_to_start: ClassVar[str]  # the command for a server that can be an engine
     core_failures: ClassVar[Sequence[str]] = ()
     core_route: ClassVar[str]  # the server's core answers it, between two steps
     info_query: ClassVar[Mapping[str, str]] = {}
@@ -251,31 +281,36 @@ class RemoteEngine(InferenceEngine):
         self.version = config.version
         extra = config.extra
         self._server = ServerConnection(
-            self.kind, extra["url"], extra.get("key", ""), self.core_failures
+            self.kind,
+            extra["url"],
+            extra.get("key", ""),
+            self.core_failures,
         )
-        self._run = uuid4().hex  # whose versions these are: the server may have served others
+        self._run_id = uuid4().hex  # whose versions these are: the server may have served others
         self._requests: dict[str, RemoteRequest] = {}
         self._tasks: set[asyncio.Task[GenerationOutput]] = set()
-        self._finished_tokens = self._cache_tokens = 0
+        self._finished_tokens = 0
+        self._cache_tokens = 0
         self._busy = Stopwatch()
         self._paused = Stopwatch()
         self._control = asyncio.Lock()
         self._content = CurrentContent()
-        self._closing: asyncio.Future[None] | None = None
+        self._close_task: asyncio.Future[None] | None = None
 
     # -- what each kind of server implements
     # --------------------------------------------------------------
 
     @classmethod
-    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
-        """What keeps a server from being an engine, by its own description; empty if nothing does.
+    def complaint(cls, url: str, info: JSON, config: EngineConfig) -> str:
+        """The reason why a server cannot be an engine; empty if it can.
 
         Args:
-            config: what an engine that the run starts would be started with.
+            info: the server's description of itself (``INFO``).
+            config: of an engine that the run would start itself.
         """
         raise NotImplementedError
 
-    async def _reset(self, info: Mapping[str, Any]) -> int:
+    async def _reset(self, info: JSON) -> int:
         """End a pause and requests of an earlier run, and set ``version``.
 
         Returns the number of tokens that the server's cache holds; 0 if it does not report it.
@@ -294,8 +329,7 @@ class RemoteEngine(InferenceEngine):
         raise self.unsupported("abort")
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
-        """Log-probabilities of each token after the first; None if it was cut before the server had
-        them."""
+        """Log-probabilities of each token after the first; None if the request was cut."""
         raise self.unsupported("score")
 
     async def _schedule(self, mode: PauseMode | None) -> None:
@@ -310,14 +344,13 @@ class RemoteEngine(InferenceEngine):
     # ----------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Check the server, and end a pause and requests of an earlier run. A successor waits for
-        its server."""
+        """Check the server, and end a pause and requests of an earlier run.
+
+        A successor waits for its server.
+        """
         extra = self.config.extra
-        async with within(
-            extra["start_s"],
-            f"the start of engine {extra['url']}",
-            "generator.engine_start_timeout_s",
-        ):
+        action = f"the start of engine {extra['url']}"
+        async with within(extra["start_s"], action, "generator.engine_start_timeout_s"):
             while True:
                 try:
                     info: dict[str, Any] = await self._server.get(INFO, **self.info_query)
@@ -336,6 +369,7 @@ class RemoteEngine(InferenceEngine):
         for task in list(self._tasks):
             task.cancel()
         if self._paused.on:
+            # A server that has failed cannot be resumed, and the end of a run must not fail.
             with contextlib.suppress(Exception):
                 await self._schedule(None)
         await self._server.close()
@@ -344,7 +378,7 @@ class RemoteEngine(InferenceEngine):
         """Close the connections. The server itself is not the run's to end."""
         for task in list(self._tasks):
             task.cancel()
-        self._closing = asyncio.ensure_future(self._server.close())
+        self._close_task = asyncio.ensure_future(self._server.close())
 
     def successor(self) -> Self:
         """The same address, once a server answers there again."""
@@ -355,31 +389,36 @@ class RemoteEngine(InferenceEngine):
     # -----------------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: Sequence[GenerationRequest]
+        self,
+        requests: Sequence[GenerationRequest],
     ) -> AsyncIterator[list[GenerationOutput]]:
-        finished: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
-        mine = [asyncio.create_task(self._answer(request)) for request in requests]
-        self._tasks.update(mine)
-        for task in mine:
-            task.add_done_callback(finished.put_nowait)
-        unanswered = len(mine)
+        finished_tasks: asyncio.Queue[asyncio.Task[GenerationOutput]] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._answer(request)) for request in requests]
+        self._tasks.update(tasks)
+        for task in tasks:
+            task.add_done_callback(finished_tasks.put_nowait)
+        unanswered_count = len(tasks)
         try:
-            while unanswered:
-                done = [await finished.get()]
-                while not finished.empty():
-                    done.append(finished.get_nowait())
-                unanswered -= len(done)
-                yield [task.result() for task in done]
+            while unanswered_count:
+                batch = [await finished_tasks.get()]
+                while not finished_tasks.empty():  # answers that came together leave in one list
+                    batch.append(finished_tasks.get_nowait())
+                unanswered_count -= len(batch)
+                yield [task.result() for task in batch]
         finally:
-            for task in mine:
+            for task in tasks:
                 task.cancel()
                 self._tasks.discard(task)
                 if task.done() and not task.cancelled():
-                    task.exception()  # it may be one of many that a server's failure has ended
+                    # A server's failure ends many tasks, and only the first error is raised:
+                    # asyncio would log the others as never retrieved.
+                    task.exception()
 
     async def _answer(self, request: GenerationRequest) -> GenerationOutput:
-        """A rejection by the server is an error of that request alone. A request without a token is
-        sent again after a weight update."""
+        """The answer to a request; a rejection by the server is an error of that request alone.
+
+        A request without a token is sent again after a weight update.
+        """
         name = request.request_id
         try:
             while True:
@@ -402,10 +441,10 @@ class RemoteEngine(InferenceEngine):
             return refusal(request, RequestFailedError(str(error)))
 
     def _ended(self, pending: RemoteRequest, reason: FinishReason, spans: Any) -> GenerationOutput:  # noqa: ANN401
-        """The whole answer.
+        """The complete answer.
 
         Args:
-            spans: JSON of the server: the version of its tokens.
+            spans: JSON of the server, as ``versions_of`` reads it.
         """
         name = pending.request.request_id
         count = len(pending.tokens)
@@ -416,20 +455,29 @@ class RemoteEngine(InferenceEngine):
             )
         self._finished_tokens += count
         return GenerationOutput(
-            name, ints(pending.tokens), floats(pending.logprobs), versions, reason
+            name,
+            ints(pending.tokens),
+            floats(pending.logprobs),
+            versions,
+            reason,
         )
 
     def _salt(self, version: int) -> str:
-        """Keeps a prompt from finding blocks that other weights have computed."""
-        return f"run {self._run} version {version}"
+        """A salt of cache keys: a prompt finds no blocks that other weights have computed."""
+        return f"run {self._run_id} version {version}"
 
     async def heartbeat(self) -> None:
         await self._server.get(self.core_route)
 
     async def progress(self) -> list[GenerationOutput]:
-        """Of a request that an update found running, only the tokens from before it."""
+        """New tokens; of a request that runs during an update, only tokens from before it."""
         await self.heartbeat()
-        return [output for pending in self._requests.values() if (output := pending.progress())]
+        outputs = []
+        for pending in self._requests.values():
+            output = pending.progress()
+            if output is not None:
+                outputs.append(output)
+        return outputs
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
@@ -445,13 +493,16 @@ class RemoteEngine(InferenceEngine):
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         names = set(self._requests if request_ids is None else request_ids)
-        chosen = [pending for name, pending in self._requests.items() if name in names]
-        for pending in chosen:
-            if not pending.tokens:
+        with_tokens = []
+        for name, pending in self._requests.items():
+            if name not in names:
+                continue
+            if pending.tokens:  # the server's last chunk has the reason and the versions
+                with_tokens.append(pending)
+            else:
                 pending.leave("ended")
-        at_the_server = [pending for pending in chosen if pending.tokens]
-        if at_the_server:
-            await self._abort(at_the_server)
+        if with_tokens:
+            await self._abort(with_tokens)
 
     # -- control
     # ------------------------------------------------------------------------------------------
@@ -486,18 +537,18 @@ class RemoteEngine(InferenceEngine):
                 await self._set_paused("keep")
             try:
                 unproven = await self._load(update)
-            except (
-                EngineFailedError,
-                RuntimeError,
-            ) as error:  # a server may close the connection at an internal error
+            except (EngineFailedError, RuntimeError) as error:
+                # A server may close the connection at an internal error: one whose core still
+                # answers is healthy, but its layers may lack their weights.
                 await self._server.get(self.core_route)
-                raise WeightSyncError(  # layers may lack their weights
+                raise WeightSyncError(
                     f"{self._server.name} has rejected the weights of version {update.version} (its own log says why) "
                     f"and must be started again: {error}"
                 ) from error
             self.version = update.version
             self._content.complete(update)
             for pending in self._requests.values():
+                # Tokens that are on their way may be of either version.
                 if not pending.tokens:
                     pending.leave("again")
                 elif pending.certain is None:
@@ -510,12 +561,12 @@ class RemoteEngine(InferenceEngine):
     # -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        counts = [len(pending.tokens) for pending in self._requests.values()]
-        running = sum(map(bool, counts))
+        token_counts = [len(pending.tokens) for pending in self._requests.values()]
+        running_count = sum(map(bool, token_counts))
         return EngineStats(
-            running=running,
-            waiting=len(counts) - running,
-            generated_tokens=self._finished_tokens + sum(counts),
+            running=running_count,
+            waiting=len(token_counts) - running_count,
+            generated_tokens=self._finished_tokens + sum(token_counts),
             busy_s=self._busy.seconds,
             paused_s=self._paused.seconds,
             cache_tokens=self._cache_tokens,
@@ -529,8 +580,8 @@ class RemoteEngine(InferenceEngine):
     # --------------------------------------------------------------------------
 
     @classmethod
-    def foreign(cls, url: str, why: str) -> str:
-        return f"generator.engines: {url} is no {cls.kind} server ({why}); {cls.how_to_start}"
+    def foreign(cls, url: str, reason: str) -> str:
+        return f"generator.engines: {url} is no {cls.kind} server ({reason}); {cls.how_to_start}"
 
     @staticmethod
     def mismatch(
@@ -539,15 +590,18 @@ class RemoteEngine(InferenceEngine):
         *,
         longest: int,
         length: str,
-        kwargs: Mapping[str, Any],
+        kwargs: JSON,
         kwargs_flag: str,
         dtype: str,
     ) -> str:
         """The first setting in which the server differs from the run; empty if none does.
 
         Args:
-            longest: tokens of a sequence at the server; ``length``: the argument that sets it.
-            kwargs: its changes of the model's configuration, set by ``kwargs_flag``.
+            longest: tokens of a sequence at the server.
+            length: the argument that sets ``longest``.
+            kwargs: the server's changes of the model's configuration.
+            kwargs_flag: the argument that sets ``kwargs``.
+            dtype: in which the server computes.
         """
         if longest < config.max_model_len:
             return (
@@ -569,21 +623,26 @@ class RemoteEngine(InferenceEngine):
 
 
 def check_servers(
-    urls: list[str], config: EngineConfig, weight_sync_dir: str = "", backend: str = "vllm_server"
+    urls: list[str],
+    config: EngineConfig,
+    weight_sync_dir: str = "",
+    backend: str = "vllm_server",
 ) -> None:
-    """Raises UserError, in one line, for the first server that does not answer or cannot be an
-    engine. Blocks."""
+    """Raises ``UserError`` for the first server that does not answer or cannot be an engine.
+
+    Blocks.
+    """
     engine: type[RemoteEngine] = ENGINES.find(backend)
     if weight_sync_dir and not os.access(weight_sync_dir, os.W_OK):
         raise UserError(f"generator.weight_sync_dir={weight_sync_dir} is not a writable folder")
     key = os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     for url in urls:
-        parts = urlsplit(url)
+        address = urlsplit(url)
         if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.path not in ("", "/")
+            address.scheme not in ("http", "https")
+            or not address.hostname
+            or address.path not in ("", "/")
         ):
             raise UserError(
                 f"generator.engines: {url!r} is not the address of a server, such as http://127.0.0.1:8000"
@@ -596,24 +655,22 @@ def check_servers(
                 info = json.load(response)
         except urllib.error.HTTPError as error:
             if error.code == 401:
-                if key:
-                    what = "rejected the key in"
-                else:
-                    what = "needs a key: set"
+                key_problem = "rejected the key in" if key else "needs a key: set"
                 raise UserError(
-                    f"generator.engines: {url} {what} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
+                    f"generator.engines: {url} {key_problem} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
                 ) from None
-            raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
+            reason = f"{INFO} answers {error.code}"
+            raise UserError(engine.foreign(url, reason)) from None
         except OSError as error:
-            if isinstance(error, urllib.error.URLError):
-                reason = error.reason
-            else:
-                reason = error
+            # urllib wraps the errors of the connection, and does not wrap those of the reading.
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UserError(
                 f"generator.engines: {url} does not answer ({reason}); {engine.how_to_start}"
             ) from None
         except ValueError:
             raise UserError(engine.foreign(url, f"{INFO} is not JSON")) from None
-        problem = engine.complaint(url, info if isinstance(info, dict) else {}, config)
+        if not isinstance(info, dict):
+            info = {}
+        problem = engine.complaint(url, info, config)
         if problem:
             raise UserError(problem)

@@ -33,14 +33,14 @@ from skyasync.inference.interface import EngineStats, GenerationOutput, Generati
 
 Rates = NDArray[np.float64]
 
-# least recently used first out; between two turns a conversation has no request in flight
+# The least recently used is forgotten. Between two turns a conversation has no request in flight.
 REMEMBERED_SESSIONS = 65_536
 REMEMBERED_PROMPTS = 8_192
-# what a cached token of a prompt saves: prompts are computed in batches, unlike tokens of a
-# response
+# Work that a cached token of a prompt saves, in tokens of a response: prompts are computed in
+# batches, which is cheaper than one token per step.
 CACHED = 0.25
 MIN_ANSWERS = 32  # before that an engine's throughput is unknown
-DECAY = 1 - 1 / 512  # per answer, of all earlier ones
+DECAY = 1 - 1 / 512  # weight of all earlier answers at each new one: about 500 of them count
 NOISE = 1.25  # throughputs whose ratio is below count as equal
 MAX_RATIO = 16.0  # to the slowest; a higher one means that the slowest hangs
 
@@ -62,12 +62,12 @@ class Throughput:
     def load(self, in_flight: int, now: float) -> None:
         """So many requests were in flight from the last call until now."""
         if self._since is not None:
-            passed = max(now - self._since, 0.0)
+            elapsed_s = max(now - self._since, 0.0)
         else:
-            passed = 0.0
+            elapsed_s = 0.0
         self._since = now
-        self._request_s += in_flight * passed
-        self._squared_s += in_flight * in_flight * passed
+        self._request_s += in_flight * elapsed_s
+        self._squared_s += in_flight * in_flight * elapsed_s
 
     def answered(self, tokens: int) -> None:
         self._answers += 1
@@ -77,15 +77,18 @@ class Throughput:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None while too little is known."""
+        """None before ``MIN_ANSWERS`` answers."""
         if self._answers < MIN_ANSWERS or self._request_s <= 0 or self._tokens <= 0:
             return None
         return self._tokens * self._squared_s / self._request_s**2
 
 
 def relative(rates: Rates) -> Rates:
-    """Throughputs in tokens/s, 0 if unknown: the slowest is 1; all are 1 while one is unknown, or
-    if they are about the same."""
+    """Throughputs as multiples of the slowest; all 1 if one is unknown or they are about the same.
+
+    Args:
+        rates: ``[engines]`` in tokens/s, 0 if unknown.
+    """
     slowest = rates.min()
     if not slowest or rates.max() < NOISE * slowest:
         return np.ones_like(rates)
@@ -93,7 +96,7 @@ def relative(rates: Rates) -> Rates:
 
 
 class Charge(NamedTuple):
-    """A request at an engine: its outstanding tokens, and what it takes of the cache on average."""
+    """A request at an engine: its outstanding tokens, and its tokens in the cache on average."""
 
     engine: int
     tokens: float
@@ -104,8 +107,10 @@ class Charge(NamedTuple):
 class _Offers:
     """The engines that can take a request of a prompt, and when each would have finished it.
 
-    ``finish``: outstanding tokens by relative throughput, infinite if the cache lacks room for
-    them.
+    Args:
+        finish: ``[engines]``, outstanding tokens by relative throughput; infinite if the cache
+            lacks room for them.
+        rates: ``[engines]``, relative throughputs.
     """
 
     engines: list[int]
@@ -149,19 +154,25 @@ class Router:
 
     def add(self) -> int:
         """One more engine, which is not healthy before ``renew``; its number is returned."""
-        for name, first in vars(Router(1)).items():
-            if isinstance(first, np.ndarray):
-                vars(self)[name] = np.append(vars(self)[name], first)
+        # Each array of the router has an entry per engine: a router of one engine has the new ones.
+        for name, initial in vars(Router(1)).items():
+            if isinstance(initial, np.ndarray):
+                array = getattr(self, name)
+                setattr(self, name, np.append(array, initial))
         self._throughput.append(Throughput())
         self._limits.append(ConcurrencyLimit())
         self.healthy[-1] = False
         return len(self.healthy) - 1
 
     def choose(
-        self, request: GenerationRequest, now: float = 0.0, queued: int = 1
+        self,
+        request: GenerationRequest,
+        now: float = 0.0,
+        queued: int = 1,
     ) -> Charge | None:
-        """The engine for a request, or its session's; charged there. None if none is healthy, or
-        all are full.
+        """The engine for a request, or its session's; None if none is healthy or all are full.
+
+        The request is charged there.
 
         Args:
             queued: requests that have no engine yet, with this one.
@@ -172,21 +183,28 @@ class Router:
         return None
 
     def choose_group(
-        self, requests: Sequence[GenerationRequest], now: float = 0.0, queued: int = 1
+        self,
+        requests: Sequence[GenerationRequest],
+        now: float = 0.0,
+        queued: int = 1,
     ) -> list[Charge]:
-        """``choose`` for one request after the other, of the same prompt and length; fewer once all
-        engines are full.
+        """``choose`` for each of the requests, in order; fewer charges once all engines are full.
 
-        What engines offer is computed once, and again when one of them is full.
+        The engines' offers are computed once, and again when one of them is full.
+
+        Args:
+            requests: of the same prompt and length.
         """
-        prompt = len(requests[0].prompt_token_ids)
-        longest = float(requests[0].sampling.max_tokens)
-        tokens = prompt + (min(longest, self._tokens / self._answers) if self._answers else longest)
+        sample = requests[0]
+        prompt = len(sample.prompt_token_ids)
+        response = float(sample.sampling.max_tokens)
         if self._answers:
+            response = min(response, self._tokens / self._answers)
+        tokens = prompt + response
+        cache_tokens = float(prompt)
+        if self._answers:  # else no length is known, and half of the largest would be too much
             cache_tokens = prompt + (tokens - prompt) / 2
-        else:
-            cache_tokens = float(prompt)
-        key = hash(requests[0].prompt_token_ids.tobytes())
+        key = hash(sample.prompt_token_ids.tobytes())
         charges: list[Charge] = []
         offers: _Offers | None = None
         for request in requests:
@@ -195,43 +213,50 @@ class Router:
             if not offers.engines:
                 break
             index = self._of_session(request.session_id, offers.best())
-            cached_at = self._note_prompt(key, index)
-            charge = Charge(index, tokens, cache_tokens - (prompt if cached_at else 0))
+            is_cached = self._note_prompt(key, index)
+            # Samples at one engine share the blocks of their prompt.
+            charge = Charge(index, tokens, cache_tokens - (prompt if is_cached else 0))
             self._add(charge, now)
             charges.append(charge)
             if (
-                not cached_at
-                or index not in offers.engines
+                not is_cached
+                or index not in offers.engines  # a session's engine may be full
                 or self._nearly_full(index, tokens, cache_tokens)
             ):
                 offers = None
             else:
-                place = offers.engines.index(index)
-                offers.finish[place] += tokens / offers.rates[place]
+                position = offers.engines.index(index)
+                offers.finish[position] += tokens / offers.rates[position]
         return charges
 
     def _offers(
-        self, prompt: int, tokens: float, cache_tokens: float, key: int, queued: int
+        self,
+        prompt: int,
+        tokens: float,
+        cache_tokens: float,
+        key: int,
+        queued: int,
     ) -> _Offers:
-        used = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
-        full = (self.in_flight > 0) & (used + cache_tokens > self.capacity) | (
-            self.in_flight >= self.limit
-        )
+        """The engines that can take a request; all arrays are ``[engines]``."""
+        used_tokens = np.maximum(self.cache_tokens + self.unforeseen, 0.0)
+        full = (self.in_flight > 0) & (used_tokens + cache_tokens > self.capacity)
+        full |= self.in_flight >= self.limit
         takes = self.healthy & self.open
-        if np.isfinite(
-            self.limit[takes]
-        ).any():  # a slow engine takes no more than its share of what is left
+        if np.isfinite(self.limit[takes]).any():
+            # A slow engine takes no more than its share of the tokens that are left.
             rates = relative(self._rates[takes])
-            share = (self.outstanding[takes].sum() + queued * tokens) / rates.sum()
-            full[takes] |= self.outstanding[takes] > share * rates
+            outstanding = self.outstanding[takes]
+            share = (outstanding.sum() + queued * tokens) / rates.sum()
+            full[takes] |= outstanding > share * rates
         ready = np.flatnonzero(takes & ~full)
         if not len(ready):
             return _Offers([], np.zeros(0), np.zeros(0))
-        after = self.outstanding + tokens
-        roomy = after[ready] <= self.capacity[ready]
-        after[list(self.prompts.get(key, ()))] -= CACHED * prompt
+        outstanding = self.outstanding + tokens
+        # Before the discount: a cached prompt takes as much of the cache as another one.
+        roomy = outstanding[ready] <= self.capacity[ready]
+        outstanding[list(self.prompts.get(key, ()))] -= CACHED * prompt
         rates = relative(self._rates[ready])
-        finish = after[ready] / rates
+        finish = outstanding[ready] / rates
         if roomy.any():
             finish[~roomy] = np.inf
         return _Offers(ready.tolist(), finish, rates)
@@ -240,14 +265,12 @@ class Router:
         """Whether an engine's next request of this size could change what the engines offer."""
         if isfinite(self.limit[index]):
             return True
-        used = self.cache_tokens[index] + max(self.unforeseen[index], 0.0)
-        return bool(
-            max(used + cache_tokens, self.outstanding[index] + tokens) > self.capacity[index]
-        )
+        used_tokens = self.cache_tokens[index] + max(self.unforeseen[index], 0.0)
+        needed_tokens = max(used_tokens + cache_tokens, self.outstanding[index] + tokens)
+        return bool(needed_tokens > self.capacity[index])
 
     def _of_session(self, session: str | None, best: int) -> int:
-        """Where the session began, if that engine takes requests; else it begins at the best
-        one."""
+        """The engine where the session began; the best one if it is new or that one is closed."""
         if session is None:
             return best
         index = self.sessions.pop(session, best)
@@ -259,15 +282,14 @@ class Router:
         return index
 
     def _note_prompt(self, key: int, index: int) -> bool:
-        """Note that the engine has the prompt in its cache from now on. Returns whether it had it
-        before."""
+        """Note that the engine has the prompt in its cache; returns whether it had it before."""
         engines = self.prompts.pop(key, set())
-        known = index in engines
+        was_cached = index in engines
         engines.add(index)
         self.prompts[key] = engines
         if len(self.prompts) > REMEMBERED_PROMPTS:
             self.prompts.pop(next(iter(self.prompts)))
-        return known
+        return was_cached
 
     def _add(self, charge: Charge, now: float) -> None:
         index = charge.engine
@@ -282,20 +304,25 @@ class Router:
         self._rates[index] = throughput.tokens_per_s or 0.0
 
     def reported(self, index: int, stats: EngineStats) -> None:
-        """An engine's own account of its queue, and of its cache; waiting requests will take as
-        much as others do."""
+        """An engine reports its queue and the use of its cache."""
+        in_flight = int(self.in_flight[index])
         if self.adaptive:
-            self.limit[index] = self._limits[index].observe(stats, int(self.in_flight[index]))
-        if stats.cache_used is not None and self.in_flight[index]:
-            waiting = stats.waiting * self.cache_tokens[index] / self.in_flight[index]
-            self.unforeseen[index] = stats.cache_used + waiting - self.cache_tokens[index]
+            self.limit[index] = self._limits[index].observe(stats, in_flight)
+        if stats.cache_used is not None and in_flight:
+            # Requests that wait in the engine will take as much of the cache as the others.
+            waiting_tokens = stats.waiting * self.cache_tokens[index] / in_flight
+            self.unforeseen[index] = stats.cache_used + waiting_tokens - self.cache_tokens[index]
 
     def ended(
-        self, charge: Charge, answer: GenerationOutput | None = None, now: float = 0.0
+        self,
+        charge: Charge,
+        answer: GenerationOutput | None = None,
+        now: float = 0.0,
     ) -> None:
         """A request has left its engine: its charge is free again."""
         index = charge.engine
-        self._throughput[index].load(int(self.in_flight[index]), now)
+        throughput = self._throughput[index]
+        throughput.load(int(self.in_flight[index]), now)
         self.in_flight[index] -= 1
         if self.in_flight[index]:
             self.outstanding[index] -= charge.tokens
@@ -303,14 +330,15 @@ class Router:
         else:  # exactly 0, whatever the order of additions
             self.outstanding[index] = self.cache_tokens[index] = self.unforeseen[index] = 0.0
         if answer is not None:
-            self._throughput[index].answered(len(answer.token_ids))
-            if answer.finish_reason != "abort":
+            tokens = len(answer.token_ids)
+            throughput.answered(tokens)
+            if answer.finish_reason != "abort":  # a piece of an answer would make the mean smaller
                 self._answers += 1
-                self._tokens += len(answer.token_ids)
-        self._rates[index] = self._throughput[index].tokens_per_s or 0.0
+                self._tokens += tokens
+        self._rates[index] = throughput.tokens_per_s or 0.0
 
     def renew(self, index: int) -> None:
-        """Another engine takes the place: its throughput is unknown, and it gets requests."""
+        """A new engine gets this number: its throughput is unknown, and it gets requests."""
         self.healthy[index] = True
         self.open[index] = True
         self.unforeseen[index] = 0.0
@@ -324,8 +352,8 @@ class Router:
 
 SETTLED = 3  # reports in a row with a queue, in the last of which not more is running than before
 RUNNING_PER_WAITING = 8  # running requests per request that may wait in the engine
-GROWTH = 2.0  # of a limit at which the engine had no queue
-FULL = 0.95  # of the cache
+GROWTH = 2.0  # factor of a limit at which the engine had no queue
+FULL = 0.95  # used fraction of a cache that counts as full
 
 
 @dataclass
@@ -362,17 +390,15 @@ class ConcurrencyLimit:
         """
         if stats.waiting:
             self.running = [*self.running, stats.running][-SETTLED:]
-            *before, now = self.running
-            most = max(self.running)
-            if len(self.running) == SETTLED and now <= max(before) and most:
-                self.limit = most + max(most // RUNNING_PER_WAITING, 1)
+            *earlier_counts, latest = self.running
+            peak = max(self.running)
+            if len(self.running) == SETTLED and latest <= max(earlier_counts) and peak:
+                self.limit = peak + max(peak // RUNNING_PER_WAITING, 1)
             return self.limit
         self.running = []
-        cache_is_full = (
-            stats.cache_used is not None and stats.cache_used >= FULL * stats.cache_tokens > 0
-        )
+        used = stats.cache_used
+        cache_is_full = used is not None and used >= FULL * stats.cache_tokens > 0
         if in_flight >= self.limit and not cache_is_full:
-            self.limit = max(
-                self.limit * GROWTH, float(in_flight)
-            )  # more may have been sent before the limit was set
+            # More requests than the limit may have been sent before it was set.
+            self.limit = max(self.limit * GROWTH, float(in_flight))
         return self.limit

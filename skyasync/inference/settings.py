@@ -24,6 +24,7 @@ _BETWEEN_GPUS = {
 }
 POSITIONS = "max_position_embeddings"
 FEW_TURNS = 4  # for which max_model_len suffices if generator.max_turns is not set
+MACHINE_MEMORY = "memory of this machine (/dev/shm, or the temporary folder)"
 
 
 def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
@@ -45,17 +46,19 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             f"{generator.max_num_seqs}, and each of these sequences gets a token per step: raise the one, lower the "
             f"other, or leave it at 0"
         )
+    sleep_setting = ""
+    awake_setting = ""
     if trainer.placement.colocate_all:
-        sleep = "trainer.placement.colocate_all=true"
-    else:
-        sleep = ""
+        sleep_setting = "trainer.placement.colocate_all=true"
+        awake_setting = "trainer.placement.colocate_all=false"
     if generator.hybrid_engines:
-        sleep = f"generator.hybrid_engines={generator.hybrid_engines}"
-    if sleep and ("gpu" if gpus else "cpu") not in can["sleeps_on"]:
+        sleep_setting = f"generator.hybrid_engines={generator.hybrid_engines}"
+        awake_setting = "generator.hybrid_engines=0"
+    device = "GPU" if gpus else "CPU"
+    if sleep_setting and device.lower() not in can["sleeps_on"]:
         raise UserError(
-            f"{sleep} puts engines to sleep during training, which generator.backend="
-            f"{name} cannot do on a {'GPU' if gpus else 'CPU'}: set generator.backend=transformers, or "
-            f"{sleep.partition('=')[0]}={'0' if generator.hybrid_engines else 'false'}"
+            f"{sleep_setting} puts engines to sleep during training, which generator.backend={name} cannot do on a "
+            f"{device}: set generator.backend=transformers, or {awake_setting}"
         )
     return EngineConfig(
         model_path=model.path,
@@ -69,7 +72,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
         seed=trainer.seed,
         weight_sync_backend=weight_sync_backend(cfg, gpus=gpus),
         extra={
-            "sleep_mode": bool(sleep),
+            "sleep_mode": bool(sleep_setting),
             "one_per_prompt": not generator.is_num_return_sequences_expand,
             "engine_kwargs": dict(generator.engine_kwargs),
             "adapter_rank": adapter_rank(cfg),
@@ -80,11 +83,10 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
 
 
 def max_model_len(cfg: Config) -> int:
-    """Tokens of a sequence in the engine, at which an episode ends: ``generator.max_model_len``, or
-    what 0 stands for.
+    """Tokens of a sequence in the engine, at which an episode ends: ``generator.max_model_len``.
 
-    Then an episode has room for its turns; the text between its responses is as long as a prompt
-    may be.
+    With 0 an episode has room for its turns: each is a response, and text before it that is as long
+    as a prompt may be.
     """
     generator = cfg.generator
     model = cfg.trainer.policy.model
@@ -92,25 +94,20 @@ def max_model_len(cfg: Config) -> int:
         return generator.max_model_len
     file = config_file(model.path)
     try:
-        if file:
-            shape = read_json(file, model.path)
-        else:
-            shape = {POSITIONS: sys.maxsize}
-        longest = int({**shape, **model.config_kwargs}[POSITIONS])
-    except (
-        UserError,
-        KeyError,
-        TypeError,
-        ValueError,
-    ):  # an error is raised where the model is checked
-        longest = sys.maxsize
-    response = max(sampling.max_generate_length for sampling in sampling_groups(generator).values())
+        shape = read_json(file, model.path) if file else {POSITIONS: sys.maxsize}
+        positions = int((shape | model.config_kwargs)[POSITIONS])
+    except (UserError, KeyError, TypeError, ValueError):
+        positions = sys.maxsize  # the check of the model raises the error
+    response = 0  # the longest of training and evaluation
+    for sampling in sampling_groups(generator).values():
+        response = max(response, sampling.max_generate_length)
     turn = cfg.trainer.max_prompt_length + response
-    return max(min((generator.max_turns or FEW_TURNS) * turn, longest), turn)
+    episode = (generator.max_turns or FEW_TURNS) * turn
+    return max(min(episode, positions), turn)
 
 
 def adapter_rank(cfg: Config) -> int:
-    """Of the adapters, if engines are sent adapters alone; 0 if they are sent weights."""
+    """Rank of the adapters if engines are sent adapters alone; 0 if they are sent weights."""
     lora = cfg.trainer.policy.lora
     if lora.sync == "adapter":
         return lora.rank
@@ -118,9 +115,10 @@ def adapter_rank(cfg: Config) -> int:
 
 
 def rounding(cfg: Config, *, gpus: bool) -> Rounding:
-    """What rounding can do to a log-probability, for the dtypes of policy and engine."""
+    """The effect of rounding on a log-probability, for the dtypes of policy and engine."""
     dtypes = {cfg.trainer.policy.model.dtype, engine_config(cfg, gpus=gpus).dtype}
-    if dtypes <= ({"float32"} if gpus else {"float32", "auto"}):
+    exact = {"float32"} if gpus else {"float32", "auto"}  # auto is bfloat16 on a GPU
+    if dtypes <= exact:
         return FLOAT32
     return BFLOAT16
 
@@ -134,62 +132,63 @@ def engines_per_device(cfg: Config) -> int:
 
 
 def colocated_rank(engine: int, ranks: int) -> int:
-    """The policy's rank that shares its device with an engine, with
-    ``trainer.placement.colocate_all``."""
+    """The policy's rank on an engine's device, with ``trainer.placement.colocate_all``."""
     return engine % ranks
 
 
 def weight_sync_backend(cfg: Config, *, gpus: bool) -> str:
-    """How the weights travel: ``generator.weight_sync_backend``, with what ``auto`` stands for
-    here."""
-    chosen = cfg.generator.weight_sync_backend
-    if chosen in BETWEEN_GPUS and not gpus:
+    """The transfer of weights: ``generator.weight_sync_backend``, with ``auto`` resolved."""
+    configured_backend = cfg.generator.weight_sync_backend
+    if configured_backend in BETWEEN_GPUS and not gpus:
         raise UserError(
-            f"generator.weight_sync_backend={chosen} needs GPUs, and the cluster has none: use shared_memory"
+            f"generator.weight_sync_backend={configured_backend} needs GPUs, and the cluster has none: use shared_memory"
         )
-    together = cfg.trainer.placement.colocate_all
-    # The checks reject cuda_ipc without a shared device, but not if a tool separates them.
-    if chosen != "auto" and (together or chosen != "cuda_ipc"):
-        return chosen
+    is_colocated = cfg.trainer.placement.colocate_all
+    # The checks of the configuration reject cuda_ipc without colocate_all. A tool that separates
+    # engines and policy afterwards gets what auto stands for.
+    if configured_backend != "auto" and (is_colocated or configured_backend != "cuda_ipc"):
+        return configured_backend
     by_file = (
         cfg.generator.weight_sync_mode == "delta"
         or adapter_rank(cfg)
         or cfg.generator.hybrid_engines
     )
-    way = "cuda_ipc" if together else "nccl"
-    ways = ENGINES.about(backend(cfg)).can["weight_sync"]
-    if gpus and not by_file and way in ways:
-        return way
-    return str(ways[0])
+    direct_transfer = "cuda_ipc" if is_colocated else "nccl"
+    transfers = ENGINES.about(backend(cfg)).can["weight_sync"]
+    if gpus and not by_file and direct_transfer in transfers:
+        return direct_transfer
+    return str(transfers[0])
 
 
 def loads_as_files(cfg: Config) -> bool:
     """Whether the run's engines load weights by the names of the model's files."""
-    engine = ENGINES.builtins().get(
-        backend(cfg)
-    )  # an engine of the user's may be known to their program alone
+    # An engine of the user's may be known to their program alone.
+    engine = ENGINES.builtins().get(backend(cfg))
     return engine is not None and bool(engine.can["loads_as_files"])
 
 
 def maps_weights(cfg: Config) -> bool:
-    """Whether the trainer writes weights into shared memory that its engines have mapped, and not
-    into a file.
+    """Whether the trainer writes weights into shared memory that its engines map, not into a file.
 
     Deltas and adapters are added to weights that an engine has itself.
     """
-    engine = ENGINES.builtins().get(
-        backend(cfg)
-    )  # one of the user's may be known to their program alone
-    able = engine is not None and (
-        engine.can["computes_on_mapped_weights"] or engine.can["reads_mapped_weights"]
-    )
-    whole = cfg.generator.weight_sync_mode == "full" and not adapter_rank(cfg)
-    return bool(able) and whole and not cfg.generator.weight_sync_dir and sys.platform == "linux"
+    # An engine of the user's may be known to their program alone.
+    engine = ENGINES.builtins().get(backend(cfg))
+    if engine is None or sys.platform != "linux":  # it needs /dev/shm
+        return False
+    if not engine.can["computes_on_mapped_weights"] and not engine.can["reads_mapped_weights"]:
+        return False
+    if cfg.generator.weight_sync_mode != "full" or adapter_rank(cfg):
+        return False
+    return not cfg.generator.weight_sync_dir
 
 
 def computes_on_mapped_weights(cfg: Config) -> bool:
     """Whether the engines compute on the mapped weights, without a copy of their own."""
-    return maps_weights(cfg) and bool(ENGINES.about(backend(cfg)).can["computes_on_mapped_weights"])
+    if not maps_weights(cfg):
+        return False
+    engine = ENGINES.about(backend(cfg))
+    return bool(engine.can["computes_on_mapped_weights"])
 
 
 def chosen_engine(cfg: Config) -> str:
@@ -206,51 +205,40 @@ def chosen_engine(cfg: Config) -> str:
 
 
 def chosen_backend(cfg: Config, *, gpus: bool) -> str:
-    """A line that names what ``auto`` has become, and why; empty if the configuration names a
-    backend."""
+    """A line with the transfer that ``auto`` stands for, and why; empty if the run names one."""
     if cfg.generator.weight_sync_backend != "auto":
         return ""
-    way = weight_sync_backend(cfg, gpus=gpus)
-    if way != "shared_memory":
-        why = _BETWEEN_GPUS.get(way, f"the {backend(cfg)} engine's own way")
-        return f"generator.weight_sync_backend=auto is {way}: {why}"
+    transfer = weight_sync_backend(cfg, gpus=gpus)
+    if transfer != "shared_memory":
+        reason = _BETWEEN_GPUS.get(transfer, f"the {backend(cfg)} engine's own way")
+        return f"generator.weight_sync_backend=auto is {transfer}: {reason}"
     delta = cfg.generator.weight_sync_mode == "delta"
     adapters = adapter_rank(cfg)
     if maps_weights(cfg):
         dtype = cfg.generator.dtype
         if not computes_on_mapped_weights(cfg):
-            how = f"mapped memory, which the {backend(cfg)} engine loads"
+            description = f"mapped memory, which the {backend(cfg)} engine loads"
         elif dtype in ("auto", cfg.trainer.policy.model.dtype):
-            how = "mapped memory, on which the engines compute"
+            description = "mapped memory, on which the engines compute"
         else:
-            how = f"mapped memory, from which the engines copy (generator.dtype={dtype} is not the policy's)"
+            description = f"mapped memory, from which the engines copy (generator.dtype={dtype} is not the policy's)"
     else:
-        what = "of the weights"
+        content = "of the weights"
         if adapters:
-            what = "of the adapters alone (trainer.policy.lora.sync=adapter)"
+            content = "of the adapters alone (trainer.policy.lora.sync=adapter)"
         elif delta:
-            what = "of what has changed (generator.weight_sync_mode=delta)"
-        where = (
-            cfg.generator.weight_sync_dir
-            or "memory of this machine (/dev/shm, or the temporary folder)"
-        )
-        how = f"a file {what} in {where}"
+            content = "of what has changed (generator.weight_sync_mode=delta)"
+        location = cfg.generator.weight_sync_dir or MACHINE_MEMORY
+        description = f"a file {content} in {location}"
+    reason = ""
     if gpus and not (delta or adapters):
-        why = f" (the {backend(cfg)} engine has no other way)"
-    else:
-        why = ""
+        reason = f" (the {backend(cfg)} engine has no other way)"
     if crosses_nodes(cfg):
-        others = "; engines on other nodes get theirs by broadcast"
-    else:
-        others = ""
-    return f"generator.weight_sync_backend=auto is shared_memory{why}: {how}{others}"
+        description += "; engines on other nodes get theirs by broadcast"
+    return f"generator.weight_sync_backend=auto is shared_memory{reason}: {description}"
 
 
 def crosses_nodes(cfg: Config) -> bool:
-    """Whether weights that do not go by NCCL may have to reach engines on other nodes of a
-    cluster."""
-    return (
-        bool(cfg.ray.address)
-        and cfg.generator.own_engines > 0
-        and not cfg.generator.weight_sync_dir
-    )
+    """Whether weights that do not go by NCCL may have to reach engines on other nodes."""
+    generator = cfg.generator
+    return bool(cfg.ray.address) and generator.own_engines > 0 and not generator.weight_sync_dir

@@ -15,15 +15,17 @@ from skyasync.inference.interface import GenerationOutput, GenerationRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what a tokenizer gives for an incomplete character
-_CONTEXT = (
-    8  # tokens decoded before the longest possible match, so that it is decoded as in its place
-)
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # a tokenizer's text for an incomplete character
+# Tokens that are decoded before the longest possible match: some tokenizers decode a token
+# differently at the beginning of a text.
+_CONTEXT = 8
 
 
 class StopStrings:
-    """The stop strings of one request. Most tokens are ruled out by their own text, without
-    decoding others."""
+    """The stop strings of one request.
+
+    Most tokens are ruled out by their own text, without decoding others.
+    """
 
     def __init__(
         self,
@@ -35,24 +37,29 @@ class StopStrings:
         self._skip = skip_special_tokens
         self._strings = [s for s in strings if s]
         self._last_characters = {s[-1] for s in self._strings}
-        self._window = max((len(s.encode()) for s in self._strings), default=0) + _CONTEXT
+        # A token has at least one byte, so that a string of n bytes ends within n tokens.
+        longest = max((len(string.encode()) for string in self._strings), default=0)
+        self._window = longest + _CONTEXT
         self._may_end: dict[int, bool] = {}
 
     def completed_by_last(self, tokens: Sequence[int]) -> bool:
-        """Whether the last of ``tokens`` (a response so far) ends or contains the end of a stop
-        string."""
-        last = tokens[-1]
-        if last not in self._may_end:
-            text = self._decode([last])
-            self._may_end[last] = _INCOMPLETE in text or any(
-                character in text for character in self._last_characters
-            )
-        if not self._may_end[last]:
+        """Whether the last of ``tokens`` (a response so far) has the end of a stop string."""
+        newest = tokens[-1]
+        if newest not in self._may_end:
+            text = self._decode([newest])
+            has_end = any(character in text for character in self._last_characters)
+            self._may_end[newest] = has_end or _INCOMPLETE in text
+        if not self._may_end[newest]:
             return False
         window = list(tokens[-self._window :])
         text = self._decode(window)
-        before = len(self._decode(window[:-1]).rstrip(_INCOMPLETE))
-        return any(text.find(s, max(0, before - len(s) + 1)) >= 0 for s in self._strings)
+        earlier_text = self._decode(window[:-1]).rstrip(_INCOMPLETE)
+        for string in self._strings:
+            # A match that ends before the newest token was found at an earlier one.
+            start = max(0, len(earlier_text) - len(string) + 1)
+            if text.find(string, start) >= 0:
+                return True
+        return False
 
     def _decode(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(
@@ -65,7 +72,7 @@ class StopStrings:
 def cut_at_stop_string(
     request: GenerationRequest,
     answer: GenerationOutput,
-    seen: int,
+    seen_tokens: int,
     tokenizer: Callable[[], Any] | None,
 ) -> GenerationOutput:
     """The answer up to the first stop string that ends after its first ``seen`` tokens.
@@ -86,7 +93,8 @@ def cut_at_stop_string(
         )
     tokens: Sequence[int] = answer.token_ids.tolist()
     stops = StopStrings(tokenizer(), sampling.stop, sampling.skip_special_tokens)
-    for count in range(max(seen, sampling.min_tokens) + 1, len(tokens) + 1):
+    checked_count = max(seen_tokens, sampling.min_tokens)
+    for count in range(checked_count + 1, len(tokens) + 1):
         if stops.completed_by_last(tokens[:count]):
             return answer.until(count, "stop")
     return answer

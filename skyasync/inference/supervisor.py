@@ -44,12 +44,13 @@ log = logging.getLogger(__name__)
 
 HOUR_S = 3600.0
 POLLED_PER_S = 50.0  # of all engines, for their new tokens; other heartbeats carry none
-OWN_DELAY_S = 1.0  # this process may have been too busy to read an answer that has arrived
+PROCESS_DELAY_S = 1.0  # this process may have been too busy to read an answer that has arrived
 
 
 class EngineSupervisor(RunExtension):
-    """Watches the engines' heartbeats and replaces engines that fail; from the first weight sync to
-    ``close``.
+    """Watches the engines' heartbeats, and replaces engines that fail.
+
+    It runs from the first weight sync to ``close``.
 
     Args:
         max_restarts: per hour (``generator.max_engine_restarts``), at least 1.
@@ -73,7 +74,8 @@ class EngineSupervisor(RunExtension):
         timeline: Timeline | None = None,
         colocation: Colocation | None = None,
     ) -> None:
-        self.failures = self.restarts = 0
+        self.failures = 0
+        self.restarts = 0
         self.timeline = timeline or Timeline(None)
         self._client = client
         self._weights = weights
@@ -85,7 +87,7 @@ class EngineSupervisor(RunExtension):
         self._restart_times: deque[float] = deque()  # of the last hour
         self._recovery_s = 0.0  # the longest since the last step
         self._tasks: set[asyncio.Task[None]] = set()
-        self._restarting: dict[int, asyncio.Task[None]] = {}
+        self._restart_tasks: dict[int, asyncio.Task[None]] = {}
 
     def on_start(self, trainer: Watched) -> None:
         self.begin()
@@ -114,20 +116,19 @@ class EngineSupervisor(RunExtension):
 
     def forget(self, index: int) -> None:
         """An engine leaves: it is not restarted."""
-        task = self._restarting.pop(index, None)
+        task = self._restart_tasks.pop(index, None)
         if task:
             task.cancel()
 
     async def close(self) -> None:
-        """Stop watching, and end replacements that are not ready. From now on a failure is an
-        error."""
+        """Stop watching, and end replacements that are not ready; a failure is an error again."""
         self._client.pool.on_failure = None
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _failed(self, index: int, error: BaseException, lost: LostWork) -> None:
+    def _failed(self, index: int, error: BaseException, lost_work: LostWork) -> None:
         self.failures += 1
         if not self._client.engines[index].restartable:
             self._client.give_up(error)
@@ -138,12 +139,12 @@ class EngineSupervisor(RunExtension):
                 index,
                 len(self._restart_times),
                 self._max_restarts,
-                lost.requests,
+                lost_work.requests,
                 "continue on the others" if self._client.pool.healthy else "wait for it",
-                lost.tokens,
+                lost_work.tokens,
                 headline(error),
             )
-            self._restarting[index] = self._start(self._restart(index, error, lost))
+            self._restart_tasks[index] = self._start(self._restart(index, error, lost_work))
 
     def _take_restart(self, error: BaseException) -> bool:
         """Count a restart; if none is left in this hour, the run ends with the first error."""
@@ -153,26 +154,27 @@ class EngineSupervisor(RunExtension):
         if len(self._restart_times) < self._max_restarts:
             self._restart_times.append(now)
             return True
-        used = f"{len(self._restart_times)} of {self._max_restarts} restarts this hour are used"
-        error.add_note(f"the engine is not started again: {used} (generator.max_engine_restarts)")
+        usage = f"{len(self._restart_times)} of {self._max_restarts} restarts this hour are used"
+        error.add_note(f"the engine is not started again: {usage} (generator.max_engine_restarts)")
         self._client.give_up(error)
         return False
 
-    async def _restart(self, index: int, error: BaseException, lost: LostWork) -> None:
+    async def _restart(self, index: int, error: BaseException, lost_work: LostWork) -> None:
         loop = asyncio.get_running_loop()
         start = self.timeline.now()
         failed_at = loop.time()
-        old = self._client.engines[index]
+        failed_engine = self._client.engines[index]
         while True:
-            old.kill()
+            failed_engine.kill()
             try:
-                version = await self._replace(index, old)
+                version = await self._replace(index, failed_engine)
                 break
-            except (WeightSyncError, UserError) as final:  # a restart would raise it again
-                self._client.give_up(final)
+            except (WeightSyncError, UserError) as fatal_error:  # a restart would raise it again
+                self._client.give_up(fatal_error)
                 return
-            except Exception as another:
-                error.add_note(f"and the engine that was started in its place: {headline(another)}")
+            except Exception as next_error:
+                reason = headline(next_error)
+                error.add_note(f"and the engine that was started in its place: {reason}")
                 if not self._take_restart(error):
                     return
                 log.warning(
@@ -180,61 +182,64 @@ class EngineSupervisor(RunExtension):
                     index,
                     len(self._restart_times),
                     self._max_restarts,
-                    headline(another),
+                    reason,
                 )
-        took = loop.time() - failed_at
+        duration_s = loop.time() - failed_at
         self.restarts += 1
-        self._recovery_s = max(self._recovery_s, took)
+        self._recovery_s = max(self._recovery_s, duration_s)
         self.timeline.add_span(
             f"engine {index} is replaced",
             "engines",
             start,
             self.timeline.now(),
             error=headline(error),
-            requests=lost.requests,
-            tokens_known=lost.tokens,
+            requests=lost_work.requests,
+            tokens_known=lost_work.tokens,
         )
         log.info(
-            "engine %d is back after %.1f s, with the weights of version %d", index, took, version
+            "engine %d is back after %.1f s, with the weights of version %d",
+            index,
+            duration_s,
+            version,
         )
 
-    async def _replace(self, index: int, old: InferenceEngine) -> int:
-        """Start an engine in a failed one's place, and give it the weights, whose version is
-        returned.
+    async def _replace(self, index: int, failed_engine: InferenceEngine) -> int:
+        """Start a replacement and update its weights, whose version is returned.
 
         A shared device has memory for an engine only while the policy is in host memory: in the
         engines' turn.
         """
-        what = f"the first weight sync of engine {index}"
-        if self._colocation is None or (
-            self._colocation.hybrid and index not in self._colocation.hybrid
-        ):
-            async with ended_on_error(old.successor()) as engine:
+        action = f"the first weight sync of engine {index}"
+        colocation = self._colocation
+        # Of hybrid engines only some share their device.
+        if colocation is None or (colocation.hybrid and index not in colocation.hybrid):
+            async with ended_on_error(failed_engine.successor()) as engine:
                 await engine.start()
-                async with within(self._limit_s, what), self._weights.between_syncs() as update:
+                async with within(self._limit_s, action), self._weights.between_syncs() as update:
                     await engine.update_weights(update)
                     await self._client.admit(index, engine)
             return update.version
         while True:
-            await self._colocation.wait_for_engines()
+            await colocation.wait_for_engines()
             async with (
                 self._weights.between_syncs() as update,
-                self._colocation.for_engines() as ours,
+                colocation.for_engines() as engines_have_turn,
             ):
-                if not ours:  # the turn has ended during the wait for a sync
+                if not engines_have_turn:  # the turn has ended during the wait for a sync
                     continue
-                async with ended_on_error(old.successor()) as engine:
+                async with ended_on_error(failed_engine.successor()) as engine:
                     await engine.start()
-                    async with within(self._limit_s, what):
+                    async with within(self._limit_s, action):
                         await engine.update_weights(update)
                         await self._client.admit(index, engine)
                 return update.version
 
     async def _watch(self, index: int) -> None:
+        """Poll an engine until the supervisor is closed; one that does not answer has failed."""
         polled_at = asyncio.get_running_loop().time() - index / POLLED_PER_S  # not all at once
         while True:
             await asyncio.sleep(self._heartbeat_s)
-            if not self._client.pool.router.healthy[index]:
+            if not self._client.pool.router.healthy[index]:  # it is being replaced
                 continue
             engine = self._client.engines[index]
             now = asyncio.get_running_loop().time()
@@ -244,8 +249,8 @@ class EngineSupervisor(RunExtension):
             poll = asyncio.ensure_future(self._client.poll(index, tokens=tokens))
             try:
                 overdue = await self._overdue(poll)
-                # vLLM's core answers nothing while it loads weights: its own process must answer
-                # then.
+                # vLLM's core answers nothing while it loads weights: the process in front of it
+                # must answer then.
                 while overdue and self._client.updating:
                     own_answer = asyncio.ensure_future(engine.stats())
                     if await self._overdue(own_answer):
@@ -253,22 +258,22 @@ class EngineSupervisor(RunExtension):
                     own_answer.exception()  # a failure, which its calls raise
                     overdue = await self._overdue(poll)
                 if not overdue:
-                    with contextlib.suppress(
-                        Exception
-                    ):  # of an engine that failed, which its requests raise
+                    # The requests of an engine that fails raise its error.
+                    with contextlib.suppress(Exception):
                         poll.result()
                 elif self._client.engines[index] is engine:
-                    late = f"engine {index} did not answer within {self._timeout_s:g} s (generator.heartbeat_timeout_s)"
-                    self._client.pool.fail(index, EngineFailedError(late))
+                    problem = f"engine {index} did not answer within {self._timeout_s:g} s (generator.heartbeat_timeout_s)"
+                    self._client.pool.fail(index, EngineFailedError(problem))
             finally:
                 poll.cancel()
                 if own_answer is not None:
                     own_answer.cancel()
 
     async def _overdue(self, answer: asyncio.Future[Any]) -> bool:
+        """Wait for an answer; true if it has not come in time."""
         await asyncio.wait({answer}, timeout=self._timeout_s)
         if not answer.done():
-            await asyncio.wait({answer}, timeout=OWN_DELAY_S)
+            await asyncio.wait({answer}, timeout=PROCESS_DELAY_S)
         return not answer.done()
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

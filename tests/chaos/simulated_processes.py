@@ -120,7 +120,7 @@ class Engine(InferenceEngine):
 
     def _token(self, name: str) -> int:
         request, written = self._prompts[name], [token for token, _ in self._rows[name]]
-        key = stream_key(request.sampling.seed, 0, name, request.drawn)
+        key = stream_key(request.sampling.seed, 0, name, request.response_tokens)
         number = uniforms(np.array([key], np.uint64), np.array([len(written)]))[0]
         before = [*request.prompt_token_ids.tolist(), *written]
         return LETTERS[int(digest(self.weights_digest, number, before), 16) % 16]
@@ -129,7 +129,7 @@ class Engine(InferenceEngine):
         request = self._prompts[name]
         if name in self._ended:
             return "abort"
-        if request.drawn + len(self._rows[name]) >= response_tokens(request):
+        if request.response_tokens + len(self._rows[name]) >= response_tokens(request):
             return "stop"
         return "length" if len(self._rows[name]) >= request.sampling.max_tokens else None
 

@@ -57,7 +57,7 @@ def test_other_tokens_after_a_failure_of_an_engine_are_found(
 
     def of_a_new_stream(engine: Engine, name: str) -> int:
         request = engine._prompts[name]
-        engine._prompts[name] = replace(request, sampling=request.fresh_sampling, drawn=0)
+        engine._prompts[name] = replace(request, sampling=request.fresh_sampling, response_tokens=0)
         try:
             return token(engine, name)
         finally:

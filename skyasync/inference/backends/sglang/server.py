@@ -1,5 +1,4 @@
-"""An SGLang server that the run does not start; what is the same for all servers is in
-``inference.remote``.
+"""An SGLang server that the run does not start; code for all kinds of servers is in ``remote``.
 
 Its JSON is that of its own ``io_struct.py`` and ``http_server.py`` (0.5.23). Its log-probabilities
 are of the tempered distribution, after penalties and biases, and before top-k, top-p and min-p:
@@ -13,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -28,7 +27,7 @@ from skyasync.inference.interface import (
     PauseMode,
     SamplingParams,
 )
-from skyasync.inference.remote import INFO, RemoteEngine, RemoteRequest
+from skyasync.inference.remote import INFO, JSON, RemoteEngine, RemoteRequest
 from skyasync.weight_sync.transfers.file import missing_file_error
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -43,18 +42,17 @@ class SGLangServerEngine(RemoteEngine):
     kind = "SGLang"
     core_route = INFO  # which asks the server's scheduler
     how_to_start = "start it with: python -m sglang.launch_server --model-path MODEL --port PORT"
-    proves_weights = (
-        False  # it has no digests of what was sent: verification prompts run after every sync
-    )
+    # It cannot compare weights with digests: verification prompts run after every sync.
+    proves_weights = False
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._server_ids = (f"{self._run}-{number}" for number in count())
+        self._server_ids = (f"{self._run_id}-{number}" for number in count())
         self._open = asyncio.Event()  # requests may be sent
         self._open.set()
 
     @classmethod
-    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
+    def complaint(cls, url: str, info: JSON, config: EngineConfig) -> str:
         if "vllm_config" in info:
             return f"generator.engines: {url} is a vLLM server: leave generator.backend at auto"
         if "internal_states" not in info or "max_req_input_len" not in info:
@@ -70,12 +68,13 @@ class SGLangServerEngine(RemoteEngine):
         )
 
     async def _cache_used(self) -> int | None:
-        loads = (await self._server.get("/v1/loads")).get("loads") or ()
+        answer = await self._server.get("/v1/loads")
+        loads = answer.get("loads")
         if loads:
             return sum(int(load["num_used_tokens"]) for load in loads)
         return None
 
-    async def _reset(self, info: Mapping[str, Any]) -> int:
+    async def _reset(self, info: JSON) -> int:
         await self._server.post("/abort_request", {"abort_all": True})
         await self._server.post("/continue_generation", {})
         version = {"new_version": str(self.version), "abort_all_requests": False}
@@ -95,17 +94,20 @@ class SGLangServerEngine(RemoteEngine):
         }
         async for chunk in self._server.chunks(GENERATE, body):
             meta = chunk["meta_info"]
-            new = int(meta["completion_tokens"]) - len(pending.tokens)
-            if new > 0:  # a chunk repeats earlier ones unless the server was started otherwise
-                logprobs: Sequence[Sequence[Any]] = (meta.get("output_token_logprobs") or ())[-new:]
-                if len(logprobs) != new:
+            new_tokens = int(meta["completion_tokens"]) - len(pending.tokens)
+            if (
+                new_tokens > 0
+            ):  # a chunk repeats earlier ones unless the server was started otherwise
+                entries: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
+                entries = entries[-new_tokens:]
+                if len(entries) != new_tokens:
                     name = pending.request.request_id
                     raise RuntimeError(
-                        f"{new} tokens of {name} have {len(logprobs)} log-probabilities"
+                        f"{new_tokens} tokens of {name} have {len(entries)} log-probabilities"
                     )
-                pending.receive(
-                    [int(each[1]) for each in logprobs], [float(each[0]) for each in logprobs]
-                )
+                tokens = [int(entry[1]) for entry in entries]
+                logprobs = [float(entry[0]) for entry in entries]
+                pending.receive(tokens, logprobs)
             reason = meta.get("finish_reason")
             if reason:
                 # With a status the request was not cut, but could not be computed.
@@ -113,14 +115,13 @@ class SGLangServerEngine(RemoteEngine):
                     raise RuntimeError(
                         f"{self._server.name} failed on request {pending.request.request_id}: {reason}"
                     )
-                return self._ended(
-                    pending, FINISH_REASONS[reason["type"]], meta.get("weight_versions")
-                )
+                finish_reason = FINISH_REASONS[reason["type"]]
+                return self._ended(pending, finish_reason, meta.get("weight_versions"))
         raise self._server.failure("it ended an answer without a reason")
 
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
-        for each in pending:
-            await self._server.post("/abort_request", {"rid": each.server_id})
+        for request in pending:
+            await self._server.post("/abort_request", {"rid": request.server_id})
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
         body = {
@@ -131,29 +132,36 @@ class SGLangServerEngine(RemoteEngine):
             "logprob_start_len": 0,
             "extra_key": self._salt(self.version),
         }
-        meta = (await self._server.post(GENERATE, body))["meta_info"]
+        answer = await self._server.post(GENERATE, body)
+        meta = answer["meta_info"]
         scores = meta.get("input_token_logprobs") or ()
-        if (meta.get("finish_reason") or {}).get("type") == "abort" or len(scores) != len(sequence):
+        if len(scores) != len(sequence):
             return None
-        return [float(each[0]) for each in scores[1:]]
+        reason = meta.get("finish_reason") or {}
+        if reason.get("type") == "abort":
+            return None
+        return [float(score[0]) for score in scores[1:]]  # the first token has none
 
     async def _schedule(self, mode: PauseMode | None) -> None:
         if mode is None:
             self._open.set()
             await self._server.post("/continue_generation", {})
             return
-        if mode == "wait":  # which the server does not have
+        if mode == "wait":  # the server has no such mode: no request is sent until the others end
             self._open.clear()
-            while sent := {
-                pending.task
-                for pending in self._requests.values()
-                if pending.server_id and pending.task
-            }:
-                await asyncio.wait(sent)
-                await asyncio.sleep(0)  # the tasks that have waited for it remove it from the table
-        await self._server.post(
-            "/pause_generation", {"mode": "abort" if mode == "abort" else "in_place"}
-        )
+            while tasks := self._sent_tasks():
+                await asyncio.wait(tasks)
+                await asyncio.sleep(0)  # ``_answer`` removes a finished request from the table
+        server_mode = "abort" if mode == "abort" else "in_place"
+        await self._server.post("/pause_generation", {"mode": server_mode})
+
+    def _sent_tasks(self) -> list[asyncio.Task[GenerationOutput]]:
+        """The tasks of requests that the server has been sent."""
+        tasks = []
+        for pending in self._requests.values():
+            if pending.server_id and pending.task:
+                tasks.append(pending.task)
+        return tasks
 
     async def _load(self, update: WeightUpdate) -> None:
         with _as_folder(Path(update.info["path"])) as folder:
@@ -169,22 +177,19 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
     """The fields of SGLang's ``SamplingParams``.
 
     Raises:
-        UserError: naming what it lacks.
+        UserError: naming a field that it lacks.
     """
     settings = vars(sampling)
     off = vars(_OFF)
     for name in BACKENDS["sglang_server"][1]["lacks"]:
-        if settings[name] != off[name] and not (name == "top_k" and sampling.top_k <= 0):
+        if settings[name] != off[name]:
+            if name == "top_k" and sampling.top_k <= 0:  # all these values mean off
+                continue
             raise UserError(
                 f"{name}={settings[name]!r} is not for SGLang servers: they do not have it, or their "
                 f"log-probabilities are of the distribution before it; remove it"
             )
-    rare: dict[str, Any] = {
-        "stop": list(sampling.stop),
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "logit_bias": {str(token): bias for token, bias in sampling.logit_bias.items()},
-    }
-    return {name: value for name, value in rare.items() if value} | {
+    sampling_fields: dict[str, Any] = {
         "max_new_tokens": sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens,
         "temperature": sampling.temperature,
@@ -193,9 +198,17 @@ def sampling_of(sampling: SamplingParams) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "ignore_eos": sampling.ignore_eos,
         "skip_special_tokens": sampling.skip_special_tokens,
-        "sampling_seed": None if sampling.seed is None else sampling.seed % 2**31,
+        "sampling_seed": None if sampling.seed is None else sampling.seed % 2**31,  # an int32
         "stream_interval": INTERVAL,
     }
+    if sampling.stop:
+        sampling_fields["stop"] = list(sampling.stop)
+    if sampling.stop_token_ids:
+        sampling_fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    if sampling.logit_bias:
+        bias = {str(token): value for token, value in sampling.logit_bias.items()}
+        sampling_fields["logit_bias"] = bias
+    return sampling_fields
 
 
 @contextmanager

@@ -109,24 +109,21 @@ class VLLMEngine(InferenceEngine):
         self._guard: ProcessGuard | None = None
         self._adapter: LoRARequest | None = None  # that requests are computed with
         self._end = "it was not started"  # why it cannot be called; empty while it can
-        self._in_flight: dict[
-            str, set[str]
-        ] = {}  # request as vLLM knows it -> requests that its samples answer
-        self._restarting: set[str] = set()
+        # A request of vLLM -> our requests that its samples answer.
+        self._in_flight: dict[str, set[str]] = {}
+        self._restarting_ids: set[str] = set()  # requests without a token that an update has ended
         self._scores = 0
         self._finished_tokens = 0
-        self._reported: dict[
-            str, int
-        ] = {}  # tokens of unanswered requests that ``progress`` has given
-        self._busy = Stopwatch()
-        self._paused = Stopwatch()
+        # Tokens of unanswered requests that ``progress`` has returned.
+        self._reported_tokens: dict[str, int] = {}
+        self._busy_time = Stopwatch()
+        self._paused_time = Stopwatch()
         self._control = asyncio.Lock()
         self._content = CurrentContent()
         self._reader: WeightReader | None = None  # of adapters by broadcast
-        self._unproven: list[str] | None = (
-            None  # weights that no worker could compare yet; None before the first
-        )
-        self._asleep = False  # as a whole or in part: nothing is scheduled
+        # Weights that no worker could compare yet; None before the first update.
+        self._unproven: list[str] | None = None
+        self._asleep = False  # weights or cache or both: nothing is scheduled
         self._images: ImageProcessor | None = None  # of a model that reads images
 
     # -- lifecycle
@@ -138,7 +135,8 @@ class VLLMEngine(InferenceEngine):
             await self.call(self.llm.get_supported_tasks())  # vLLM remembers them; see ``outputs``
             await self.call(self.llm.update_weight_version(str(self.version)))
             if self._images is not None:
-                await self.call(self.llm.collective_rpc("ban", args=(self._images.banned, NEVER)))
+                ban = (self._images.banned, NEVER)  # no response may contain a placeholder
+                await self.call(self.llm.collective_rpc("ban", args=ban))
         except BaseException:
             await self.shutdown()
             raise
@@ -165,8 +163,7 @@ class VLLMEngine(InferenceEngine):
             self._end = ""
 
     async def shutdown(self) -> None:
-        """End all processes; requests that still wait for an answer get ``EngineFailedError``. Safe
-        to call twice."""
+        """End all processes; requests in flight raise ``EngineFailedError``. Safe to call twice."""
         llm = self._llm
         guard = self._guard
         self._give_up("it was shut down")
@@ -179,7 +176,7 @@ class VLLMEngine(InferenceEngine):
             await asyncio.to_thread(guard.close)
 
     def _give_up(self, reason: str) -> None:
-        """From now on every call raises, and so does every request in flight."""
+        """Make all later calls and all requests in flight raise."""
         self._end = reason
         if self._llm is not None:
             self._llm.output_processor.propagate_error(self._failure())
@@ -217,11 +214,12 @@ class VLLMEngine(InferenceEngine):
     # -----------------------------------------------------------------------------------------
 
     async def generate(
-        self, requests: Sequence[GenerationRequest]
+        self,
+        requests: Sequence[GenerationRequest],
     ) -> AsyncIterator[list[GenerationOutput]]:
-        finished: list[GenerationOutput] = []
+        outputs: list[GenerationOutput] = []
         failures: list[EngineFailedError] = []
-        arrived = asyncio.Event()
+        arrival = asyncio.Event()
 
         async def answer(bundle: list[GenerationRequest]) -> None:
             """Requests that are alike: vLLM draws a sample for each of one prompt."""
@@ -230,62 +228,74 @@ class VLLMEngine(InferenceEngine):
                 output = await self._output(bundle[0], names)
                 answers = []
                 for request, completion in zip(bundle, output.outputs, strict=True):
-                    name = request.request_id
-                    reason = completion.finish_reason
-                    if reason not in ("stop", "length", "abort", "repetition", None):
-                        raise RequestFailedError(f"vLLM says {reason}")
-                    end: Any = (
-                        "abort"
-                        if name not in names
-                        else "length"
-                        if reason == "repetition"
-                        else reason
-                    )
-                    logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
-                    tokens = ints(completion.token_ids)
-                    versions = versions_of(completion)
-                    experts = self._experts(completion.routed_experts)
-                    answers.append(
-                        GenerationOutput(
-                            name, tokens, floats(logprobs.logprobs), versions, end, experts
-                        )
-                    )
-                finished.extend(answers)
+                    aborted = request.request_id not in names
+                    answers.append(self._answer(request, completion, aborted=aborted))
+                outputs.extend(answers)
             except EngineFailedError as error:
                 failures.append(error)
             except Exception as error:
-                # vLLM wraps what it raises
-                if isinstance(error.__cause__, Exception):
-                    why = error.__cause__
-                else:
-                    why = error
-                finished.extend(refusal(request, why) for request in bundle)
-            arrived.set()
+                # vLLM wraps the errors that it raises.
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                outputs.extend(refusal(request, cause) for request in bundle)
+            arrival.set()
 
         if self.config.extra.get("one_per_prompt"):
             bundles = alike(requests)
         else:
-            bundles = [[r] for r in requests]
+            bundles = [[request] for request in requests]
         tasks = [asyncio.create_task(answer(bundle)) for bundle in bundles]
-        unanswered = len(requests)
+        unanswered_count = len(requests)
         try:
-            while unanswered:
-                await arrived.wait()
-                arrived.clear()
+            while unanswered_count:
+                await arrival.wait()
+                arrival.clear()
                 if failures:
                     raise failures[0]
-                batch = finished.copy()
-                finished.clear()
-                unanswered -= len(batch)
+                batch = outputs.copy()
+                outputs.clear()
+                unanswered_count -= len(batch)
                 yield batch
         finally:
             for task in tasks:
                 task.cancel()
 
+    def _answer(
+        self,
+        request: GenerationRequest,
+        completion: CompletionOutput,
+        *,
+        aborted: bool,
+    ) -> GenerationOutput:
+        """A finished sample as the answer to a request.
+
+        Args:
+            aborted: the request was aborted, and vLLM continued for other samples of its bundle.
+        """
+        reason: Any = completion.finish_reason
+        if reason not in ("stop", "length", "abort", "repetition", None):
+            raise RequestFailedError(f"vLLM says {reason}")
+        if aborted:
+            reason = "abort"
+        elif reason == "repetition":
+            reason = "length"
+        logprobs: Any = completion.logprobs  # flat, by ``sampling_parameters``
+        return GenerationOutput(
+            request.request_id,
+            ints(completion.token_ids),
+            floats(logprobs.logprobs),
+            versions_of(completion),
+            reason,
+            self._experts(completion.routed_experts),
+        )
+
     async def _output(self, request: GenerationRequest, names: set[str]) -> RequestOutput:
-        """vLLM's output, a sample for each of ``names``. A request without a token at a weight
-        update starts over. ``abort`` takes names out of ``names``, and ends the request when none
-        is left."""
+        """vLLM's output for a bundle of requests; it starts over at an update before a token.
+
+        Args:
+            request: one of the bundle.
+            names: ids of the bundle, a sample each. ``abort`` removes ids, and ends the request
+                when none is left.
+        """
         parameters = sampling_parameters(request.fresh_sampling, samples=len(names))
         name = request.request_id
         prompt = request.prompt_token_ids.tolist()
@@ -295,27 +305,30 @@ class VLLMEngine(InferenceEngine):
             result: RequestOutput | None = None
             while result is None:
                 async for output in self.outputs(name, prompt, parameters, request.images):
-                    if output.finished and name not in self._restarting:
+                    if output.finished and name not in self._restarting_ids:
                         result = output
-                self._restarting.discard(name)
-            self._finished_tokens += sum(
-                len(versions_of(completion)) for completion in result.outputs
-            )
+                self._restarting_ids.discard(name)
+            for completion in result.outputs:
+                self._finished_tokens += len(versions_of(completion))
             return result
         finally:
             self._in_flight.pop(name, None)
-            self._reported.pop(name, None)
-            self._restarting.discard(name)
+            self._reported_tokens.pop(name, None)
+            self._restarting_ids.discard(name)
             self._watch()
 
     async def outputs(
-        self, name: str, tokens: list[int], parameters: SamplingParams, images: Images = ()
+        self,
+        name: str,
+        tokens: list[int],
+        parameters: SamplingParams,
+        images: Images = (),
     ) -> AsyncIterator[RequestOutput]:
         """vLLM's outputs for one prompt.
 
-        vLLM registers the request before its first suspension, since it knows its supported tasks
-        and images are processed before. No weight update comes between reading ``version`` and the
-        list of requests that an update restarts.
+        vLLM registers the request before its first suspension: its supported tasks are known since
+        ``start``, and images are processed here. So no weight update comes between reading
+        ``version`` and the list of requests that an update restarts.
 
         Raises:
             RequestFailedError: if the prompt's tokens are not those that vLLM makes of the images.
@@ -328,25 +341,29 @@ class VLLMEngine(InferenceEngine):
             raise RequestFailedError("it has images, but the model reads only text")
         if self._images is not None:
             try:
-                collapsed = self._images.collapse(tokens, images)
+                collapsed_tokens = self._images.collapse(tokens, images)
             except UserError as error:
                 raise RequestFailedError(str(error)) from error
             if images:
-                shown = {"image": [decoded(image) for image in images]}
-                given: Any = {"prompt_token_ids": collapsed, "multi_modal_data": shown}
-                (prompt,) = await self.llm.renderer.render_cmpl_async(
-                    [given]
-                )  # expands placeholders
+                image_inputs = {"image": [decoded(image) for image in images]}
+                text_and_images: Any = {
+                    "prompt_token_ids": collapsed_tokens,
+                    "multi_modal_data": image_inputs,
+                }
+                # Expands the placeholders.
+                (prompt,) = await self.llm.renderer.render_cmpl_async([text_and_images])
                 check_expanded(prompt["prompt_token_ids"], tokens)
-                if not self._in_flight.get(
-                    name, True
-                ):  # aborted meanwhile, when vLLM did not know it
+                if not self._in_flight.get(name, True):
+                    # It was aborted meanwhile, when vLLM did not know it: one token ends it.
                     parameters.min_tokens = 0
                     parameters.max_tokens = 1
         prompt["cache_salt"] = f"version {self.version}"
         try:
             async for output in self.llm.generate(
-                prompt, parameters, name, lora_request=self._adapter
+                prompt,
+                parameters,
+                name,
+                lora_request=self._adapter,
             ):
                 yield output
         except EngineDeadError as error:
@@ -364,8 +381,9 @@ class VLLMEngine(InferenceEngine):
         return []
 
     def token_counts(self) -> list[int]:
-        """For each request that has tokens, how many."""
-        return [s.detokenizer.num_output_tokens() for s in self.states() if s.weight_version_starts]
+        """The number of tokens of each request that has any."""
+        states = [state for state in self.states() if state.weight_version_starts]
+        return [state.detokenizer.num_output_tokens() for state in states]
 
     async def heartbeat(self) -> None:
         await self.call(self.llm.is_sleeping())  # which the core answers
@@ -373,76 +391,81 @@ class VLLMEngine(InferenceEngine):
     async def progress(self) -> list[GenerationOutput]:
         """Requests of several samples (``one_per_prompt``) are left out."""
         await self.heartbeat()
-        new = []
+        outputs = []
         for state in self.states():
             name = state.external_req_id
-            if state.weight_version_starts and state.parent_req is None and name in self._in_flight:
-                tokens = state.detokenizer.output_token_ids
-                logprobs = state.logprobs_processor.logprobs.logprobs
-                first = self._reported.get(name, 0)
-                self._reported[name] = len(tokens)
-                if len(tokens) > first:
-                    versions, starts = zip(*state.weight_version_starts, strict=True)
-                    lengths = np.subtract([*starts[1:], len(tokens)], starts)
-                    each = np.repeat(ints([int(version) for version in versions]), lengths)
-                    output = GenerationOutput(
-                        name, ints(tokens[first:]), floats(logprobs[first:]), each[first:]
-                    )
-                    if state.routed_experts_chunks:  # of the prompt too, and not of the last token
-                        if first:
-                            known = state.prompt_len + first - 1
-                        else:
-                            known = 0
-                        output.experts = self._experts(
-                            np.concatenate(state.routed_experts_chunks)[known:]
-                        )
-                    new.append(output)
-        return new
+            if not state.weight_version_starts or name not in self._in_flight:
+                continue
+            if state.parent_req is not None:
+                continue
+            start = self._reported_tokens.get(name, 0)
+            tokens = state.detokenizer.output_token_ids
+            self._reported_tokens[name] = len(tokens)
+            if len(tokens) > start:
+                outputs.append(self._new_tokens(state, start))
+        return outputs
 
-    def _experts(self, routed: Experts | None) -> Experts | None:
-        """vLLM's uint8 or uint16, with a number left that marks a token whose experts are not
-        known."""
-        if routed is None:
+    def _new_tokens(self, state: Any, start: int) -> GenerationOutput:  # noqa: ANN401  (of vLLM)
+        """The tokens of a running request from number ``start`` on."""
+        tokens = state.detokenizer.output_token_ids
+        logprobs = state.logprobs_processor.logprobs.logprobs
+        versions, starts = zip(*state.weight_version_starts, strict=True)
+        lengths = np.diff([*starts, len(tokens)])
+        token_versions = np.repeat(ints([int(version) for version in versions]), lengths)
+        output = GenerationOutput(
+            state.external_req_id,
+            ints(tokens[start:]),
+            floats(logprobs[start:]),
+            token_versions[start:],
+        )
+        if state.routed_experts_chunks:
+            # Chunks begin with the prompt's tokens; the last token is not computed yet.
+            reported_experts = state.prompt_len + start - 1 if start else 0
+            experts = np.concatenate(state.routed_experts_chunks)
+            output.experts = self._experts(experts[reported_experts:])
+        return output
+
+    def _experts(self, routed_experts: Experts | None) -> Experts | None:
+        """vLLM's experts as uint8 or int16: with room for a number that marks unknown experts."""
+        if routed_experts is None:
             return None
-        one_byte = self.llm.vllm_config.model_config.get_num_experts() <= np.iinfo(np.uint8).max
-        return routed.astype(np.uint8 if one_byte else np.int16, copy=False)
+        experts: int = self.llm.vllm_config.model_config.get_num_experts()
+        one_byte = experts <= np.iinfo(np.uint8).max
+        return routed_experts.astype(np.uint8 if one_byte else np.int16, copy=False)
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Waits for ``resume`` while paused. Sequences are shorter than ``max_model_len``."""
-        return await asyncio.gather(*(self._score(sequence) for sequence in sequences))
+        return await asyncio.gather(*map(self._score, sequences))
 
     async def _score(self, sequence: Sequence[int]) -> list[float]:
         if len(sequence) < 2:
             return []
-        prompt = [
-            int(token) for token in sequence
-        ]  # also of an array, whose numbers the core cannot read
+        prompt = [int(token) for token in sequence]  # the core cannot read an array's numbers
         images = ImageTokens.images_of(sequence)
         while True:  # until neither a weight update nor pause("abort") has cut it
             self._scores += 1
+            name = f"score-{self._scores}"
             scores: Any = None
-            async for output in self.outputs(
-                f"score-{self._scores}", prompt, scoring_parameters(), images
-            ):
+            async for output in self.outputs(name, prompt, scoring_parameters(), images):
                 scores = output.prompt_logprobs
-            if scores and len(scores) == len(sequence):  # the entry of the first token is empty
-                if not images or self._images is None:
-                    return list(scores.logprobs)
-                placeholder = self._images.placeholder
-                return [
-                    0.0 if t == placeholder else s
-                    for t, s in zip(prompt[1:], scores.logprobs, strict=True)
-                ]
+            if not scores or len(scores) != len(sequence):  # the entry of the first token is empty
+                continue
+            logprobs = list(scores.logprobs)
+            if images and self._images is not None:
+                for position, token in enumerate(prompt[1:]):
+                    if token == self._images.placeholder:
+                        logprobs[position] = 0.0
+            return logprobs
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        ended = []
+        ended_names = []
         for name, names in self._in_flight.items():
-            chosen = set(names if request_ids is None else names.intersection(request_ids))
-            names -= chosen
-            if chosen and not names:
-                ended.append(name)
-        self._restarting.difference_update(ended)
-        await self.call(self.llm.abort(ended))
+            aborted_ids = set(names if request_ids is None else names.intersection(request_ids))
+            names -= aborted_ids  # in place: the set is that of ``_output``
+            if aborted_ids and not names:
+                ended_names.append(name)
+        self._restarting_ids.difference_update(ended_names)
+        await self.call(self.llm.abort(ended_names))
 
     # -- control
     # ------------------------------------------------------------------------------------------
@@ -462,17 +485,16 @@ class VLLMEngine(InferenceEngine):
             # Not clear_cache, which would drop the running requests' cache and compute it again.
             # And not AsyncLLM.pause_generation, which sleeps for 20 ms more: exact versions do not
             # need it.
-            await self.call(
-                self.llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=False)
-            )
-        self._paused.switch(mode is not None)
+            core = self.llm.engine_core
+            await self.call(core.pause_scheduler_async(mode=mode, clear_cache=False))
+        self._paused_time.switch(mode is not None)
         self._watch()
 
     async def update_weights(self, update: WeightUpdate) -> Sequence[str]:
         """An engine that is not paused is paused ("keep") for the update.
 
-        By ``cuda_ipc`` an update comes in parts, a call each (``info["last"]``), to an engine of
-        which only the weights are awake. A late engine is given all of them, as by
+        By ``cuda_ipc`` an update comes in several calls (``info["last"]``), to an engine of which
+        only the weights are awake. A late-joining engine gets all of them at once, by
         ``shared_memory``. Requests without a token start over.
 
         An update that fails may leave layers without weights: the engine gives up, and every call
@@ -483,20 +505,23 @@ class VLLMEngine(InferenceEngine):
             WeightMismatchError: for the delta of weights that the engine does not have; it
                 continues as before.
         """
-        own = self.config.weight_sync_backend
-        if update.backend not in ((own, "shared_memory") if own == CUDA_IPC else (own,)):
+        configured_backend = self.config.weight_sync_backend
+        backends = {configured_backend}
+        if configured_backend == CUDA_IPC:
+            backends.add("shared_memory")
+        if update.backend not in backends:
             raise ValueError(
-                f"the engine was started for weight sync by {own!r}, and cannot take an update by {update.backend!r}"
+                f"the engine was started for weight sync by {configured_backend!r}, and cannot take an update by "
+                f"{update.backend!r}"
             )
         self._content.begin(update)
         async with self._control:
-            was_paused = self._paused.on or self._asleep
+            was_paused = self._paused_time.on or self._asleep
             if not was_paused:
                 await self._set_paused("keep")
             try:
-                unproven = await not_halfway(
-                    self._transfer(update)
-                )  # vLLM takes no other before this one has ended
+                # vLLM accepts no other update before this one has ended.
+                unproven = await not_halfway(self._transfer(update))
             except (asyncio.CancelledError, TransferInterruptedError):
                 if not was_paused:
                     await self._set_paused(None)
@@ -509,70 +534,73 @@ class VLLMEngine(InferenceEngine):
                     await self.call(self.llm.reset_encoder_cache())
                 self.version = update.version
                 self._content.complete(update)
-                names = [
-                    state.external_req_id
-                    for state in self.states()
-                    if not state.weight_version_starts
-                ]
-                self._restarting.update(self._in_flight.keys() & names)
-                await self.call(self.llm.abort(names))
+                await self._restart_requests()
             if not was_paused:
                 await self._set_paused(None)
             return unproven
 
+    async def _restart_requests(self) -> None:
+        """Start the requests without a token over: their prompts are of the former version."""
+        states = [state for state in self.states() if not state.weight_version_starts]
+        names = [state.external_req_id for state in states]
+        self._restarting_ids.update(self._in_flight.keys() & names)
+        await self.call(self.llm.abort(names))
+
     async def _transfer(self, update: WeightUpdate) -> Sequence[str]:
-        """Returns the weights that no worker could compare with what was sent."""
+        """Load an update; returns the weights that no worker could compare with what was sent."""
         import torch
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-        from vllm.lora.request import LoRARequest
 
         info = as_message(update.info)
         path = info.get("path", "")
-        received = ""
-        if info.get("about", {}).get(
-            "adapter"
-        ):  # a broadcast of adapters, which vLLM reads from a file
+        if info.get("about", {}).get("adapter"):
+            # A broadcast of adapters, which vLLM reads from a file.
             self._reader = self._reader or WeightReader(torch.device("cpu"))
             adapters = await asyncio.to_thread(self._reader.read, info)
             encoded = Encoded(adapters.weights, dict(adapters.digests), adapters.about, {})
-            path = received = await asyncio.to_thread(write_encoded, encoded)
-        if received or (
-            path
-            and "specs" not in info
-            and (await asyncio.to_thread(read_metadata, path))[1].adapter
-        ):
+            file = await asyncio.to_thread(write_encoded, encoded)
             try:
-                folder = await asyncio.to_thread(make_adapter_folder, path)
-                await self.call(load_adapter(self.llm, folder, path))
-                self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path="loaded already")
-                await self.call(self.llm.update_weight_version(str(update.version)))
+                return await self._load_adapter(file, update.version)
             finally:
-                if received:
-                    remove_weights(received)
-            if self.config.tensor_parallel_size > 1:
-                return ["adapters, divided over ranks"]
-            return []
+                remove_weights(file)
+        if path and "specs" not in info:
+            _, header = await asyncio.to_thread(read_metadata, path)
+            if header.adapter:
+                return await self._load_adapter(path, update.version)
         if update.backend == CUDA_IPC:
             info = own_part(info, self.config.extra.get("engine_index", 0))
         await self.call(self.llm.start_weight_update())
         await self.call(self.llm.update_weights(WeightTransferUpdateRequest(info)))
-        interrupted = ""  # why a broadcast did not arrive at all workers
+        interruption = ""  # why a broadcast did not arrive at all workers
         if "rendezvous" in info:
             reasons: list[str] = await self.call(self.llm.collective_rpc("interrupted"))
-            interrupted = next(filter(None, reasons), "")
-        if is_whole(update) and not interrupted:
-            version = str(update.version)
-        else:
-            version = None
+            interruption = next(filter(None, reasons), "")
+        complete = is_whole(update) and not interruption
+        version = str(update.version) if complete else None
         await self.call(self.llm.finish_weight_update(weight_version=version))
-        if interrupted:
-            raise TransferInterruptedError(interrupted)
-        if (
-            update.backend == "shared_memory" and self._unproven != []
-        ):  # what was right once stays so, or is an error
+        if interruption:
+            raise TransferInterruptedError(interruption)
+        # Once all weights could be compared, a later difference is an error of the update.
+        if update.backend == "shared_memory" and self._unproven != []:
             ranks: list[list[str]] = await self.call(self.llm.collective_rpc("unproven"))
-            self._unproven = sorted({name for names in ranks for name in names})
+            self._unproven = sorted(set[str]().union(*ranks))
         return self._unproven or []
+
+    async def _load_adapter(self, path: str, version: int) -> list[str]:
+        """Load a file of adapters, with which later requests are computed.
+
+        Returns the weights that no worker could compare with what was sent.
+        """
+        from vllm.lora.request import LoRARequest
+
+        folder = await asyncio.to_thread(make_adapter_folder, path)
+        await self.call(load_adapter(self.llm, folder, path))
+        # vLLM has it by its number, and does not read the path.
+        self._adapter = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path="loaded already")
+        await self.call(self.llm.update_weight_version(str(version)))
+        if self.config.tensor_parallel_size > 1:
+            return ["adapters, divided over ranks"]
+        return []
 
     async def sleep(self) -> None:
         """Free weights and cache (vLLM's level 2). On a GPU only, with
@@ -583,7 +611,7 @@ class VLLMEngine(InferenceEngine):
         self._asleep = True
 
     async def wake(self, part: WakePart) -> None:
-        """vLLM schedules again when it is awake as a whole."""
+        """Undo ``sleep``; vLLM schedules requests again when both parts are awake."""
         if self.cpu:
             raise NotSupportedError(NO_SLEEP)
         await self.call(self.llm.wake_up([VLLM_TAGS[part]]))
@@ -593,45 +621,51 @@ class VLLMEngine(InferenceEngine):
     # -----------------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """``running`` requests have a token; those that wait for their first one are
-        ``waiting``."""
+        """``running`` requests have a token; requests without one are ``waiting``."""
         counts = self.token_counts()
+        tokens = sum(counts)
         cache_tokens = 0
         cache_used = None
         if self._llm is not None:
             cache = self._llm.vllm_config.cache_config
             cache_tokens = (cache.num_gpu_blocks or 0) * (cache.block_size or 0)
-            prompts: dict[object, int] = {}  # a shared prompt counts once if vLLM shares it
-            for state in self.states():
-                if state.weight_version_starts:
-                    if cache.enable_prefix_caching:
-                        shared = tuple(state.prompt_token_ids or ())
-                    else:
-                        shared = None
-                    prompts[shared or (state.parent_req or state).external_req_id] = (
-                        state.prompt_len
-                    )
             if cache_tokens:
-                cache_used = sum(prompts.values()) + sum(counts)
-            else:
-                cache_used = None
+                cache_used = self._prompt_tokens(shared=cache.enable_prefix_caching) + tokens
+        requests = sum(map(len, self._in_flight.values()))
         return EngineStats(
             running=len(counts),
-            waiting=max(sum(map(len, self._in_flight.values())) - len(counts), 0),
-            generated_tokens=self._finished_tokens + sum(counts),
-            busy_s=self._busy.seconds,
-            paused_s=self._paused.seconds,
+            waiting=max(requests - len(counts), 0),
+            generated_tokens=self._finished_tokens + tokens,
+            busy_s=self._busy_time.seconds,
+            paused_s=self._paused_time.seconds,
             cache_tokens=cache_tokens,
             cache_used=cache_used,
         )
 
+    def _prompt_tokens(self, *, shared: bool) -> int:
+        """Tokens of the cache that the prompts of running requests take.
+
+        Args:
+            shared: equal prompts are in the cache once; else those of one bundle are.
+        """
+        lengths: dict[object, int] = {}
+        for state in self.states():
+            if state.weight_version_starts:
+                prompt: object = (state.parent_req or state).external_req_id
+                if shared and state.prompt_token_ids:
+                    prompt = tuple(state.prompt_token_ids)
+                lengths[prompt] = state.prompt_len
+        return sum(lengths.values())
+
     def _watch(self) -> None:
-        self._busy.switch(bool(self._in_flight) and not self._paused.on)
+        self._busy_time.switch(bool(self._in_flight) and not self._paused_time.on)
 
 
 def versions_of(completion: CompletionOutput) -> Ints:
     """The version of each token of a finished sample."""
-    spans = completion.weight_versions or []
-    return np.repeat(
-        ints([int(span.version) for span in spans]), ints([span.end - span.start for span in spans])
-    )
+    versions = []
+    lengths = []
+    for span in completion.weight_versions or ():
+        versions.append(int(span.version))
+        lengths.append(span.end - span.start)
+    return np.repeat(ints(versions), ints(lengths))

@@ -44,17 +44,13 @@ RESERVED = {
     "trust_remote_code": "no code of a model's folder is run",
 }
 
+_RANDOM = "the engine would compute with random weights until the first weight sync"
 #: Values that vLLM takes and a run cannot use.
-REJECTED: dict[tuple[str, object], str] = {
-    (
-        "load_format",
-        "dummy",
-    ): "the engine would compute with random weights until the first weight sync",
-}
+REJECTED: dict[tuple[str, str], str] = {("load_format", "dummy"): _RANDOM}
 
 
 def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
-    """What a run cannot leave to vLLM, a line each."""
+    """Yield a line for each argument that is not supported."""
     for name, value in options.items():
         reason = RESERVED.get(name)
         if reason:
@@ -64,7 +60,7 @@ def reserved_options(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def cpu_limits(cfg: Config) -> Iterator[str]:
-    """What vLLM's CPU engine does not have, or ends at, a line each."""
+    """Yield a line for each setting that vLLM's CPU engine does not support, or ends at."""
     options = cfg.generator.engine_kwargs
     model = cfg.trainer.policy.model
     replay = cfg.trainer.policy.router_replay
@@ -90,25 +86,22 @@ def cpu_limits(cfg: Config) -> Iterator[str]:
             f"{KEY}.block_size={size} needs GPUs: vLLM's attention on a CPU takes multiples of {CPU_BLOCK}: set "
             f"{KEY}.block_size={-(-size // CPU_BLOCK) * CPU_BLOCK}, or remove the setting"
         )
-    if cfg.trainer.policy.lora.sync == "adapter":
-        file = config_file(model.path)
-    else:
-        file = None
-    if file is not None and cfg.trainer.policy.lora.rank:
-        shape = {
-            **read_shape(file, f"trainer.policy.model.path={model.path}"),
-            **model.config_kwargs,
-        }
-        for name in EXPERTS:
-            if isinstance(count := shape.get(name), int) and count > 0:
-                why = (
-                    f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
-                )
-                yield no_adapters(model.path, why)
+    lora = cfg.trainer.policy.lora
+    if lora.sync != "adapter" or not lora.rank:
+        return
+    file = config_file(model.path)
+    if file is None:
+        return
+    shape = read_shape(file, f"trainer.policy.model.path={model.path}") | model.config_kwargs
+    for name in EXPERTS:
+        count = shape.get(name)
+        if isinstance(count, int) and count > 0:
+            reason = f"vLLM's CPU kernels have no adapters in a model with experts ({name}={count})"
+            yield no_adapters(model.path, reason)
 
 
-#: The most entries of a request's lists on a GPU: constants of vLLM 0.32's ``v1/worker/gpu/sample/logit_bias.py``. A
-#: longer list raises inside of the worker, which ends the engine.
+# The most entries of a request's lists on a GPU: constants of vLLM 0.32's
+# ``v1/worker/gpu/sample/logit_bias.py``. A longer list raises in the worker, which ends the engine.
 GPU_LIST_LIMITS = {"allowed_token_ids": 1024, "logit_bias": 1024}
 GPU_STOP_TOKENS = 128  # with min_tokens
 
@@ -129,93 +122,104 @@ def gpu_limits(cfg: Config) -> Iterator[str]:
             )
 
 
-def no_adapters(model: str, why: str) -> str:
+def no_adapters(model: str, reason: str) -> str:
     return (
-        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend=vllm and {model}: {why}; "
+        f"trainer.policy.lora.sync=adapter cannot be had with generator.backend=vllm and {model}: {reason}; "
         f"set trainer.policy.lora.sync=merged"
     )
 
 
 def check_options(options: Mapping[str, object]) -> None:
-    """Raises UserError for the first wrong name, type or choice, with the nearest right one.
-    Imports vLLM."""
+    """Check the engine's arguments. Imports vLLM.
+
+    Raises:
+        UserError: for the first wrong name, type or choice, with the nearest right one.
+    """
     if not options:
         return
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    known = {
-        name: kind for name, kind in _fields(AsyncEngineArgs).items() if not name.startswith("_")
-    }
+    arguments = _fields(AsyncEngineArgs)
     for name, value in options.items():
-        if name not in known:
-            hint = _did_you_mean(name, set(known) - set(RESERVED))
+        if name not in arguments or name.startswith("_"):
+            public = [argument for argument in arguments if not argument.startswith("_")]
+            hint = _did_you_mean(name, set(public) - set(RESERVED))
             raise UserError(f"{KEY}.{name} is not an argument of vLLM's AsyncEngineArgs{hint}")
-        _check_value(f"{KEY}.{name}", name, value, known[name])
+        _check_value(f"{KEY}.{name}", name, value, arguments[name])
 
 
 def _check_value(path: str, name: str, value: object, kind: Any) -> None:  # noqa: ANN401  (a type)
-    if get_origin(kind) in (Union, UnionType):
-        parts = get_args(kind)
-    else:
-        parts = (kind,)
-    # The class, or the choices, of arguments that are annotated as a plain dictionary or text.
-    named: tuple[Any, ...] = ()
+    """Raises ``UserError`` for a value that is not of the argument's type.
+
+    Args:
+        path: of the setting, for messages.
+        kind: the annotation, possibly a union.
+    """
+    is_union = get_origin(kind) in (Union, UnionType)
+    members = get_args(kind) if is_union else (kind,)
+    groups: list[Any] = [member for member in members if is_dataclass(member)]
+    choices: list[Any] = []
+    plain = []
+    for member in members:
+        if get_origin(member) is Literal:
+            choices += get_args(member)
+        else:
+            plain.append(member)
+    # These are annotated as a plain dictionary or text, although vLLM has a class, or choices.
     if name == "speculative_config":
         from vllm.config import SpeculativeConfig
 
-        named = (SpeculativeConfig,)
+        groups.append(SpeculativeConfig)
     elif name == "quantization":
         from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
 
-        named = tuple(QUANTIZATION_METHODS)
-    groups: list[Any] = [part for part in (*parts, *named) if is_dataclass(part)]
+        choices += QUANTIZATION_METHODS
     if isinstance(value, dict) and groups:
-        known = _fields(groups[0])
+        settings = _fields(groups[0])
         for key, item in value.items():
-            if key not in known:
+            if key not in settings:
                 raise UserError(
-                    f"{path}.{key} is not a setting of vLLM{_did_you_mean(str(key), known)}"
+                    f"{path}.{key} is not a setting of vLLM{_did_you_mean(str(key), settings)}"
                 )
-            _check_value(f"{path}.{key}", str(key), item, known[key])
+            _check_value(f"{path}.{key}", str(key), item, settings[key])
         return
-    choices = [choice for part in parts if get_origin(part) is Literal for choice in get_args(part)]
-    choices += [choice for choice in named if isinstance(choice, str)]
-    plain = [part for part in parts if get_origin(part) is not Literal]
-    if (
-        set(plain) <= {str, NoneType}
-        and isinstance(value, str)
-        and choices
-        and value not in choices
-    ):
-        hint = (
-            _did_you_mean(value, map(str, choices))
-            or f": it is one of {', '.join(map(str, choices))}"
-        )
+    if set(plain) <= {str, NoneType} and isinstance(value, str) and choices:
+        if value in choices:
+            return
+        texts = [str(choice) for choice in choices]
+        hint = _did_you_mean(value, texts) or f": it is one of {', '.join(texts)}"
         raise UserError(f"{path}={value!r} is not a value that vLLM accepts{hint}")
-    allowed = {*plain, *map(type, choices), *([int] if float in plain else [])}
-    if set(plain) <= {bool, int, float, str, NoneType} and type(value) not in allowed:
-        shown = kind.__name__ if isinstance(kind, type) else kind
-        raise UserError(f"{path}={value!r} must be {shown}, found {type(value).__name__}")
+    allowed_types = {*plain, *map(type, choices)}
+    if float in plain:
+        allowed_types.add(int)
+    # Other types are vLLM's own, which its classes check.
+    value_type = type(value)
+    if set(plain) <= {bool, int, float, str, NoneType} and value_type not in allowed_types:
+        type_name = kind.__name__ if isinstance(kind, type) else kind
+        raise UserError(f"{path}={value!r} must be {type_name}, found {value_type.__name__}")
 
 
-def _did_you_mean(name: str, known: Any) -> str:  # noqa: ANN401  (texts)
-    close = " or ".join(nearest(name, set(known)))
-    if close:
-        return f": did you mean {close}?"
+def _did_you_mean(name: str, candidates: Iterable[str]) -> str:
+    names = " or ".join(nearest(name, set(candidates)))
+    if names:
+        return f": did you mean {names}?"
     return ""
 
 
 @cache
 def _fields(group: Any) -> dict[str, Any]:  # noqa: ANN401  (a dataclass of vLLM's)
     """Field -> its type; a type that is written as a text allows everything."""
-    return {
-        each.name: object if isinstance(each.type, str) else each.type for each in fields(group)
-    }
+    types: dict[str, Any] = {}
+    for field in fields(group):
+        types[field.name] = object if isinstance(field.type, str) else field.type
+    return types
 
 
 def without_adapters(architectures: Iterable[str]) -> str:
-    """The first of these models that vLLM computes no adapters of; "" if none is known. Imports
-    vLLM and the models."""
+    """The first of these models without adapters in vLLM; "" if there is none.
+
+    Imports vLLM and the models. Models that vLLM does not know are left out.
+    """
     from vllm.model_executor.models import ModelRegistry
     from vllm.model_executor.models.interfaces import supports_lora
 
@@ -227,7 +231,7 @@ def without_adapters(architectures: Iterable[str]) -> str:
 
 
 def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
-    """How many devices an engine takes: pipeline stages, each over so many."""
+    """How many devices an engine takes: pipeline stages, each of ``tensor_parallel`` devices."""
     stages = options.get("pipeline_parallel_size", 1)
     if isinstance(stages, int):
         return tensor_parallel * stages

@@ -24,11 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "SKYASYNC_GUARDED_BY"
+# Of Python's blocks of shared memory, Python's semaphores, and vLLM's memory of several ranks.
 NAMES = ("/dev/shm/psm_", "/dev/shm/sem.mp-", "/dev/shm/vllm_dist_")
-PLACE = "SKYASYNC_TEMPORARY"  # names a folder that is removed with what the run has started
-SOCKETS = "VLLM_RPC_BASE_PATH"  # where vLLM's processes meet, each under a name of 36 characters
-LONGEST = 107 - 37  # characters of the folder: the kernel takes no longer address
-# a process being started shows its environment only after its exec
+PLACE = "SKYASYNC_TEMPORARY"  # names a folder that is removed at the run's end
+SOCKETS = "VLLM_RPC_BASE_PATH"  # the folder of vLLM's sockets, whose names have 36 characters
+# Characters of the folder: the address of a Unix socket has at most 107, a slash and the name.
+LONGEST = 107 - 37
+# A process that is being started shows its environment only after its exec: the guard looks again.
 SWEEPS = 20
 PAUSE_S = 0.1
 
@@ -51,39 +53,48 @@ class ProcessGuard:
         self.mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         self.folder = short_folder()
         command = [sys.executable, "-I", "-S", __file__, self.mark, self.folder]
-        # A session of its own: Ctrl-C in the terminal must not reach the guard before the guarded.
+        # A session of its own: Ctrl-C in the terminal must not end the guard before the processes.
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
-        # the guard is a grandchild: Ray kills the children of an actor it kills
+        # The child ends at once, and its child is the guard: Ray kills the children of an actor
+        # that it kills.
         self._process.wait()
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
         """Processes started inside, and their descendants, are guarded."""
-        compiled = os.path.join(
-            tempfile.gettempdir(), f"torchinductor_{os.getuid()}"
-        )  # which is worth keeping
-        inside = {VARIABLE: self.mark, SOCKETS: self.folder, "TMPDIR": self.folder}
-        inside["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
-        before = {name: os.environ.get(name) for name in inside}
-        os.environ.update(inside)
+        guarded_values = {VARIABLE: self.mark, SOCKETS: self.folder, "TMPDIR": self.folder}
+        # Compiled kernels are used by later runs: not in a folder that is removed.
+        kernel_folder = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+        kernel_folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", kernel_folder)
+        guarded_values["TORCHINDUCTOR_CACHE_DIR"] = kernel_folder
+        previous_values = {name: os.environ.get(name) for name in guarded_values}
+        os.environ.update(guarded_values)
         try:
             yield
         finally:
-            for name, value in before.items():
-                os.environ.pop(name) if value is None else os.environ.update({name: value})
+            for name, value in previous_values.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
     def note_shared_memory(self) -> None:
-        """Have the shared memory that the guarded processes use now removed after their end."""
+        """Note the processes' shared memory of now, which is removed after their end."""
         assert self._process.stdin is not None
-        names = {name for process_id in guarded(self.mark) for name in _shared_memory(process_id)}
-        self._process.stdin.write("".join(f"{name}\n" for name in sorted(names)).encode())
+        names: set[str] = set()
+        for process_id in guarded(self.mark):
+            names |= _shared_memory(process_id)
+        for name in sorted(names):
+            self._process.stdin.write(f"{name}\n".encode())
         self._process.stdin.flush()
 
     def close(self) -> None:
-        """Kill what is left of the guarded processes and end the guard. Blocks; safe to call
-        twice."""
+        """Kill the guarded processes that still run, and end the guard. Blocks; may be repeated."""
         assert self._process.stdin is not None and self._process.stdout is not None
         if not self._process.stdin.closed:
             self._process.stdin.close()
@@ -92,8 +103,10 @@ class ProcessGuard:
 
 
 def short_folder() -> str:
-    """A new one, this user's alone: where the user has vLLM's sockets, or what the run removes at
-    its end."""
+    """A new folder of this user alone, whose path is short enough for a socket's address.
+
+    It is where the user has vLLM's sockets, or in a folder that the run removes at its end.
+    """
     folders = [
         os.environ.get(SOCKETS, ""),
         os.environ.get(PLACE, ""),
@@ -101,11 +114,13 @@ def short_folder() -> str:
         "/tmp",
         "/dev/shm",
     ]
-    short = [
-        folder for folder in folders if folder and len(folder) + len("/vllm-12345678") <= LONGEST
-    ]
-    writable = [folder for folder in short if os.access(folder, os.W_OK | os.X_OK)]
-    return tempfile.mkdtemp(prefix="vllm-", dir=writable[0] if writable else None)
+    parent = None  # the system's default
+    for folder in folders:
+        short = len(folder) + len("/vllm-12345678") <= LONGEST
+        if folder and short and os.access(folder, os.W_OK | os.X_OK):
+            parent = folder
+            break
+    return tempfile.mkdtemp(prefix="vllm-", dir=parent)
 
 
 def guarded(mark: str) -> list[int]:
@@ -125,26 +140,27 @@ def guarded(mark: str) -> list[int]:
 
 
 def _shared_memory(process_id: int) -> set[str]:
-    """The shared memory that a process has mapped: Python's blocks and semaphores, and what vLLM's
-    ranks share."""
+    """The files of shared memory (``NAMES``) that a process has mapped."""
     try:
         lines = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    except OSError:
+    except OSError:  # the process has ended
         return set()
-    return {path for line in lines if (path := line.rpartition(" ")[2]).startswith(NAMES)}
+    paths = [line.rpartition(" ")[2] for line in lines]
+    return {path for path in paths if path.startswith(NAMES)}
 
 
 if __name__ == "__main__":
-    if os.fork():
+    if os.fork():  # the child goes on, as a grandchild of the process that started this one
         os._exit(0)
-    shared_memory = set(sys.stdin.read().split())
+    shared_memory = set(sys.stdin.read().split())  # returns when the other end is closed
     for _ in range(SWEEPS):
         ids = guarded(sys.argv[1])
         if not ids:
             break
-        shared_memory |= {name for process_id in ids for name in _shared_memory(process_id)}
         for process_id in ids:
-            with contextlib.suppress(ProcessLookupError):
+            shared_memory |= _shared_memory(process_id)
+        for process_id in ids:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(process_id, signal.SIGKILL)
         time.sleep(PAUSE_S)
     for name in shared_memory:

@@ -1,5 +1,4 @@
-"""A vLLM server that the run does not start; what is the same for all servers is in
-``inference.remote``.
+"""A vLLM server that the run does not start; code for all kinds of servers is in ``remote``.
 
 Invariant: the server is sent one placeholder per image, and expands it by its own processor. A
 prompt whose tokens it makes differently is rejected. An image is sent once, with a name, and later
@@ -27,7 +26,7 @@ from skyasync.inference.interface import (
     GenerationOutput,
     PauseMode,
 )
-from skyasync.inference.remote import RemoteEngine, RemoteRequest
+from skyasync.inference.remote import JSON, RemoteEngine, RemoteRequest
 from skyasync.models.images import Image, Images, ImageTokens, reads_images, rgb_url
 from skyasync.weight_sync.update import WeightUpdate
 
@@ -44,7 +43,7 @@ FINISH_REASONS: dict[str, FinishReason] = {
     "repetition": "length",
 }
 
-#: What vLLM's server is started with besides its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
+#: Arguments of vLLM's server in addition to its model. The routes need ``VLLM_SERVER_DEV_MODE=1``.
 ARGUMENTS = {
     "--enable-scale-out": "",
     "--worker-extension-cls": WORKER_EXTENSION,
@@ -56,6 +55,7 @@ ARGUMENTS = {
 #: On a CPU; a request with a seed whose prompt is computed in chunks ends vLLM's CPU engine.
 ON_CPU = {"--enforce-eager": "", "--no-enable-chunked-prefill": "", "--dtype": "float32"}
 T = TypeVar("T")
+ContentParts = Sequence[JSON]  # of a request, for its images
 
 
 class SentImages:
@@ -68,18 +68,20 @@ class SentImages:
     def __init__(self) -> None:
         self.caches = True
         self._names = uuid4().hex  # so that no other client's images have these names
-        self._there: WeakKeyDictionary[Image, object] = (
-            WeakKeyDictionary()
-        )  # image -> the upload that brought it
-        self._coming: dict[Image, asyncio.Future[None]] = {}
+        # Image -> the upload that brought it; an image that no request has is forgotten.
+        self._uploads = WeakKeyDictionary[Image, object]()
+        self._uploads_in_flight: dict[Image, asyncio.Future[None]] = {}  # by requests in flight
 
     async def send(
         self,
         images: Images,
-        request: Callable[[list[dict[str, Any]], Callable[[], None]], Awaitable[T]],
+        request: Callable[[ContentParts, Callable[[], None]], Awaitable[T]],
         answer: Sequence[int] = (),
     ) -> T:
-        """Send a request with its images. It waits for images that another request is bringing.
+        """Send a request with its images.
+
+        It waits for images that another request is sending. A rejection may come from an image that
+        the server's cache has lost: the request is sent again, the last time with all pixels.
 
         Args:
             request: sends the content parts, and calls the function when the server has read them.
@@ -87,50 +89,54 @@ class SentImages:
         """
         if not images:
             return await request([], lambda: None)
-        for whole in (False, False, True) if self.caches else (True,):
-            while coming := {self._coming[image] for image in images if image in self._coming}:
-                await asyncio.wait(coming)
-            if whole:
-                named = {}
-            else:
-                named = {image: self._there[image] for image in images if image in self._there}
-            new = [image for image in dict.fromkeys(images) if image not in named]
+        attempts = (False, False, True) if self.caches else (True,)
+        for with_pixels in attempts:
+            while awaited_images := self._uploads_in_flight.keys() & images:
+                await asyncio.wait({self._uploads_in_flight[image] for image in awaited_images})
+            named_images: dict[Image, object] = {}  # images that are sent as their names
+            new_images = []
+            for image in dict.fromkeys(images):
+                if image in self._uploads and not with_pixels:
+                    named_images[image] = self._uploads[image]
+                else:
+                    new_images.append(image)
             upload: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             if self.caches:
-                self._coming |= dict.fromkeys(new, upload)
-            parts = [
-                {
-                    "type": "image_url",
-                    "url": None if image in named else rgb_url(image),
-                    "uuid": f"{self._names}-{image.digest}",
-                }
-                for image in images
-            ]
+                self._uploads_in_flight |= dict.fromkeys(new_images, upload)
+            content_parts = []
+            for image in images:
+                url = None if image in named_images else rgb_url(image)
+                name = f"{self._names}-{image.digest}"
+                content_parts.append({"type": "image_url", "url": url, "uuid": name})
             try:
-                return await request(parts, partial(self._arrived, new, upload))
+                return await request(content_parts, partial(self._arrived, new_images, upload))
             except EngineFailedError:
                 raise
             except RuntimeError:
-                if not named or answer:
+                if not named_images or answer:
                     raise
-                for image, earlier in named.items():
-                    if self._there.get(image) is earlier:  # else it has been sent again
-                        del self._there[image]
+                for image, earlier in named_images.items():
+                    if self._uploads.get(image) is earlier:  # else it has been sent again
+                        del self._uploads[image]
             finally:
-                self._arrived(new, upload, there=False)
+                self._arrived(new_images, upload, received=False)
         raise AssertionError("the last attempt has no names")
 
     def _arrived(
-        self, new: Sequence[Image], upload: asyncio.Future[None], *, there: bool = True
+        self,
+        images: Sequence[Image],
+        upload: asyncio.Future[None],
+        *,
+        received: bool = True,
     ) -> None:
         """The server has read an upload, or it has failed; the first call counts."""
         if upload.done():
             return
         upload.set_result(None)
-        for image in new:
-            self._coming.pop(image, None)
-            if there:
-                self._there[image] = upload
+        for image in images:
+            self._uploads_in_flight.pop(image, None)
+            if received:
+                self._uploads[image] = upload
 
 
 class VLLMServerEngine(RemoteEngine):
@@ -146,7 +152,7 @@ class VLLMServerEngine(RemoteEngine):
         self._sent = SentImages()
 
     @classmethod
-    def complaint(cls, url: str, info: Mapping[str, Any], config: EngineConfig) -> str:
+    def complaint(cls, url: str, info: JSON, config: EngineConfig) -> str:
         settings = info.get("vllm_config")
         if not isinstance(settings, Mapping):
             if "internal_states" in info:
@@ -178,7 +184,7 @@ class VLLMServerEngine(RemoteEngine):
             return None
         return int(share * self._cache_tokens)
 
-    async def _reset(self, info: Mapping[str, Any]) -> int:
+    async def _reset(self, info: JSON) -> int:
         await self._server.post("/abort_requests", {})
         await self._server.post("/resume")
         await self._server.post("/update_weight_version", {"new_version": str(self.version)})
@@ -186,19 +192,19 @@ class VLLMServerEngine(RemoteEngine):
             from skyasync.models.vision import NEVER, processor_of
 
             self._images = processor_of(self.config.model_path)
-            multimodal = (info["vllm_config"].get("model_config") or {}).get(
-                "multimodal_config"
-            ) or {}
+            model = info["vllm_config"].get("model_config") or {}
+            multimodal = model.get("multimodal_config") or {}
             self._sent.caches = bool(multimodal.get("mm_processor_cache_gb", True))
-            await self._server.post(
-                "/collective_rpc", {"method": "ban", "args": [self._images.banned, NEVER]}
-            )
+            # No response may contain a placeholder.
+            ban = {"method": "ban", "args": [self._images.banned, NEVER]}
+            await self._server.post("/collective_rpc", ban)
         cache = info["vllm_config"].get("cache_config") or {}
-        return int(cache.get("num_gpu_blocks") or 0) * int(cache.get("block_size") or 0)
+        blocks = int(cache.get("num_gpu_blocks") or 0)
+        return blocks * int(cache.get("block_size") or 0)
 
     async def _generate(self, pending: RemoteRequest) -> GenerationOutput:
         request = pending.request
-        tokens = pending.request.prompt_token_ids.tolist()
+        tokens = request.prompt_token_ids.tolist()
         body = {
             "request_id": request.request_id,
             **self._prompt(tokens, request.images),
@@ -208,43 +214,44 @@ class VLLMServerEngine(RemoteEngine):
         }
 
         async def answer(
-            parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]
+            content_parts: ContentParts,
+            accepted: Callable[[], None],
         ) -> GenerationOutput:
-            async for chunk in self._server.chunks(
-                GENERATE, body | {"content_parts": parts}, accepted
-            ):
+            body["content_parts"] = content_parts
+            async for chunk in self._server.chunks(GENERATE, body, accepted):
                 expanded = chunk.get("prompt_token_ids")
                 if expanded:  # only the first piece of a prompt with images has them
                     check_expanded(expanded, tokens)
                 for choice in chunk["choices"]:
-                    content: Sequence[Mapping[str, Any]] = (choice.get("logprobs") or {}).get(
-                        "content"
-                    ) or ()
-                    pending.receive(
-                        choice.get("token_ids") or (), [float(each["logprob"]) for each in content]
-                    )
+                    logprobs = choice.get("logprobs") or {}
+                    content: Sequence[JSON] = logprobs.get("content") or ()
+                    values = [float(token["logprob"]) for token in content]
+                    pending.receive(choice.get("token_ids") or (), values)
                     reason = choice.get("finish_reason")
-                    if reason:
-                        if reason not in FINISH_REASONS:
-                            raise RuntimeError(
-                                f"{self._server.name} failed on request {request.request_id}: {reason}"
-                            )
-                        return self._ended(
-                            pending, FINISH_REASONS[reason], choice.get("weight_versions")
+                    if not reason:
+                        continue
+                    if reason not in FINISH_REASONS:
+                        raise RuntimeError(
+                            f"{self._server.name} failed on request {request.request_id}: {reason}"
                         )
+                    spans = choice.get("weight_versions")
+                    return self._ended(pending, FINISH_REASONS[reason], spans)
             raise self._server.failure("it ended an answer without a reason")
 
         return await self._sent.send(request.images, answer, pending.tokens)
 
     def _prompt(self, tokens: list[int], images: Images) -> dict[str, Any]:
-        """Fields of a request. Raises ``UserError`` if the prompt's placeholders are not those of
-        the images."""
+        """Fields of a request's prompt.
+
+        Raises:
+            UserError: if the prompt's placeholders are not those of the images.
+        """
         if self._images is None:
             return {"token_ids": tokens}
         return {"token_ids": self._images.collapse(tokens, images), "return_token_ids": True}
 
     async def _abort(self, pending: Collection[RemoteRequest]) -> None:
-        names = [PREFIX + each.request.request_id for each in pending]
+        names = [PREFIX + request.request.request_id for request in pending]
         await self._server.post("/abort_requests", {"request_ids": names})
 
     async def _score(self, sequence: Sequence[int]) -> list[float] | None:
@@ -261,11 +268,11 @@ class VLLMServerEngine(RemoteEngine):
         }
 
         async def scored(
-            parts: Sequence[Mapping[str, Any]], accepted: Callable[[], None]
-        ) -> Mapping[str, Any]:
-            answer: Mapping[str, Any] = await self._server.post(
-                GENERATE, body | {"content_parts": parts}
-            )
+            content_parts: ContentParts,
+            accepted: Callable[[], None],
+        ) -> JSON:
+            body["content_parts"] = content_parts
+            answer: JSON = await self._server.post(GENERATE, body)
             accepted()
             return answer
 
@@ -274,15 +281,16 @@ class VLLMServerEngine(RemoteEngine):
         scores = answer.get("prompt_logprobs")
         if not scores or len(scores) != len(tokens):
             return None
-        if self._images is not None:
-            placeholder = self._images.placeholder
-        else:
-            placeholder = None
-        each = zip(scores[1:], tokens[1:], strict=True)
-        return [
-            0.0 if token == placeholder else float(score[str(token)]["logprob"])
-            for score, token in each
-        ]
+        placeholder = None if self._images is None else self._images.placeholder
+        logprobs = []
+        # The first token has no log-probability.
+        for score, token in zip(scores[1:], tokens[1:], strict=True):
+            if token == placeholder:
+                logprobs.append(0.0)
+            else:
+                entry = score[str(token)]
+                logprobs.append(float(entry["logprob"]))
+        return logprobs
 
     async def _schedule(self, mode: PauseMode | None) -> None:
         if mode is None:
@@ -300,16 +308,17 @@ class VLLMServerEngine(RemoteEngine):
             answer = await self._server.post("/collective_rpc", {"method": "unproven"})
         except RuntimeError:  # started without the worker extension
             return ["the server does not say"]
-        return sorted({name for names in answer["results"] for name in names})
+        return sorted(set[str]().union(*answer["results"]))  # a list per worker
 
 
 def cache_share(metrics: str) -> float | None:
-    """The used share of the cache, by the text of ``/metrics``: the mean of its engines; None if it
-    is not there."""
-    shares = [
-        float(value)
-        for value in re.findall(r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$", metrics, re.MULTILINE)
-    ]
+    """The used share of the cache, the mean of the server's engines; None if it is not reported.
+
+    Args:
+        metrics: the text of ``/metrics``.
+    """
+    pattern = r"^vllm:kv_cache_usage_perc\{.*\} (\S+)$"
+    shares = [float(value) for value in re.findall(pattern, metrics, re.MULTILINE)]
     if shares:
         return sum(shares) / len(shares)
     return None

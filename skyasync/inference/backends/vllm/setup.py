@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,15 +35,14 @@ if TYPE_CHECKING:
     import vllm
     from vllm.v1.engine.async_llm import AsyncLLM
 
+#: vLLM's name of a transfer, if it is not the setting's: vLLM has another transfer engine ``nccl``.
 BACKENDS = {"nccl": "broadcast"}
-"""vLLM's name of a way, if it is not the setting's: vLLM has a transfer engine ``nccl`` of its
-own."""
 WORKER_EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 MIN_BATCHED_TOKENS = 8192  # per step, prompts included; enough for a group's prompts at once
 
 
 def prepare_environment(config: EngineConfig) -> None:
-    """Set what vLLM reads from the environment. For the process as a whole: one engine per process.
+    """Set vLLM's variables in the environment of this process: one engine per process.
 
     On a CPU ``config.extra["cpu_bind"]`` pins the engine's threads to cores ("0", "0-3"; vLLM's
     syntax). Without it they are not pinned: vLLM's own choice would put every engine of a machine
@@ -51,46 +51,46 @@ def prepare_environment(config: EngineConfig) -> None:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = (
-        "spawn"  # a fork would copy this process's threads' locks
-    )
+    # A fork would copy locks that this process's threads hold.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = config.extra.get("cpu_bind", "nobind")
-    os.environ.pop(
-        "VLLM_CPU_KVCACHE_SPACE", None
-    )  # whole GB only, and stronger than the engine's argument
+    # It takes full GB only, and overrides the engine's argument.
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
     if config.dtype == "float32":
-        # On a GPU Triton multiplies float32 in TF32 unless it is told otherwise: 1e-3 of a
-        # log-probability.
+        # By default Triton multiplies float32 in TF32 on a GPU, which changes log-probabilities by
+        # 1e-3.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
     if config.extra.get("sleep_mode"):
-        use_fixed_segments()
+        use_fixed_segments()  # vLLM's allocator for sleep rejects PyTorch's expandable segments
     workers = devices(config.extra.get("engine_kwargs", {}), config.tensor_parallel_size)
     if config.threads:
-        os.environ["OMP_NUM_THREADS"] = str(max(1, config.threads // workers))  # per worker
+        threads = max(1, config.threads // workers)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # per worker
 
 
 def check_adapters(config: EngineConfig) -> None:
-    """Raises UserError if vLLM computes no adapters of the model, and is to be sent some. Imports
-    vLLM then."""
-    if config.extra.get("adapter_rank"):
-        file = config_file(config.model_path)
-    else:
-        file = None
-    if file:
-        shape = {**read_json(file, config.model_path), **config.extra.get("config_kwargs", {})}
-    else:
-        shape = {}
+    """Check that vLLM computes adapters of the model, if they will be sent. Imports vLLM.
+
+    Raises:
+        UserError: if it does not.
+    """
+    if not config.extra.get("adapter_rank"):
+        return
+    file = config_file(config.model_path)
+    if not file:
+        return
+    shape = read_json(file, config.model_path) | config.extra.get("config_kwargs", {})
     name = without_adapters(shape.get("architectures") or ())
     if name:
         raise UserError(no_adapters(config.model_path, f"vLLM has no adapters for {name}"))
 
 
 def batched_tokens(config: EngineConfig, *, cpu: bool) -> int:
-    """Tokens that an engine computes in a step at most, prompts included.
+    """The most tokens that an engine computes in a step, prompts included.
 
-    Left alone, vLLM's ``AsyncLLM`` computes 2,048 on most devices, fewer than the requests that it
+    By default vLLM's ``AsyncLLM`` computes 2,048 on most devices, fewer than the requests that it
     runs. A request with a seed whose prompt is computed in chunks ends vLLM's CPU engine (its
-    random generators cannot be set back): on a CPU prompts are computed whole.
+    random generators cannot be set back): on a CPU a prompt is computed in one step.
     """
     tokens = config.max_num_batched_tokens or max(config.max_num_seqs, MIN_BATCHED_TOKENS)
     if cpu:
@@ -106,10 +106,10 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
     those of any run.
     """
     index = config.extra.get("engine_index", 0)
+    seed = config.seed
     if index:
-        seed = int(np.random.SeedSequence([config.seed, index]).generate_state(1)[0])
-    else:
-        seed = config.seed
+        sequence = np.random.SeedSequence([config.seed, index])
+        seed = int(sequence.generate_state(1)[0])
     arguments: dict[str, Any] = {
         "model": config.model_path,
         # vLLM resolves "auto" by the model's files, which may say float16; the policy computes in
@@ -154,24 +154,24 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
 
 
 def sampling_fields(sampling: SamplingParams, *, json: bool = False) -> dict[str, Any]:
-    """The fields of vLLM's ``SamplingParams``, with the log-probability of each sampled token and
-    as little text as possible."""
-    fields = {
-        name: list(value) if isinstance(value, tuple) else value
-        for name, value in vars(sampling).items()
-    }
-    fields = {
-        name: value
-        for name, value in fields.items()
-        if not (isinstance(value, list | dict) and not value)
-    }
+    """The fields of vLLM's ``SamplingParams``.
+
+    With the log-probability of each sampled token, and as little text as possible.
+
+    Args:
+        json: for a server: the keys of dicts are texts.
+    """
+    fields: dict[str, Any] = {}
+    for name, value in vars(sampling).items():
+        if isinstance(value, tuple | dict) and not value:  # vLLM's default is None
+            continue
+        fields[name] = list(value) if isinstance(value, tuple) else value
     if json and sampling.logit_bias:
         fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
-    return fields | {
-        "top_k": max(sampling.top_k, 0),
-        "logprobs": 0,
-        "detokenize": bool(sampling.stop),
-    }
+    fields["top_k"] = max(sampling.top_k, 0)
+    fields["logprobs"] = 0  # of the sampled token, without others
+    fields["detokenize"] = bool(sampling.stop)
+    return fields
 
 
 def sampling_parameters(sampling: SamplingParams, *, samples: int = 1) -> vllm.SamplingParams:
@@ -184,14 +184,15 @@ def sampling_parameters(sampling: SamplingParams, *, samples: int = 1) -> vllm.S
     )
 
     fields = sampling_fields(sampling)
-    for name, kind in (
-        ("structured_outputs", StructuredOutputsParams),
-        ("repetition_detection", RepetitionDetectionParams),
-    ):
-        if name in fields:
-            fields[name] = kind(**fields[name])
+    if sampling.structured_outputs:
+        fields["structured_outputs"] = StructuredOutputsParams(**sampling.structured_outputs)
+    if sampling.repetition_detection:
+        fields["repetition_detection"] = RepetitionDetectionParams(**sampling.repetition_detection)
     return VLLMSamplingParams(
-        n=samples, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY, **fields
+        n=samples,
+        flat_logprobs=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        **fields,
     )
 
 
@@ -211,8 +212,15 @@ def scoring_parameters() -> vllm.SamplingParams:
 
 
 def check_expanded(expanded: Sequence[int], tokens: Sequence[int]) -> None:
-    """Raises RequestFailedError if vLLM's processor made other tokens of a prompt's images than the
-    model's own."""
+    """Compare the tokens of a prompt with images.
+
+    Args:
+        expanded: by vLLM's processor.
+        tokens: by the model's own processor.
+
+    Raises:
+        RequestFailedError: if they differ.
+    """
     if list(expanded) != list(tokens):
         raise RequestFailedError(
             f"vLLM's processor made {len(expanded)} other tokens of its images than the model's own, which made "
@@ -221,29 +229,35 @@ def check_expanded(expanded: Sequence[int], tokens: Sequence[int]) -> None:
 
 
 def alike(requests: Sequence[GenerationRequest]) -> list[list[GenerationRequest]]:
-    """The requests in bundles of equal prompt, images and sampling; one with a seed of its own
-    stands alone."""
+    """The requests in bundles of equal prompt, images and sampling.
+
+    A request with a seed is a bundle of its own: vLLM would compute all samples with this seed.
+    """
     bundles: list[list[GenerationRequest]] = []
-    open_ones: dict[bytes, list[list[GenerationRequest]]] = {}
+    bundles_of_prompt: defaultdict[bytes, list[list[GenerationRequest]]] = defaultdict(list)
     for request in requests:
-        candidates = open_ones.setdefault(request.prompt_token_ids.tobytes(), [])
-        same = (request.sampling, request.images)
-        bundle = next((b for b in candidates if (b[0].sampling, b[0].images) == same), None)
-        if bundle is None or request.sampling.seed is not None:
-            bundle = []
-            bundles.append(bundle)
-            candidates.append(bundle)
-        bundle.append(request)
+        candidates = bundles_of_prompt[request.prompt_token_ids.tobytes()]
+        if request.sampling.seed is None:
+            for bundle in candidates:
+                sample = bundle[0]
+                if sample.sampling == request.sampling and sample.images == request.images:
+                    bundle.append(request)
+                    break
+            else:
+                candidates.append([request])
+                bundles.append(candidates[-1])
+        else:
+            bundles.append([request])
     return bundles
 
 
 # ---------------------------------------------------------------- adapters, by vLLM's own LoRA
 
-# One adapter, under one name, replaced in place: requests in flight continue with the newest, as
+# One adapter under one name, replaced in place: requests in flight continue with the newest, as
 # they do with weights. Requests name it, and vLLM does not load it again.
 LORA_KEY = "trainer.policy.lora"
 ADAPTER_NAME = "policy"
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM allocates memory for
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM allocates memory for one of these
 
 
 def lora_arguments(rank: int, path: str) -> dict[str, Any]:
@@ -253,9 +267,9 @@ def lora_arguments(rank: int, path: str) -> dict[str, Any]:
     """
     size = next((size for size in LORA_RANKS if size >= rank), 0)
     if not size:
-        most = LORA_RANKS[-1]
+        largest = LORA_RANKS[-1]
         raise UserError(
-            f"{LORA_KEY}.rank={rank} is more than vLLM takes as an adapter ({most}): set {LORA_KEY}.sync=merged"
+            f"{LORA_KEY}.rank={rank} is more than vLLM takes as an adapter ({largest}): set {LORA_KEY}.sync=merged"
         )
     return {
         "enable_lora": True,
@@ -266,11 +280,13 @@ def lora_arguments(rank: int, path: str) -> dict[str, Any]:
 
 
 def make_adapter_folder(path: str) -> str:
-    """A file of adapters as the folder that vLLM reads. Raises WeightSyncError for a file that is
-    not what was sent."""
-    from skyasync.weight_sync.adapters import (
-        read_adapter,
-    )  # with torch, which a plan of memory does without
+    """A file of adapters as the folder that vLLM reads.
+
+    Raises:
+        WeightSyncError: if the file is not what was sent.
+    """
+    # It imports torch, which a plan of memory does without.
+    from skyasync.weight_sync.adapters import read_adapter
 
     adapter = read_adapter(path)
     folder = Path(tempfile.mkdtemp(prefix="skyasync-adapter-"))
@@ -287,14 +303,13 @@ async def load_adapter(llm: AsyncLLM, folder: str, path: str) -> None:
     """
     from vllm.lora.request import LoRARequest
 
+    request = LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path=folder, load_inplace=True)
     try:
-        await llm.add_lora(
-            LoRARequest(ADAPTER_NAME, ADAPTER_ID, lora_path=folder, load_inplace=True)
-        )
-        for wrong in await llm.collective_rpc("adapter_differences", args=(path,)):
-            if wrong:
+        await llm.add_lora(request)
+        for layers in await llm.collective_rpc("adapter_differences", args=(path,)):
+            if layers:
                 raise WeightSyncError(
-                    f"the vLLM engine holds another adapter than was sent in {', '.join(wrong[:3])}"
+                    f"the vLLM engine holds another adapter than was sent in {', '.join(layers[:3])}"
                 )
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -576,7 +576,7 @@ async def test_progress_is_reported_once_also_across_an_update_and_the_answer_is
         assert len(whole) == 300 and {version for _, _, version in whole} == {first, first + 1}
         assert 20 < len(told[output.request_id]) < 300
         assert whole[: len(told[output.request_id])] == told[output.request_id]
-    assert not await engine.progress() and not engine._reported
+    assert not await engine.progress() and not engine._reported_tokens
 
 
 async def test_progress_leaves_out_requests_of_several_samples_and_scores(engine: Engine) -> None:
