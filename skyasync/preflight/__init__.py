@@ -1,5 +1,4 @@
-"""What can be known of a run before any process starts: found here, in one line, or not at all.
+"""Checks of a run before any process starts: the first problem is an error of one line.
 
-Invariant: nothing here starts a process, imports torch or leaves anything behind; the cheapest
-questions come first.
+Invariant: no check starts a process, imports torch or leaves a file. The cheapest come first.
 """

@@ -1,5 +1,4 @@
-"""The first rows of every source: it is there, it has rows, they have the columns, some prompt is
-short enough.
+"""Checks of the first rows of each source: they exist, have their columns, and fit the limits.
 
 Invariant: files are read with light libraries and no further than needed; a function of the user's
 is called once, here, and its rows are the run's.
@@ -25,39 +24,46 @@ from skyasync.preflight.parts import check_environment, check_installed
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Prompt
 
-LOOKED_AT = 3  # rows of a source whose columns are looked at
-# for finding a prompt that is short enough; all are tokenised once the processes start anyway
+LOOKED_AT = 3  # rows of a source whose columns are checked; most errors are in all rows
+# For finding a prompt that is short enough; the run's processes tokenise all prompts anyway.
 PATIENCE_S = 1.0
 
 
 def check_data(
-    cfg: Config, known: dict[str, Iterable[Row]], *, train: bool, evaluate: bool
+    cfg: Config,
+    program_rows: dict[str, Iterable[Row]],
+    *,
+    train: bool,
+    evaluate: bool,
 ) -> list[Iterator[Prompt]]:
-    """Raises ``UserError`` for the first thing that is wrong.
+    """Check the sources of prompts.
 
     Args:
-        known: takes the rows of sources that are functions.
-        train: look at ``data.train_data``; ``evaluate``: at ``data.val_data`` and
-            ``data.val_sets``.
+        program_rows: receives the rows of sources that are functions.
+        train: check ``data.train_data``.
+        evaluate: check ``data.val_data`` and ``data.val_sets``.
 
     Returns:
         The training prompts, as far as they can be read cheaply.
+
+    Raises:
+        UserError: for the first problem.
     """
     if train and not cfg.data.train_data:
         raise UserError("there are no training prompts: name data.train_data")
     if evaluate:
         check_evaluation(cfg)
-    training = cfg.data.train_data if train else []
-    for source in training:
-        _check_source(source, cfg, known, evaluated=False)
-    for source in eval_sources(cfg.data) if evaluate else ():
-        _check_source(source, cfg, known, evaluated=True)
-    return [_prompts(source, cfg, known) for source in training]
+    training_sources = cfg.data.train_data if train else []
+    for source in training_sources:
+        _check_source(source, cfg, program_rows, evaluated=False)
+    if evaluate:
+        for source in eval_sources(cfg.data):
+            _check_source(source, cfg, program_rows, evaluated=True)
+    return [_prompts(source, cfg, program_rows) for source in training_sources]
 
 
 def check_evaluation(cfg: Config) -> None:
-    """Raise ``UserError`` for settings of evaluation that a user has set without any held-out
-    prompts."""
+    """Raise ``UserError`` for settings of evaluation without held-out prompts."""
     trainer = cfg.trainer
     check_metric_name(trainer.ckpt_best_metric, "trainer.ckpt_best_metric")
     if eval_sources(cfg.data):
@@ -70,7 +76,7 @@ def check_evaluation(cfg: Config) -> None:
     for name in ("eval_interval", "eval_minutes"):
         path = f"trainer.{name}"
         value = getattr(trainer, name)
-        if value and path in origins(cfg):
+        if value and path in origins(cfg):  # a default is no error
             raise UserError(
                 f"{path}={value:g} has no effect without held-out prompts: set data.val_data or data.val_sets, or "
                 f"remove it"
@@ -78,15 +84,14 @@ def check_evaluation(cfg: Config) -> None:
 
 
 def check_metric_name(name: str, key: str) -> None:
-    """Raise ``UserError`` for a misspelled name of a metric of evaluation; a component may add
-    others."""
+    """Raise ``UserError`` for a misspelled name of a metric of evaluation.
+
+    Other names are allowed: components may add metrics.
+    """
     if not name.startswith("eval/"):
         return
-    names = [
-        metric.name
-        for metric in METRICS
-        if metric.name.startswith("eval/") and "<" not in metric.name
-    ]
+    names = [metric.name for metric in METRICS if metric.name.startswith("eval/")]
+    names = [metric for metric in names if "<" not in metric]  # a pattern of names
     if name in names:
         return
     similar = get_close_matches(name, names, n=1, cutoff=0.85)
@@ -95,18 +100,18 @@ def check_metric_name(name: str, key: str) -> None:
 
 
 def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Config) -> None:
-    """Raises ``UserError`` if no training prompt is short enough; stops looking after
-    ``PATIENCE_S``."""
+    """Raises ``UserError`` if no training prompt is short enough; gives up after ``PATIENCE_S``."""
     from skyasync.rollout.chat import ChatTokenizer
 
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
-    until = None
+    deadline = None
     shortest = None
     for prompt in chain.from_iterable(prompts):
-        until = until or time.monotonic() + PATIENCE_S
+        # From the first prompt on: a slow source has its own limit.
+        deadline = deadline or time.monotonic() + PATIENCE_S
         length = len(chat.prompt(prompt.messages))
-        if length <= limit or time.monotonic() > until:
+        if length <= limit or time.monotonic() > deadline:
             return
         shortest = min(length, shortest or length)
     if shortest is not None:
@@ -117,20 +122,27 @@ def check_lengths(prompts: list[Iterator[Prompt]], tokenizer: Tokenizer, cfg: Co
 
 
 def _check_source(
-    source: str, cfg: Config, known: dict[str, Iterable[Row]], *, evaluated: bool
+    source: str,
+    cfg: Config,
+    program_rows: dict[str, Iterable[Row]],
+    *,
+    evaluated: bool,
 ) -> None:
-    first = [as_prompt(index, row, cfg) for index, row in enumerate(first_rows(source, cfg, known))]
-    for prompt in first:
-        if prompt.env_class != "agent":
+    """Check the columns of a source's first rows, and the environments that they name."""
+    prompts = []
+    for index, row in enumerate(first_rows(source, cfg, program_rows)):
+        prompts.append(as_prompt(index, row, cfg))
+    for prompt in prompts:
+        if prompt.env_class != "agent":  # else the agent's program plays it
             check_environment(prompt.env_class)
-    check_rows(first, cfg, is_eval=evaluated)
+    check_rows(prompts, cfg, is_eval=evaluated)
 
 
-def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> list[Row]:
+def first_rows(source: str, cfg: Config, program_rows: dict[str, Iterable[Row]]) -> list[Row]:
     """A few rows of a source; none if the source would have to be loaded for them.
 
     Args:
-        known: takes the rows if the source is a function.
+        program_rows: receives the rows if the source is a function.
 
     Raises:
         UserError: if there is no such source, or it has no rows.
@@ -145,49 +157,53 @@ def first_rows(source: str, cfg: Config, known: dict[str, Iterable[Row]]) -> lis
         tasks = DATASETS.keys() - {"composite"}
         if task not in tasks:
             raise UserError(unknown("reasoning_gym task", task, tasks))
-        options = {
-            k: v for k, v in cfg.data.reasoning_gym.get(task, {}).items() if k not in reasoning.OURS
-        }
+        options = dict(cfg.data.reasoning_gym.get(task, {}))
+        for name in reasoning.OURS:  # settings that the task does not have
+            options.pop(name, None)
         if options:
-            reasoning.make(task, options, seed=0, size=1)
+            reasoning.make(task, options, seed=0, size=1)  # raises an error for a wrong option
         return []
 
     place, colon, _ = source.rpartition(":")
-    if source in known:  # the program's own rows
+    if source in program_rows:  # the program's own rows
         pass
     elif place.endswith(".py") or (colon and "/" not in place):  # a function
-        made = rows(source, cfg, is_eval=False)
+        generated_rows = rows(source, cfg, is_eval=False)
         if cfg.data.streaming:  # it is called again for each pass, and its rows may have no end
-            known = {source: list(islice(made, LOOKED_AT))}
+            program_rows = {source: list(islice(generated_rows, LOOKED_AT))}
+        elif isinstance(generated_rows, Sized):
+            program_rows[source] = generated_rows
         else:
-            if isinstance(made, Sized):
-                known[source] = made
-            else:
-                known[source] = list(made)
+            program_rows[source] = list(generated_rows)
     elif Path(source).suffix not in FILES:
-        if not Path(source.partition(":")[0]).expanduser().is_dir() and not HUB.fullmatch(source):
-            rows(source, cfg, is_eval=False)  # raises an error that says what it might be
+        folder = Path(source.partition(":")[0]).expanduser()
+        if not folder.is_dir() and not HUB.fullmatch(source):
+            rows(source, cfg, is_eval=False)  # raises an error with similar names
         return []
-    first = list(islice(_rows(source, known), LOOKED_AT))
-    if not first:
+    leading_rows = list(islice(_rows(source, program_rows), LOOKED_AT))
+    if not leading_rows:
         raise UserError(f"data source {source!r} has no rows")
-    return first
+    return leading_rows
 
 
-def _rows(source: str, known: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
-    if source in known:
-        return known[source]
+def _rows(source: str, program_rows: Mapping[str, Iterable[Row]]) -> Iterable[Row]:
+    if source in program_rows:
+        return program_rows[source]
     return _lines(source)
 
 
-def _prompts(source: str, cfg: Config, known: Mapping[str, Iterable[Row]]) -> Iterator[Prompt]:
-    """The prompts of a function's rows, or of a file, which is read lazily; none of other
-    sources."""
-    for index, row in enumerate(_rows(source, known)):
+def _prompts(
+    source: str,
+    cfg: Config,
+    program_rows: Mapping[str, Iterable[Row]],
+) -> Iterator[Prompt]:
+    """The prompts of a function's rows, or of a file, which is read lazily; else none."""
+    for index, row in enumerate(_rows(source, program_rows)):
         yield as_prompt(index, row, cfg)
 
 
 def _lines(source: str) -> Iterator[Row]:
+    """The rows of a local file; none of other sources."""
     if Path(source).suffix not in FILES:
         return
     path = check_file(source)
@@ -199,10 +215,8 @@ def _lines(source: str) -> Iterator[Row]:
                 yield from batch.to_pylist()
         elif path.suffix == ".jsonl" or path.read_text(encoding="utf-8").lstrip()[:1] != "[":
             with path.open("rb") as file:
-                yield from (
-                    parse_line(line, number)
-                    for number, line in enumerate(filter(bytes.strip, file))
-                )
+                for number, line in enumerate(filter(bytes.strip, file)):  # without empty lines
+                    yield parse_line(line, number)
         else:
             yield from json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:  # pyarrow's errors are among them

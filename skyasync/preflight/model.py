@@ -1,8 +1,7 @@
-"""What a model's folder tells without loading it: configuration, tokenizer, what divides it, how
-much memory it takes.
+"""Checks of a model's folder without loading it: configuration, tokenizer, parallelism, memory.
 
-Invariant: reads JSON, file names and the headers of weights alone. A model on the hub is looked for
-in the cache, then asked for once, for no longer than ``ANSWER_S``. ``check_memory`` never rejects a
+Invariant: reads JSON, file names and the headers of weights alone. A model on the hub is searched
+in the cache, then by one request, for no longer than ``ANSWER_S``. ``check_memory`` never rejects a
 run that would fit: it counts only weights, gradients and optimizer state of the policy;
 ``skyasync plan`` measures the rest.
 """
@@ -31,7 +30,7 @@ from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.utils.machine import Machine
 from skyasync.utils.weight_files import check_model_files
 
-ANSWER_S = 2.0
+ANSWER_S = 2.0  # a hub that is slower would delay each start of a run
 MODEL = "trainer.policy.model.path"
 _TOKENIZERS = (
     "tokenizer.json",
@@ -42,7 +41,7 @@ _TOKENIZERS = (
     "tekken.json",
 )
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-#: What only the configurations of models for pictures, films or sounds have.
+#: Keys that only the configurations of models for images, videos or sounds have.
 _SENSES = (
     "vision_config",
     "audio_config",
@@ -52,35 +51,44 @@ _SENSES = (
     "image_token_index",
 )
 _REASONS = {"gemma3": "the tokens of Gemma 3's images depend on the text around them"}
+# These roles read the policy's prompts with their images.
+_TEXT_ROLES = ("trainer.ref.", "trainer.critic.")
 _HEADS = "num_attention_heads"
 _KV_HEADS = "num_key_value_heads"
 
-#: Families of language models that transformers cannot split (a test compares them); others are asked when they load.
+#: Families that transformers cannot split (a test compares them); others are checked at loading.
 _WITHOUT_TENSOR_PLAN = """
 bamba bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gptj granitemoe
 granitemoehybrid granitemoeshared jamba lfm2 lfm2_moe mamba mamba2 mpt nemotron nemotron_h opt persimmon
 phimoe recurrent_gemma stablelm xglm zamba zamba2
 """
-#: Those that cannot be cut into stages of layers.
+#: Families that cannot be cut into stages of layers.
 _WITHOUT_STAGES = """
 bamba biogpt bitnet bloom codegen dbrx diffllama falcon falcon_h1 falcon_mamba gpt2 gpt_bigcode gpt_neo gpt_neox gptj
 granitemoe granitemoe_swa granitemoehybrid granitemoeshared hunyuan_v1_dense hunyuan_v1_moe jamba jetmoe lfm2 lfm2_moe
 llama4_text mamba mamba2 mpt nanochat nemotron nemotron_h olmoe opt persimmon phi phimoe recurrent_gemma stablelm xglm
 zamba zamba2 zaya
 """
-TEMPLATE_S = 20.0  # to render a message, which takes milliseconds
+TEMPLATE_S = 20.0  # for rendering a message, which takes milliseconds
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
 def check_model(
-    path: str, cfg: Config, *, key: str = MODEL, own_tokenizer: bool = False, weights: bool = True
+    path: str,
+    cfg: Config,
+    *,
+    key: str = MODEL,
+    own_tokenizer: bool = False,
+    weights: bool = True,
 ) -> None:
-    """Raises ``UserError`` for a folder or a hub's model that cannot be trained with this
-    configuration.
+    """Check a folder or a hub's model.
 
     Args:
-        own_tokenizer: the experiment brings one of its own.
+        own_tokenizer: the experiment has a tokenizer of its own.
         weights: a local folder must have them.
+
+    Raises:
+        UserError: if the model cannot be trained with this configuration.
     """
     folder = Path(path) if Path(path).is_dir() else hub_folder(path, key)
     if folder is None:
@@ -88,63 +96,64 @@ def check_model(
     shape = read_shape(folder / CONFIG, f"{key}={path}")
     if "model_type" not in shape:
         raise UserError(f"{key}={path}: its config.json names no model_type")
-    family = read_json(folder / CONFIG, f"{key}={path}")[
-        "model_type"
-    ]  # not that of its part for text
+    # The type of a model that reads images is not that of its text model, which ``shape`` has.
+    family = read_json(folder / CONFIG, f"{key}={path}")["model_type"]
+    mark = next((name for name in _SENSES if shape.get(name)), "")
     if shape.get("vision_config") and family in FAMILIES:
         _check_vision(path, family, cfg, key)
-    elif sees := next((name for name in _SENSES if shape.get(name)), ""):
+    elif mark:
+        reason = f" ({_REASONS[family]})" if family in _REASONS else ""
         raise UserError(
-            f"{key}={path}: its config.json has a {sees}, the mark of a model that reads more than text, and its type "
-            f"is {family}; types that read images and can be trained: {', '.join(FAMILIES)}"
-            + (f" ({_REASONS[family]})" if family in _REASONS else "")
+            f"{key}={path}: its config.json has a {mark}, the mark of a model that reads more than text, and its type "
+            f"is {family}; types that read images and can be trained: {', '.join(FAMILIES)}{reason}"
         )
-    elif key.startswith(("trainer.ref.", "trainer.critic.")) and reads_images(
-        cfg.trainer.policy.model.path
-    ):
+    elif key.startswith(_TEXT_ROLES) and reads_images(cfg.trainer.policy.model.path):
         raise UserError(
             f"{key}={path} reads only text, and the policy reads images: name a vision-language model"
         )
-    size = cfg.generator.inference_engine_tensor_parallel_size
-    heads = shape.get(_HEADS)
-    if (
-        key == MODEL and isinstance(heads, int) and heads % size
-    ):  # engines have no other role's model
-        raise UserError(
-            f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
-            f"{path}: choose {_divisors(heads)}"
-        )
-    if key == MODEL and backend(cfg) == "vllm":
-        _check_positions(path, shape | cfg.trainer.policy.model.config_kwargs, cfg)
-    tokens = shape.get("vocab_size")
-    for group, sampling in sampling_groups(cfg.generator).items():
-        if not isinstance(tokens, int):
-            break
-        lists = {
-            name: vars(sampling)[name]
-            for name in ("stop_token_ids", "allowed_token_ids", "logit_bias")
-        }
-        for name, listed in lists.items():
-            beyond = [int(token) for token in listed or () if int(token) >= tokens]
-            if beyond:
-                raise UserError(
-                    f"generator.{group}.{name} has {beyond[0]}, which is beyond the vocabulary of {path}: its {tokens} "
-                    f"tokens are 0 to {tokens - 1}"
-                )
-    if not Path(path).is_dir():
+    if key == MODEL:  # engines have no other role's model
+        size = cfg.generator.inference_engine_tensor_parallel_size
+        heads = shape.get(_HEADS)
+        if isinstance(heads, int) and heads % size:
+            raise UserError(
+                f"generator.inference_engine_tensor_parallel_size={size} does not divide the {heads} attention heads of "
+                f"{path}: choose {_divisors(heads)}"
+            )
+        if backend(cfg) == "vllm":
+            _check_positions(path, shape | cfg.trainer.policy.model.config_kwargs, cfg)
+    _check_token_ids(path, shape, cfg)
+    if not Path(path).is_dir():  # the hub's other files are not here yet
         return
-    if weights and not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
-        raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
     if weights:
+        if not any(next(folder.glob(pattern), None) for pattern in _WEIGHTS):
+            raise UserError(f"{key}={path} is a folder without weights (*.safetensors)")
         check_model_files(folder)
-    if own_tokenizer:
+    if not own_tokenizer:
+        _check_tokenizer(folder, path, cfg)
+
+
+def _check_token_ids(path: str, shape: Mapping[str, Any], cfg: Config) -> None:
+    """Raises ``UserError`` for token ids of the sampling settings beyond the model's vocabulary."""
+    tokens = shape.get("vocab_size")
+    if not isinstance(tokens, int):
         return
+    for group, sampling in sampling_groups(cfg.generator).items():
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            for token in getattr(sampling, name) or ():
+                if int(token) >= tokens:
+                    raise UserError(
+                        f"generator.{group}.{name} has {int(token)}, which is beyond the vocabulary of {path}: its "
+                        f"{tokens} tokens are 0 to {tokens - 1}"
+                    )
+
+
+def _check_tokenizer(folder: Path, path: str, cfg: Config) -> None:
+    """Raises ``UserError`` for a folder whose tokenizer cannot be read, or has no chat template."""
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(f"{MODEL}={path} is a folder without a tokenizer (tokenizer.json)")
     if (folder / "tokenizer.json").is_file():
-        os.environ.setdefault(
-            "TOKENIZERS_PARALLELISM", "false"
-        )  # the library would warn of every process after it
+        # Else the library would warn of each process that is started later.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         from tokenizers import Tokenizer
 
         try:
@@ -158,7 +167,10 @@ def check_model(
     if any((folder / name).exists() for name in _TEMPLATES):
         return
     settings = folder / "tokenizer_config.json"
-    if not (settings.is_file() and read_json(settings, f"{MODEL}={path}").get("chat_template")):
+    template = None
+    if settings.is_file():
+        template = read_json(settings, f"{MODEL}={path}").get("chat_template")
+    if not template:
         raise UserError(
             f"{MODEL}={path} has a tokenizer without a chat template: set data.apply_chat_template=false, or add "
             f"chat_template.jinja to the folder, or name one with data.chat_template"
@@ -166,13 +178,12 @@ def check_model(
 
 
 def _check_positions(path: str, shape: Mapping[str, Any], cfg: Config) -> None:
-    """Raises ``UserError`` for sequences longer than the model's positions: vLLM does not start
-    with them."""
+    """Raises ``UserError`` for sequences longer than the model's positions; vLLM rejects them."""
     positions = shape.get("max_position_embeddings")
+    if not isinstance(positions, int):
+        return
     scaling = shape.get("rope_scaling") or shape.get("rope_parameters")
-    if not isinstance(positions, int) or "factor" in str(
-        scaling
-    ):  # vLLM computes how far it reaches
+    if "factor" in str(scaling):  # vLLM computes the extended positions itself
         return
     for group, sampling in sampling_groups(cfg.generator).items():
         prompt = cfg.trainer.max_prompt_length
@@ -189,14 +200,16 @@ def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:
     """Raises ``UserError`` for a setting that is not supported for a model that reads images."""
     trainer = cfg.trainer
     generator = cfg.generator
-    lora = cfg.trainer.policy.lora
+    lora = trainer.policy.lora
+    engine = f"generator.backend={backend(cfg)}"
+    capabilities = ENGINES.about(backend(cfg)).can
+    image_role = key.startswith(("trainer.policy.", "trainer.ref.", "trainer.critic."))
+    # Subject of the message -> whether it is the case.
     settings = {
-        f"{key}, since only the policy, its reference and its critic read images,": not key.startswith(
-            ("trainer.policy.", "trainer.ref.", "trainer.critic.")
-        ),
-        f"generator.backend={backend(cfg)}": not ENGINES.about(backend(cfg)).can["reads_images"],
-        f"generator.backend={backend(cfg)}, which has other names for LLaVA's weights than transformers,": (
-            family == "llava" and ENGINES.about(backend(cfg)).can["loads_as_files"]
+        f"{key}, since only the policy, its reference and its critic read images,": not image_role,
+        engine: not capabilities["reads_images"],
+        f"{engine}, which has other names for LLaVA's weights than transformers,": (
+            family == "llava" and capabilities["loads_as_files"]
         ),
         "generator.agent_func_path": bool(generator.agent_func_path),
         "trainer.dump_trajectories": trainer.dump_trajectories,
@@ -213,24 +226,23 @@ def _check_vision(path: str, family: str, cfg: Config, key: str) -> None:
         "trainer.reward.models": bool(trainer.reward.models),
         f"trainer.strategy={trainer.strategy}": trainer.strategy != "fsdp2",
     }
-    wrong = [name for name, given in settings.items() if given]
-    if wrong:
-        raise UserError(f"{path} reads images: {wrong[0]} is not supported for such a model")
+    unsupported = [name for name, is_set in settings.items() if is_set]
+    if unsupported:
+        raise UserError(f"{path} reads images: {unsupported[0]} is not supported for such a model")
 
 
 def check_one_label(path: str, key: str, *, trained: bool) -> None:
-    """Raises ``UserError`` for a model that gives more than one number, where one is needed.
+    """Raises ``UserError`` for a model whose head has more labels than one.
 
     Args:
-        trained: its head is needed; else a causal language model will do.
+        trained: the head of the model is used; else a causal language model suffices.
     """
     file = config_file(path)
     if file is None:
         return
     shape = read_shape(file, f"{key}={path}")
-    classifier = any(
-        str(name).endswith("Classification") for name in shape.get("architectures") or ()
-    )
+    architectures = [str(name) for name in shape.get("architectures") or ()]
+    classifier = any(name.endswith("Classification") for name in architectures)
     labels = len(shape.get("id2label") or ()) or shape.get("num_labels", 2)
     if classifier and labels != 1:
         raise UserError(
@@ -243,13 +255,17 @@ def check_one_label(path: str, key: str, *, trained: bool) -> None:
 
 
 def check_same_tokens(path: str, policy: str, key: str) -> None:
-    """Raises ``UserError`` for a model whose tokenizer is not the policy's, where both are in
-    folders here."""
-    files = [Path(folder, "tokenizer.json") for folder in (path, policy)]
-    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+    """Raises ``UserError`` for a model with another tokenizer than the policy; both in folders."""
+    file = Path(path, "tokenizer.json")
+    policy_file = Path(policy, "tokenizer.json")
+    if not file.is_file() or not policy_file.is_file():
         return
-    theirs, ours = (read_json(file, f"{key}={path}").get("model") or {} for file in files)
-    if theirs.get("vocab") != ours.get("vocab"):
+    if file.read_bytes() == policy_file.read_bytes():
+        return
+    tokenizer = read_json(file, f"{key}={path}").get("model") or {}
+    policy_tokenizer = read_json(policy_file, f"{key}={path}").get("model") or {}
+    # Other parts of the files, such as the normalisation of text, do not matter: tokens are sent.
+    if tokenizer.get("vocab") != policy_tokenizer.get("vocab"):
         raise UserError(
             f"{key}={path} has another tokenizer than trainer.policy.model.path={policy}: it is given the policy's "
             f"tokens, which would mean something else to it"
@@ -257,7 +273,7 @@ def check_same_tokens(path: str, policy: str, key: str) -> None:
 
 
 def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
-    """Raises ``UserError`` for what does not divide a model, or what its layers cannot do."""
+    """Raises ``UserError`` for sizes that do not divide a model, or that its layers reject."""
     tensor = parallel.tensor
     context = parallel.context
     file = config_file(path)
@@ -267,44 +283,58 @@ def check_parallel(parallel: ParallelConfig, path: str, key: str) -> None:
     if parallel.pipeline > 1:
         _check_stages(parallel.pipeline, path, shape)
     if parallel.expert > 1:
-        counts = [count for name in EXPERTS if isinstance(count := shape.get(name), int) and count]
-        setting = f"trainer.parallel.expert={parallel.expert}"
-        if not counts:
-            raise UserError(
-                f"{setting}: {shape['model_type']} ({path}) is not a mixture of experts: set it to 0"
-            )
-        if counts[0] % parallel.expert:
-            raise UserError(
-                f"{setting} does not divide the {counts[0]} experts of {path}: choose a divisor, {_divisors(counts[0])}"
-            )
+        _check_experts(parallel.expert, path, shape)
     if tensor * context == 1:
         return
-    sizes = {"context": context, "tensor": tensor}
-    both = [f"trainer.parallel.{name}={size}" for name, size in sizes.items() if size > 1]
-    others = sorted(set(shape.get("layer_types") or ()) - ATTENDING)
-    if others:
+    settings = []
+    if context > 1:
+        settings.append(f"trainer.parallel.context={context}")
+    if tensor > 1:
+        settings.append(f"trainer.parallel.tensor={tensor}")
+    other_layers = sorted(set(shape.get("layer_types") or ()) - ATTENDING)
+    if other_layers:
         raise UserError(
-            f"{both[0]} splits {'sequences' if context > 1 else 'heads'}, but {path} has {others[0]} layers, which "
-            f"cannot be split: only attention layers can. Set it to 1"
+            f"{settings[0]} splits {'sequences' if context > 1 else 'heads'}, but {path} has {other_layers[0]} layers, "
+            f"which cannot be split: only attention layers can. Set it to 1"
         )
     if tensor > 1:
-        divided = [(both[-1], tensor, name) for name in (_HEADS, _KV_HEADS, *EXPERTS)]
-    else:
-        divided = []
+        for name in (_HEADS, _KV_HEADS, *EXPERTS):
+            _check_divides(settings[-1], tensor, name, path, shape)
     if context > 1 and parallel.context_kind == "ulysses":
-        divided.append((" times ".join(both), context * tensor, _HEADS))
-    for setting, size, name in divided:
-        count = shape.get(name)
-        if isinstance(count, int) and count % size:
-            raise UserError(
-                f"{setting} does not divide {name}={count} of {path}: choose a divisor, {_divisors(count)}"
-            )
+        # It exchanges the heads of a tensor-parallel rank between the context's ranks.
+        _check_divides(" times ".join(settings), context * tensor, _HEADS, path, shape)
     family = shape.get("model_type")
     if tensor > 1 and family in _WITHOUT_TENSOR_PLAN.split():
         raise UserError(
             f"trainer.parallel.tensor={tensor}: transformers has no tensor-parallel plan for {family} ({path}): set "
             f"trainer.parallel.tensor=1"
         )
+
+
+def _check_divides(setting: str, size: int, name: str, path: str, shape: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` if a size does not divide a number of the model's configuration."""
+    count = shape.get(name)
+    if isinstance(count, int) and count % size:
+        raise UserError(
+            f"{setting} does not divide {name}={count} of {path}: choose a divisor, {_divisors(count)}"
+        )
+
+
+def _check_experts(size: int, path: str, shape: Mapping[str, Any]) -> None:
+    """Raises ``UserError`` for a model whose experts cannot be divided over so many ranks."""
+    setting = f"trainer.parallel.expert={size}"
+    for name in EXPERTS:  # families have different names for the number
+        count = shape.get(name)
+        if not isinstance(count, int) or not count:
+            continue
+        if count % size:
+            raise UserError(
+                f"{setting} does not divide the {count} experts of {path}: choose a divisor, {_divisors(count)}"
+            )
+        return
+    raise UserError(
+        f"{setting}: {shape['model_type']} ({path}) is not a mixture of experts: set it to 0"
+    )
 
 
 def _check_stages(stages: int, path: str, shape: Mapping[str, Any]) -> None:
@@ -324,22 +354,23 @@ def _check_stages(stages: int, path: str, shape: Mapping[str, Any]) -> None:
 
 
 def _divisors(count: int) -> str:
-    return " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+    divisors = [number for number in range(1, count + 1) if count % number == 0]
+    return " or ".join(map(str, divisors))
 
 
-def check_routers(way: str, path: str, key: str) -> None:
+def check_routers(replay: str, path: str, key: str) -> None:
     """Raises ``UserError`` for a model of which no choice of experts can be replayed.
 
     Args:
-        way: ``trainer.policy.router_replay``.
+        replay: ``trainer.policy.router_replay``.
     """
     file = config_file(path)
-    if way == "none" or file is None:
+    if replay == "none" or file is None:
         return
     shape = read_shape(file, f"{key}={path}")
     if not any(shape.get(name) for name in EXPERTS):
         raise UserError(
-            f"trainer.policy.router_replay={way}: {shape.get('model_type')} ({path}) has no routers that transformers "
+            f"trainer.policy.router_replay={replay}: {shape.get('model_type')} ({path}) has no routers that transformers "
             f"knows of: set trainer.policy.router_replay=none"
         )
 
@@ -348,17 +379,16 @@ _ABSENT = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND)
 
 
 def hub_folder(name: str, key: str = MODEL) -> Path | None:
-    """The folder in the cache that holds the model's configuration; None if it holds none yet, and
-    the hub has it.
+    """The folder in the cache with the model's configuration; None if it is on the hub alone.
 
     Raises:
         UserError: if it is neither in the cache nor on the hub.
     """
     from huggingface_hub import constants
 
-    cached = config_file(name)
-    if cached:
-        return cached.parent
+    cached_file = config_file(name)
+    if cached_file:
+        return cached_file.parent
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             f"{key}={name} is not in the cache of the Hugging Face hub, and HF_HUB_OFFLINE is set"
@@ -372,26 +402,22 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
 
         try:
             url = hf_hub_url(name, CONFIG)
-            status = (
-                get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S).status_code
-            )
-        except (
-            Exception
-        ) as error:  # its kind depends on the client library of the installed version
+            response = get_session().head(url, headers=build_hf_headers(), timeout=ANSWER_S)
+        except Exception as error:  # of a class that depends on the version of the library
             problem = f"it cannot be reached ({error})"
-        else:
-            if status in _ABSENT:
-                absent = ": there is no such model, or it is private"
-            else:
-                absent = ""
-            if status >= HTTPStatus.BAD_REQUEST:
-                problem = f"it answers {status}{absent}"
-            else:
-                problem = ""
+            return
+        status = response.status_code
+        if status < HTTPStatus.BAD_REQUEST:
+            problem = ""
+            return
+        problem = f"it answers {status}"
+        if status in _ABSENT:
+            problem += ": there is no such model, or it is private"
 
+    # In a thread, which may be left behind: a name server may take longer than any limit of ours.
     thread = threading.Thread(target=request, daemon=True)
     thread.start()
-    thread.join(ANSWER_S)  # a name server may take longer than any limit of ours
+    thread.join(ANSWER_S)
     if problem:
         raise UserError(
             f"{key}={name} is neither a local folder nor available on the Hugging Face hub: {problem}"
@@ -399,12 +425,10 @@ def hub_folder(name: str, key: str = MODEL) -> Path | None:
     return None
 
 
-_FROZEN = {"": 2.0, "nf4": 0.5, "int8": 1.0}  # bytes of a weight below adapters, at least
-_STATE = {
-    "adamw": 8,
-    "adamw_8bit": 2,
-    "muon": 4,
-}  # bytes of optimizer state of a parameter, at least
+# Bytes of a weight below adapters, at least, by trainer.policy.lora.base_dtype.
+_FROZEN = {"": 2.0, "nf4": 0.5, "int8": 1.0}
+# Bytes of optimizer state of a parameter, at least.
+_STATE = {"adamw": 8, "adamw_8bit": 2, "muon": 4}
 
 
 def check_memory(cfg: Config, machine: Machine) -> None:
@@ -416,75 +440,76 @@ def check_memory(cfg: Config, machine: Machine) -> None:
     key = "trainer.policy.model.path"
     path = cfg.trainer.policy.model.path
     count = parameters(Path(path))
-    needed = count * bytes_per_parameter(cfg)
+    needed_bytes = count * bytes_per_parameter(cfg)
     if machine.gpus:
+        # The weights are divided over groups of fsdp_size ranks; 0 is one group.
         ranks = cfg.trainer.placement.policy_ranks
-        needed /= cfg.trainer.policy.fsdp_size or ranks
-        available = machine.gpu_memory
-        where = "each GPU"
-        way_out = f"more ranks than {ranks} (trainer.placement), "
+        needed_bytes /= cfg.trainer.policy.fsdp_size or ranks
+        available_bytes = machine.gpu_memory
+        device = "each GPU"
+        remedy = f"more ranks than {ranks} (trainer.placement), "
         if cfg.trainer.policy.cpu_offload != "none":
             return
     else:
-        available = machine.host_memory
-        where = "this machine"
-        way_out = ""
-    if needed <= available:
+        available_bytes = machine.host_memory
+        device = "this machine"
+        remedy = ""
+    if needed_bytes <= available_bytes:
         return
     if cfg.trainer.policy.lora.rank:
-        what = "weights"
+        tensors = "weights"
     else:
-        what = "weights, gradients and optimizer state"
+        tensors = "weights, gradients and optimizer state"
     raise UserError(
-        f"{key}={path}: the {what} of its {count / 1e9:.3g}B parameters take at least {needed / 2**30:.0f} GiB, and "
-        f"{where} has {available / 2**30:.0f} GiB: use {way_out}adapters (trainer.policy.lora.rank) or a smaller "
-        f"model; skyasync plan estimates what fits"
+        f"{key}={path}: the {tensors} of its {count / 1e9:.3g}B parameters take at least {needed_bytes / 2**30:.0f} "
+        f"GiB, and {device} has {available_bytes / 2**30:.0f} GiB: use {remedy}adapters (trainer.policy.lora.rank) or "
+        f"a smaller model; skyasync plan estimates what fits"
     )
 
 
 def parameters(folder: Path) -> int:
     """The number of parameters in a local folder's files, by their headers; 0 for other models.
 
-    Only in the files that transformers reads: some folders hold the same weights under other names
-    too.
+    Only the files that transformers reads count: some folders have the weights in other files too.
     """
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if not (folder / "model.safetensors").is_file() and index.is_file():
-        names = set((read_json(index, str(folder)).get("weight_map") or {}).values())
+        weight_map = read_json(index, str(folder)).get("weight_map") or {}
+        names = set(weight_map.values())
     count = 0
-    for file in (folder / name for name in names):
-        with suppress(OSError, SafetensorError), safe_open(str(file), "np") as opened:
-            count += sum(prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118
+    for name in names:
+        # A damaged file is an error of ``check_model_files``.
+        with suppress(OSError, SafetensorError), safe_open(str(folder / name), "np") as weights:
+            for tensor in weights.keys():  # noqa: SIM118
+                count += prod(weights.get_slice(tensor).get_shape())
     return count
 
 
 def bytes_per_parameter(cfg: Config) -> float:
     """Bytes of a trained parameter on all ranks that share it."""
     policy = cfg.trainer.policy
-    if policy.lora.rank or policy.freeze:
+    if policy.lora.rank or policy.freeze:  # the trained parameters may be few
         return _FROZEN[policy.lora.base_dtype]
-    rounded = policy.optimizer_config.bf16_stochastic_round
-    state = _STATE[policy.optimizer_config.name]
-    # gradient
-    if policy.optimizer_config.max_grad_cosine:
-        previous = 4
-    else:
-        previous = 0
-    return 4 + previous + (state / 2 if rounded else state + 4)
+    optimizer = policy.optimizer_config
+    count = 4.0  # the gradient
+    if optimizer.max_grad_cosine:
+        count += 4  # the previous gradient
+    state = _STATE[optimizer.name]
+    if optimizer.bf16_stochastic_round:  # weights and state are bfloat16
+        return count + state / 2
+    return count + state + 4  # float32 master weights
 
 
 def check_template(tokenizer: Tokenizer) -> None:
-    """Render one message in a thread: a template comes with the model's files, and may loop for
-    ever.
-
-    Errors of the template are those of the prompts, which are rendered next.
+    """Render one message in a thread: a template of a model's files may loop for ever.
 
     Raises:
         UserError: if that takes longer than ``TEMPLATE_S``.
     """
 
     def render() -> None:
+        # The prompts, which are rendered next, raise an error of the template.
         with suppress(Exception):
             tokenizer.apply_chat_template([{"role": "user", "content": "1 + 1"}], tokenize=False)
 

@@ -1,8 +1,7 @@
-"""The user's own parts: they are there, what they need is installed, their methods take what they
-are called with.
+"""Checks of components: they exist, their packages are installed, their methods take the arguments.
 
-Agent programs run in processes that hide the secrets of this one: of these only the module is
-looked for, and it is not imported here.
+Programs of agents run in processes that hide the secrets of this one: their modules are searched
+for, and not imported.
 """
 
 from __future__ import annotations
@@ -32,21 +31,28 @@ from skyasync.trainer import RayPPOTrainer
 
 
 def check_parts(cfg: Config, plans: Sequence[type]) -> None:
-    """Raises ``UserError`` for the first thing that is wrong.
+    """Check the components that the configuration names.
 
     Args:
         plans: the classes that the run may train with, as far as they are known.
+
+    Raises:
+        UserError: for the first problem.
     """
     for plan in plans:
         check_plan_class(plan)
     check_callbacks(subclasses(RunExtension))
-    if ":" in (engine := backend(cfg)):
+    engine = backend(cfg)
+    if ":" in engine:  # a class of the user's
         members = dict(inspect.getmembers_static(ENGINES.find(engine)))
         defaults = vars(InferenceEngine)
-        missing = [name for name in REQUIRED if members.get(name, defaults[name]) is defaults[name]]
-        if missing:
+        missing_methods = []
+        for name in REQUIRED:
+            if members.get(name, defaults[name]) is defaults[name]:
+                missing_methods.append(name)
+        if missing_methods:
             raise UserError(
-                f"engine {engine!r} lacks {', '.join(missing)} (skyasync.inference.interface.InferenceEngine)"
+                f"engine {engine!r} lacks {', '.join(missing_methods)} (skyasync.inference.interface.InferenceEngine)"
             )
     else:
         check_installed(ENGINES, engine)
@@ -85,22 +91,23 @@ def check_parts(cfg: Config, plans: Sequence[type]) -> None:
         for key, name in parsers.items():
             if ":" in name and not name.startswith(VLLM):
                 resolve_reference(name, kind=f"generator.{key}")
-        check_parsers(*(name if name.startswith(VLLM) else "" for name in parsers.values()))
+        # A parser of the user's is none of vLLM's.
+        vllm_parsers = [name if name.startswith(VLLM) else "" for name in parsers.values()]
+        check_parsers(*vllm_parsers)
 
 
 def check_sampler(name: str) -> None:
-    """Raises ``UserError`` unless it is a ``PromptSampler``, and its methods take what the
-    original's take."""
+    """Raises ``UserError`` unless it is a ``PromptSampler``, with methods of the same arguments."""
     sampler = SAMPLERS.find(name)
     if not isinstance(sampler, type) or not issubclass(sampler, PromptSampler):
         raise UserError(
             f"sampler {name!r} must be a subclass of skyasync.data.samplers.PromptSampler"
         )
     for method, original in inspect.getmembers(PromptSampler, inspect.isfunction):
-        own = inspect.getattr_static(sampler, method)
-        if not _takes(own, inspect.signature(original).parameters):
+        override = inspect.getattr_static(sampler, method)
+        if not _takes(override, inspect.signature(original).parameters):
             raise UserError(
-                f"sampler {name!r}: {method}{_parameters(own)} must take {_parameters(original)}"
+                f"sampler {name!r}: {method}{_parameters(override)} must take {_parameters(original)}"
             )
 
 
@@ -127,7 +134,7 @@ def check_kl_controller(name: str) -> None:
 
 
 def check_environment(name: str) -> None:
-    """An ``env_class`` of the configuration or of a row."""
+    """Raises ``UserError`` for an unusable ``env_class`` of the configuration or of a row."""
     kind, _, url = name.partition(":")
     if kind in SERVED:
         ENVS[kind].at(url).check_server()
@@ -141,8 +148,8 @@ def check_environment(name: str) -> None:
         env = ENVS.get(name)  # not imported for this
     if not isinstance(env, type):
         return
-    inherited = issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step
-    if inherited or not callable(getattr(env, "step", None)):
+    inherits_step = issubclass(env, BaseTextEnv) and env.step is BaseTextEnv.step
+    if inherits_step or not callable(getattr(env, "step", None)):
         raise UserError(
             f"environment {name!r} does not define step(action): make {env.__name__} a subclass of "
             f"skyasync.BaseTextEnv with a method step"
@@ -150,7 +157,7 @@ def check_environment(name: str) -> None:
 
 
 def check_installed(registry: Registry, name: str) -> None:
-    """Raises ``UserError`` if a package that a part needs is not installed."""
+    """Raises ``UserError`` if a package that a component needs is not installed."""
     extra = registry.about(name).can["extra"]
     if extra and find_spec(extra.replace("-", "_")) is None:
         raise MissingExtraError(extra, extra)
@@ -160,50 +167,49 @@ def check_installed(registry: Registry, name: str) -> None:
 
 
 def check_plan_class(plan: object) -> None:
-    """Raises ``UserError`` unless it can be made, and its public methods take what the originals
-    take."""
+    """Raises ``UserError`` unless it is a plan whose methods take the originals' arguments."""
     if not hasattr(plan, "get_trainer"):
         raise UserError(f"a plan must be a subclass of RayPPOTrainer; found {plan!r}")
     if not isinstance(plan, type):
         return
     originals = dict(inspect.getmembers(RayPPOTrainer))
     for holder in plan.__mro__:
-        for name, method in (
-            vars(holder).items() if holder.__module__.partition(".")[0] != "skyasync" else ()
-        ):
+        if _is_ours(holder):
+            continue
+        for name, method in vars(holder).items():
             original = originals.get(name)
-            what = f"{holder.__name__}.{name}"
+            qualified_name = f"{holder.__name__}.{name}"
             if isinstance(original, property) and not isinstance(method, property):
                 raise UserError(
-                    f"{what} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
+                    f"{qualified_name} has the name of an attribute of RayPPOTrainer, which the steps read: rename it"
                 )
-            if (
-                inspect.isroutine(original)
-                and not callable(getattr(holder, name))
-                and not name.startswith("__")
-            ):
+            if inspect.isroutine(original) and not callable(getattr(holder, name)):
+                if name.startswith("__"):  # ``__hash__ = None``, for example
+                    continue
                 raise UserError(
-                    f"{what} has the name of a method of RayPPOTrainer: rename it, or make it a method"
+                    f"{qualified_name} has the name of a method of RayPPOTrainer: rename it, or make it a method"
                 )
-            if (
-                name.startswith("_")
-                or not inspect.isfunction(method)
-                or not inspect.isfunction(original)
-            ):
+            if name.startswith("_"):
                 continue
-            if inspect.iscoroutinefunction(method) != inspect.iscoroutinefunction(original):
-                if inspect.iscoroutinefunction(original):
-                    right = "async def"
-                else:
-                    right = "def, not async def"
-                raise UserError(f"{what} must be {right}, as RayPPOTrainer's is")
-            parameters = inspect.signature(original).parameters.values()
-            if not _takes(
-                method, [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
-            ):
+            if not inspect.isfunction(method) or not inspect.isfunction(original):
+                continue
+            is_async = inspect.iscoroutinefunction(original)
+            if inspect.iscoroutinefunction(method) != is_async:
+                definition = "async def" if is_async else "def, not async def"
+                raise UserError(f"{qualified_name} must be {definition}, as RayPPOTrainer's is")
+            arguments = []
+            for parameter in inspect.signature(original).parameters.values():
+                if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                    arguments.append(parameter.name)
+            if not _takes(method, arguments):
                 raise UserError(
-                    f"{what}{_parameters(method)} must take what RayPPOTrainer's does: {name}{_parameters(original)}"
+                    f"{qualified_name}{_parameters(method)} must take what RayPPOTrainer's does: "
+                    f"{name}{_parameters(original)}"
                 )
+
+
+def _is_ours(holder: type) -> bool:
+    return holder.__module__.partition(".")[0] == "skyasync"
 
 
 def _takes(function: Callable[..., object], arguments: Iterable[object]) -> bool:
@@ -216,14 +222,17 @@ def _takes(function: Callable[..., object], arguments: Iterable[object]) -> bool
 
 
 def _parameters(function: Callable[..., object]) -> str:
-    return f"({', '.join(str(p).partition(':')[0] for p in inspect.signature(function).parameters.values())})"
+    """A function's parameters without their annotations, for messages."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [str(parameter).partition(":")[0] for parameter in parameters]
+    return f"({', '.join(names)})"
 
 
 def checked_callbacks(callbacks: object) -> list[RunExtension]:
     """The callbacks that a program passes, or an experiment returns.
 
     Raises:
-        UserError: for what is no sequence of objects, and as ``check_callbacks``.
+        UserError: if they are no sequence of objects, or for a hook (``check_callbacks``).
     """
     if not isinstance(callbacks, Sequence):
         raise UserError(
@@ -239,46 +248,50 @@ def checked_callbacks(callbacks: object) -> list[RunExtension]:
 
 
 def check_callbacks(classes: Iterable[type]) -> None:
-    """Methods called ``on_...`` are hooks that exist, and take what they are called with."""
-    hooks = {
-        name: hook for name, hook in inspect.getmembers(TrainerCallback) if name.startswith("on_")
-    }
+    """Raises ``UserError`` for methods ``on_...`` that are no hooks, or have other arguments."""
+    hooks: dict[str, Callable[..., object]] = {}
+    for name, hook in inspect.getmembers(TrainerCallback):
+        if name.startswith("on_"):
+            hooks[name] = hook
     for callback in classes:
         if not issubclass(callback, RunExtension):
             raise UserError(
                 f"callback {callback.__name__} must be a subclass of skyasync.TrainerCallback"
             )
         for name, method in inspect.getmembers(callback):
-            if name.startswith("on_") and name not in hooks:
+            if not name.startswith("on_"):
+                continue
+            if name not in hooks:  # a misspelled hook would never be called
                 raise UserError(f"callback {callback.__name__}: {unknown('hook', name, hooks)}")
-            if name.startswith("on_") and inspect.isfunction(method):
-                hook = hooks[name]
-                if not _takes(method, inspect.signature(hook).parameters):
-                    what = f"callback {callback.__name__}.{name}{_parameters(method)}"
-                    raise UserError(f"{what} must take {_parameters(hook)}")
+            hook = hooks[name]
+            if not inspect.isfunction(method):
+                continue
+            if not _takes(method, inspect.signature(hook).parameters):
+                signature = f"{callback.__name__}.{name}{_parameters(method)}"
+                raise UserError(f"callback {signature} must take {_parameters(hook)}")
 
 
 def subclasses(base: type) -> Iterator[type]:
     """All subclasses that the program has defined, at any depth, without the library's own."""
-    derived: type
-    for derived in base.__subclasses__():
-        if derived.__module__.partition(".")[0] != "skyasync":
-            yield derived
-        yield from subclasses(derived)
+    subclass: type
+    for subclass in base.__subclasses__():
+        if not _is_ours(subclass):
+            yield subclass
+        yield from subclasses(subclass)
 
 
 def check_module(reference: str, kind: str) -> None:
     """Raises ``UserError`` if there is no such file or module. It is not imported."""
-    what = f"{kind} {reference!r}"
+    subject = f"{kind} {reference!r}"
     module = reference.rpartition(":")[0]
     if not module or module.startswith("."):
-        raise UserError(f"{what} must be module:attribute, with the module's full name")
+        raise UserError(f"{subject} must be module:attribute, with the module's full name")
     if module.endswith(".py"):
-        python_file(module, what)
+        python_file(module, subject)
         return
     try:
         spec = find_spec(module)
     except ModuleNotFoundError as error:
-        raise UserError(f"{what}: {error}") from error
+        raise UserError(f"{subject}: {error}") from error
     if spec is None:
-        raise UserError(f"{what}: No module named {module!r}")
+        raise UserError(f"{subject}: No module named {module!r}")
