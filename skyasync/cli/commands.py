@@ -1,4 +1,4 @@
-"""The subcommands of ``skyasync``: their names, help and modules; and how they read their options.
+"""The subcommands of ``skyasync``, and the parser of their options.
 
 Importing this imports nothing else of the library but its errors, so that ``--help`` is quick. A
 subcommand's own module is imported when it runs.
@@ -29,8 +29,8 @@ class Subcommand:
         needs: it needs arguments; without any, its help is an error.
         passes_on: it passes its arguments on to another program.
 
-    A module's ``HELP`` is printed for ``--help``. Where the settings' loader or another program has
-    a help too, that must be the only argument.
+    A module's ``HELP`` is printed for ``--help``. The loader of settings, or another program, has a
+    help too: then ``--help`` must be the only argument.
     """
 
     home: str
@@ -41,25 +41,26 @@ class Subcommand:
     passes_on: bool = False
 
     def carry_out(self, argv: Arguments) -> int:
-        """Import the subcommand's module and do it; the exit status."""
+        """Import the subcommand's module and run the subcommand; returns the exit status."""
         home, _, name = self.home.partition(":")
         module = vars(import_module(home))
-        alone = self.settings or self.passes_on  # else --help stands anywhere
-        wants_help = list(argv) in (["--help"], ["-h"]) or (
-            not alone and bool({"--help", "-h"}.intersection(argv))
-        )
+        if self.settings or self.passes_on:
+            wants_help = list(argv) in (["--help"], ["-h"])
+        else:
+            wants_help = "--help" in argv or "-h" in argv
         if "HELP" in module and wants_help:
             print(module["HELP"], end="")
-        elif self.needs and not argv:
+        elif self.needs and not argv:  # an error, so not on standard output
             print(module["HELP"], end="", file=sys.stderr)
-            return 2
+            return 2  # the usual status of wrong arguments
         else:
             module[name](argv)
         return 0
 
 
-_LOADER_OPTIONS = ("--config", "--help", "-h")  # which the configuration's own loader reads
+_LOADER_OPTIONS = ("--config", "--help", "-h")  # of the configuration's loader; they have values
 
+#: By name, in the order of the help. A subcommand is one word; settings are key=value.
 SUBCOMMANDS: dict[str, Subcommand] = {
     "train": Subcommand("skyasync.cli.commands:train", "train (the default)"),
     "sft": Subcommand("skyasync.cli.sft:sft", "train on given responses (supervised fine-tuning)"),
@@ -103,7 +104,10 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         runs=True,
     ),
     "runs": Subcommand(
-        "skyasync.cli.runs:runs", "list the runs of a folder", settings=False, runs=True
+        "skyasync.cli.runs:runs",
+        "list the runs of a folder",
+        settings=False,
+        runs=True,
     ),
     "engines": Subcommand(
         "skyasync.cli.engines:engines",
@@ -124,15 +128,13 @@ SUBCOMMANDS: dict[str, Subcommand] = {
         "serve the Tinker API: programs of its SDK train and sample here",
     ),
 }
-"""By name, in the order of the help. A subcommand is one word; settings are key=value."""
 
 
 def usage() -> str:
-    """What ``--help`` prints."""
+    """The text of ``--help``."""
     width = max(map(len, SUBCOMMANDS))
-    subcommands = "\n".join(
-        f"  {name:<{width}}  {subcommand.does}" for name, subcommand in SUBCOMMANDS.items()
-    )
+    lines = [f"  {name:<{width}}  {command.does}" for name, command in SUBCOMMANDS.items()]
+    subcommands = "\n".join(lines)
     return f"""\
 usage: skyasync [COMMAND] [--config FILE.yaml ...] [key=value ...]
 
@@ -147,28 +149,28 @@ python -m skyasync is the same command.
 
 
 def train(argv: Arguments) -> None:
-    """See ``skyasync.cli.train``."""
+    """Train a run; see ``skyasync.cli.train``."""
     from skyasync.cli.train import main
 
     main(argv=argv)
 
 
 def plan(argv: Arguments) -> None:
-    """The resources that a run would need; see ``skyasync.planning.command``."""
+    """Estimate the resources of a run; see ``skyasync.planning.command``."""
     from skyasync.cli.train import DRY_RUN, main
 
-    main(argv=[DRY_RUN, *argv])
+    main(argv=[DRY_RUN, *argv])  # the same as the option of a user's own program
 
 
 def rehearse(argv: Arguments) -> None:
-    """A run made small; see ``skyasync.planning.rehearsal``."""
+    """Run a few steps with a small model; see ``skyasync.planning.rehearsal``."""
     from skyasync.cli.train import REHEARSE, main
 
     main(argv=[REHEARSE, *argv])
 
 
 def translate(argv: Arguments) -> None:
-    """Another framework's recipe as our configuration; see ``skyasync.interop``."""
+    """Convert another framework's recipe to our configuration; see ``skyasync.interop``."""
     from skyasync.other_frameworks import other_frameworks
 
     other_frameworks().translate(argv)
@@ -192,7 +194,7 @@ def take_options(
     Raises:
         UserError: for an unknown option, with the nearest one, or for one without its value.
     """
-    given: dict[str, str] = {}
+    options: dict[str, str] = {}
     rest = []
     arguments = list(argv)
     while arguments:
@@ -201,43 +203,42 @@ def take_options(
         if name in values:
             if not equals and not arguments:
                 raise UserError(f"{name} needs a value: {name} {values[name]}")
-            given[name] = value if equals else arguments.pop(0)
+            options[name] = value if equals else arguments.pop(0)
         elif name in flags and not equals:
-            given[name] = ""
-        elif settings and (name in _LOADER_OPTIONS or not name.startswith("-")):
+            options[name] = ""
+        elif settings and name in _LOADER_OPTIONS:
             rest.append(argument)
-            if argument in _LOADER_OPTIONS and arguments:
+            if not equals and arguments:  # its value, which may begin with a dash
                 rest.append(arguments.pop(0))
         elif name.startswith("-"):
-            known = [*values, *flags]
-            close = nearest(name, known, count=1)
-            raise UserError(
-                f"unknown option {name}: "
-                + (f"did you mean {close[0]}?" if close else ", ".join(known))
-            )
+            names = [*values, *flags]
+            similar_names = nearest(name, names, count=1)
+            hint = f"did you mean {similar_names[0]}?" if similar_names else ", ".join(names)
+            raise UserError(f"unknown option {name}: {hint}")
         else:
             rest.append(argument)
-    return given, rest
+    return options, rest
 
 
 def is_path(argument: str) -> bool:
-    """Whether an argument next to settings is a folder: its name may have a ``=``."""
+    """Whether an argument among settings is a path. The name of a folder may have a ``=``."""
     return not argument.startswith("-") and ("=" not in argument or Path(argument).is_dir())
 
 
-def whole_number(text: str, option: str, least: int = 1) -> int:
-    """Raises ``UserError`` unless the text is a whole number of at least ``least``."""
-    if not text.isdecimal() or len(text) > 18 or int(text) < least:
+def whole_number(text: str, option: str, minimum: int = 1) -> int:
+    """Raises ``UserError`` unless the text is a whole number of at least ``minimum``."""
+    # 18 digits fit 64 bits; Python rejects conversions of some thousands of digits.
+    if not text.isdecimal() or len(text) > 18 or int(text) < minimum:
         digits = " with up to 18 digits" if len(text) > 18 else ""
-        raise UserError(f"{option} {text[:40]}: not a whole number of at least {least}{digits}")
+        raise UserError(f"{option} {text[:40]}: not a whole number of at least {minimum}{digits}")
     return int(text)
 
 
-_CONTROL = {
-    code: "\N{REPLACEMENT CHARACTER}" for code in (*range(9), *range(11, 32), *range(127, 160))
-}
+# Control characters except tab and line feed: C0, delete, C1.
+_CONTROL_CODES = (*range(9), *range(11, 32), *range(127, 160))
+_VISIBLE = dict.fromkeys(_CONTROL_CODES, "\N{REPLACEMENT CHARACTER}")
 
 
 def visible(text: str) -> str:
-    """A model's or a dataset's text for a terminal, which would carry out control characters."""
-    return text.translate(_CONTROL)
+    """A model's or a dataset's text for a terminal, which would execute control characters."""
+    return text.translate(_VISIBLE)

@@ -1,5 +1,4 @@
-"""``skyasync evaluate``: rewards and pass@k of a model or a checkpoint on the held-out prompts,
-without workers."""
+"""``skyasync evaluate``: rewards and pass@k of a model or a checkpoint on the held-out prompts."""
 
 from __future__ import annotations
 
@@ -55,47 +54,43 @@ def evaluate(argv: Arguments) -> None:
         "--out": "samples.jsonl",
     }
     options, rest = take_options(argv, values, ("--json", "--best"), settings=True)
+    ks = []
     if options.get("--k"):
         ks = [whole_number(part, "--k") for part in options["--k"].split(",")]
-    else:
-        ks = []
+    passing_reward = None
     try:
         if options.get("--passing"):
-            passing = float(options["--passing"])
-        else:
-            passing = None
+            passing_reward = float(options["--passing"])
     except ValueError:
-        raise UserError(f"--passing {options['--passing']}: not a reward") from None
-    with ExitStack() as stack:
+        raise UserError(f"--passing {options['--passing_reward']}: not a reward") from None
+    with ExitStack() as stack:  # ends the folder of an exported model, and the file of --out
         settings = _settings_of(options.get("--of", ""), stack, best="--best" in options)
-        given = {argument.partition("=")[0] for argument in rest}
-        rest = [*(setting for setting in settings if setting.partition("=")[0] not in given), *rest]
+        overridden = {argument.partition("=")[0] for argument in rest}
+        settings = [item for item in settings if item.partition("=")[0] not in overridden]
+        # Imported here, so that wrong options are errors at once.
         from skyasync.cli.rollout_experiment import RolloutExperiment
         from skyasync.cli.train import configuration, run_or_exit
         from skyasync.config.schema.data import most_samples
 
-        cfg: Config = configuration(rest)
-        if passing is None:
-            cfg.trainer.eval_passing = cfg.trainer.eval_passing
-        else:
-            cfg.trainer.eval_passing = passing
-        too_many = [k for k in ks if k > most_samples(cfg)]
-        if too_many:
-            raise UserError(
-                f"--k {too_many[0]} needs as many samples: set generator.eval_n_samples_per_prompt={too_many[0]} (with "
-                f"generator.eval_sampling_params.temperature=null, that of training)"
-            )
-        cfg.trainer.eval_k = ks or cfg.trainer.eval_k
+        cfg: Config = configuration([*settings, *rest])
+        if passing_reward is not None:
+            cfg.trainer.eval_passing = passing_reward
+        for k in ks:
+            if k > most_samples(cfg):  # of any evaluation set
+                raise UserError(
+                    f"--k {k} needs as many samples: set generator.eval_n_samples_per_prompt={k} (with "
+                    f"generator.eval_sampling_params.temperature=null, that of training)"
+                )
+        if ks:
+            cfg.trainer.eval_k = ks
         experiment = RolloutExperiment(cfg, evaluation=True)
+        prompt_limit = 0
         if "--prompts" in options:
-            most = whole_number(options["--prompts"], "--prompts")
-        else:
-            most = 0
+            prompt_limit = whole_number(options["--prompts"], "--prompts")
+        out = None
         if options.get("--out"):
             out = stack.enter_context(_opened(options["--out"]))
-        else:
-            out = None
-        metrics = run_or_exit(experiment, lambda: measure(experiment, most, out))
+        metrics = run_or_exit(experiment, lambda: measure(experiment, prompt_limit, out))
     if "--json" in options:
         print(json.dumps(metrics, indent=1))
         return
@@ -103,24 +98,22 @@ def evaluate(argv: Arguments) -> None:
 
     console = Console(highlight=False)
     for name, value in metrics.items():
+        if name.endswith("/score_error"):  # in the line of its score
+            continue
         standard_error = metrics.get(f"{name}_error")
-        if standard_error is None:
-            error = ""
-        else:
-            error = f" ± {standard_error:.4f}"
-        if not name.endswith("/score_error"):
-            console.print(f"{name:<32} {figure(value)}{error}")
+        error = "" if standard_error is None else f" ± {standard_error:.4f}"
+        console.print(f"{name:<32} {figure(value)}{error}")
 
 
 def figure(value: float) -> str:
-    """Counts without decimals; a metric of the user's may be NaN."""
+    """A metric's value as text, counts without decimals; a metric of the user's may be NaN."""
     if value.is_integer():
         return f"{value:g}"
     return f"{value:.4f}"
 
 
 def _opened(path: str) -> TextIO:
-    """Before anything starts: an evaluation may take hours."""
+    """The file of ``--out``, opened before the evaluation, which may take hours."""
     try:
         return Path(path).expanduser().open("w", encoding="utf-8")
     except OSError as error:
@@ -128,21 +121,28 @@ def _opened(path: str) -> TextIO:
 
 
 def measure(
-    experiment: RolloutExperiment, most: int = 0, out: TextIO | None = None
+    experiment: RolloutExperiment,
+    prompt_limit: int = 0,
+    out: TextIO | None = None,
 ) -> dict[str, float]:
-    """The ``scores`` of an experiment's held-out prompts, or of the first ``most`` of them.
+    """The ``scores`` of an experiment's held-out prompts.
 
     Args:
-        out: gets each episode as a line.
+        prompt_limit: evaluate so many prompts; 0 is all.
+        out: receives each episode as a line.
+
+    Raises:
+        UserError: for rewards that are not finite.
     """
     from skyasync.rollout.evaluation import Scoring
     from skyasync.trainer.extensions.divergence_guard import bad_rewards, describe
 
-    groups = experiment.play(experiment.prompts(most))
+    groups = experiment.play(experiment.prompts(prompt_limit))
     scoring = Scoring.of(experiment.cfg)
     tokenizer = experiment.get_tokenizer()
     if out:
         _write_episodes(out, groups, tokenizer)
+    # After the file is written: it shows the episodes with these rewards.
     problem = describe(bad_rewards(groups))
     if problem:
         raise UserError(problem)
@@ -150,14 +150,15 @@ def measure(
 
 
 def _write_episodes(out: TextIO, groups: Sequence[Group], tokenizer: Tokenizer) -> None:
-    """A full disk is only a warning, so that the metrics are printed."""
+    """Write the episodes; a full disk is only a warning, so that the metrics are printed."""
     from skyasync.cli.rollout import record
 
     try:
         with out:
             for group in groups:
                 for trajectory in group.trajectories:
-                    print(json.dumps(record(group, trajectory, tokenizer), default=str), file=out)
+                    line = json.dumps(record(group, trajectory, tokenizer), default=str)
+                    print(line, file=out)
     except OSError as error:
         print(
             f"warning: --out {out.name} is incomplete: {error.strerror or error}", file=sys.stderr
@@ -165,19 +166,21 @@ def _write_episodes(out: TextIO, groups: Sequence[Group], tokenizer: Tokenizer) 
 
 
 def scores(groups: Sequence[Group], numbers: Sequence[PromptScores]) -> dict[str, float]:
-    """The metrics that a run would log, with the number of prompts and the standard error of the
-    score, by set."""
+    """The metrics that a run would log, and of each set its size and the score's standard error."""
     from skyasync.rollout.evaluation import eval_metrics
 
     metrics = eval_metrics(groups, numbers)
-    for name in dict.fromkeys(["", *(group.prompt.eval_set for group in groups)]):
+    means: dict[str, list[float]] = {"": []}  # set -> mean rewards of its prompts; "" is all sets
+    for group in groups:
+        for name in {"", group.prompt.eval_set}:
+            set_means = means.setdefault(name, [])
+            if group.rewards:
+                set_means.append(fmean(group.rewards))
+    for name, set_means in means.items():
         prefix = f"eval/{name}/" if name else "eval/"
-        own = [group for group in groups if group.rewards and name in ("", group.prompt.eval_set)]
-        metrics[f"{prefix}prompts"] = float(len(own))
-        if len(own) > 1:
-            metrics[f"{prefix}score_error"] = stdev(fmean(group.rewards) for group in own) / sqrt(
-                len(own)
-            )
+        metrics[f"{prefix}prompts"] = float(len(set_means))
+        if len(set_means) > 1:  # one prompt has no deviation
+            metrics[f"{prefix}score_error"] = stdev(set_means) / sqrt(len(set_means))
     return metrics
 
 
@@ -190,41 +193,36 @@ def _settings_of(name: str, stack: ExitStack, *, best: bool) -> list[str]:
             raise UserError("--best needs the run whose best checkpoint is meant: --of runs/NAME")
         return []
     path = Path(name).expanduser()
+    # Else it may be a model of the hub.
     if not path.exists() and ":" not in name and (path.parts[0] == "runs" or path.parent.is_dir()):
-        close = nearest(path.name, (each.name for each in path.parent.glob("*")), count=1)
-        if close:
-            hint = f": did you mean {path.parent / close[0]}?"
-        else:
-            hint = ""
+        entries = [entry.name for entry in path.parent.glob("*")]
+        similar_names = nearest(path.name, entries, count=1)
+        hint = f": did you mean {path.parent / similar_names[0]}?" if similar_names else ""
         raise UserError(f"--of {name}: there is no such run, checkpoint or model folder{hint}")
-    of_run = (path / "config.yaml").is_file() and not (
-        path / CONFIG
-    ).is_file()  # checkpoints may be in another folder
-    of_run = of_run or (path / "checkpoints").is_dir()
-    if not of_run and not (path / STATE).is_file():
+    is_run = (path / "checkpoints").is_dir()
+    if (path / "config.yaml").is_file() and not (path / CONFIG).is_file():
+        is_run = True  # its checkpoints may be in another folder
+    if not is_run and not (path / STATE).is_file():
         if best:
             raise UserError(f"--best chooses among the checkpoints of a run, and {name} is a model")
         return [f"{MODEL}={name}"]
     from skyasync.cli.export import find_checkpoint, write
 
+    # An engine loads a model's folder, not the shards of a checkpoint.
     checkpoint = find_checkpoint(name, best=best)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     write(checkpoint, folder / "model")
-    config = list[str]()
-    run = (path if of_run else checkpoint.parent.parent) / "config.yaml"
-    if run.is_file():
-        # The run has written its model for each role that shares it; these settings name no model
-        # of their own.
-        settings = read(run)
-        shared = [
-            key
-            for key, value in settings.items()
-            if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL)
-        ]
-        config = ["--config", str(run), *(f'{key}=""' for key in shared)]
-    return [
-        *config,
-        f"{MODEL}={folder / 'model'}",
-        "trainer.resume_mode=none",
-        'trainer.ckpt_path=""',
-    ]
+    arguments = list[str]()
+    run = path if is_run else checkpoint.parent.parent
+    config = run / "config.yaml"
+    if config.is_file():
+        arguments += ["--config", str(config)]
+        # The run has written its model for each role that shares it: these roles get the new one.
+        settings = read(config)
+        for key, value in settings.items():
+            if key.endswith(".model.path") and key != MODEL and value == settings.get(MODEL):
+                arguments.append(f'{key}=""')
+    arguments.append(f"{MODEL}={folder / 'model'}")
+    # Nothing is trained: the run's checkpoints are not resumed.
+    arguments += ["trainer.resume_mode=none", 'trainer.ckpt_path=""']
+    return arguments

@@ -1,8 +1,7 @@
-"""``skyasync export``: a checkpoint's policy as a Hugging Face folder; and the checkpoint that a
-name means.
+"""``skyasync export``: a checkpoint's policy as a Hugging Face folder; checkpoints by their names.
 
-Invariant: the weights are the checkpoint's, whatever number of ranks wrote it; no worker, engine or
-Ray is started.
+Invariant: the weights are the checkpoint's, for any number of ranks that wrote it; no worker,
+engine or Ray is started.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _PREFIX = "model."  # of the weights among a checkpoint's tensors
 
 
 def export(argv: Arguments) -> None:
-    """Write the folder, and say where it is."""
+    """Write the folder, and print its path."""
     examples = {"--out": "FOLDER", "--dtype": "bfloat16", "--model": "PATH"}
     options, names = take_options(argv, examples, ["--best"])
     if len(names) != 1:
@@ -50,11 +49,15 @@ def export(argv: Arguments) -> None:
 
 
 def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") -> None:
-    """Args: as of the command; ``model`` is by default the one that the checkpoint's run began
-    with.
+    """Write a checkpoint's policy as a Hugging Face folder.
+
+    Args:
+        out: the new folder.
+        dtype: one of ``DTYPES``.
+        model: has the configuration and the tokenizer; by default that of the checkpoint's run.
 
     Raises:
-        UserError: if the checkpoint holds no policy, or the model it began with is not there.
+        UserError: if the checkpoint has no policy, or the model does not exist.
     """
     if dtype not in DTYPES:
         raise UserError(unknown("--dtype", dtype, DTYPES))
@@ -63,19 +66,21 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
     if out.exists() and any(out.iterdir()):
         raise UserError(f"{out} is there and not empty: name another folder with --out")
     try:
-        recorded = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
-        policy = recorded["config"].get("trainer", {}).get("policy", {})
-    except (OSError, ValueError, KeyError, TypeError):
+        recorded_state = json.loads((checkpoint / CONFIG).read_text(encoding="utf-8"))
+        policy = recorded_state["config"].get("trainer", {}).get("policy", {})
+    except (OSError, ValueError, KeyError, TypeError):  # a checkpoint without them needs --model
         policy = {}
     settings = policy.get("model", {})
     origin = model or str(settings.get("path", ""))
     if not origin or (origin.startswith("/") and not Path(origin).is_dir()):
+        problem = f"not there: {origin}" if origin else "not known"
         raise UserError(
-            f"the model that {checkpoint} was trained from is {'not there: ' + origin if origin else 'not known'}; "
+            f"the model that {checkpoint} was trained from is {problem}; "
             f"name it (for its configuration and tokenizer) with --model PATH"
         )
     if model:
         origin = model_path(model, "--model")
+    # After the checks of arguments: these imports take seconds.
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -89,31 +94,28 @@ def write(checkpoint: Path, out: Path, *, dtype: str = "auto", model: str = "") 
         name = str(config.dtype).rpartition(".")[2]
     else:
         name = dtype
-    chosen: torch.dtype = vars(torch).get(name, torch.float32)
+    torch_dtype: torch.dtype = vars(torch).get(name, torch.float32)
     weights = read_weights(checkpoint)
     lora = policy.get("lora", {})
     if lora.get("rank"):
         from skyasync.models.lora import merge
 
-        weights = merge(weights, origin, lora, chosen)
-    with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, dtype=chosen)
-    strange = sorted(weights.keys() - empty.state_dict().keys())
-    if strange:
+        weights = merge(weights, origin, lora, torch_dtype)
+    with torch.device("meta"):  # names and shapes, without memory
+        model_shape = AutoModelForCausalLM.from_config(config, dtype=torch_dtype)
+    # Only extra names: a tied weight stands once in a checkpoint.
+    extra_names = sorted(weights.keys() - model_shape.state_dict().keys())
+    if extra_names:
         raise UserError(
-            f"{checkpoint} is of another model than {origin}: only the checkpoint has {strange[0]}"
+            f"{checkpoint} is of another model than {origin}: only the checkpoint has {extra_names[0]}"
         )
     disable_progress_bar()
-    files.export(
-        empty,
-        FullTensors(weights, chosen, FileLayout(empty, specs_in(weights, chosen))),
-        origin,
-        out,
-    )
+    layout = FileLayout(model_shape, specs_in(weights, torch_dtype))
+    files.export(model_shape, FullTensors(weights, torch_dtype, layout), origin, out)
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint's policy, whole, by their Hugging Face names."""
+    """All full tensors of a checkpoint's policy by their Hugging Face names."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import HuggingFaceStorageReader
@@ -125,14 +127,14 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"{checkpoint} holds no policy")
     reader = HuggingFaceStorageReader(str(folder))
-    with weights_of(folder):
+    with weights_of(folder):  # errors of the files name the folder
         metadata = reader.read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
-        for name, about in metadata.items()
-        if name.startswith(_PREFIX) and isinstance(about, TensorStorageMetadata)
-    }
+    state: dict[str, Tensor] = {}
+    for name, tensor in metadata.items():
+        if name.startswith(_PREFIX) and isinstance(tensor, TensorStorageMetadata):
+            state[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype)
     with weights_of(folder), warnings.catch_warnings():
+        # One process reads the shards of all ranks.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(_PREFIX): value for name, value in state.items()}
@@ -158,23 +160,26 @@ def find_checkpoint(name: str, *, best: bool = False) -> Path:
         raise UserError(
             f"there is no folder {folder}: name a checkpoint's, or a run's that has some"
         )
-    inside = checkpoints_of_run(folder)
+    checkpoints = checkpoints_of_run(folder)
     if best:
-        recorded = read_best(inside)
-        if recorded is None:
+        best_checkpoint = read_best(checkpoints)
+        if best_checkpoint is None:
             raise UserError(
                 f"{folder} has no best checkpoint: a run with trainer.ckpt_best_metric keeps one"
             )
-        return find_checkpoint(str(inside / recorded.folder))
-    newest = Checkpoints(inside).latest()
+        return find_checkpoint(str(checkpoints / best_checkpoint.folder))
+    newest = Checkpoints(checkpoints).latest()
     if newest is None:
         raise UserError(f"{folder} has no checkpoint: a run with trainer.ckpt_interval keeps some")
     return newest
 
 
 def checkpoints_of_run(run: Path) -> Path:
-    """The folder of a run's checkpoints, also one that ``trainer.ckpt_path`` named; the folder
-    itself of no run."""
-    configured = read(run / "config.yaml").get("trainer.ckpt_path")
-    folders = ([Path(str(configured))] if configured else []) + [run / "checkpoints"]
-    return next((folder for folder in folders if folder.is_dir()), run)
+    """The folder of a run's checkpoints: ``trainer.ckpt_path``, its default, or ``run`` itself."""
+    configured_path = read(run / "config.yaml").get("trainer.ckpt_path")
+    if configured_path and Path(str(configured_path)).is_dir():
+        return Path(str(configured_path))
+    default = run / "checkpoints"
+    if default.is_dir():
+        return default
+    return run  # it may be the folder of checkpoints

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Unpack, cast
 
@@ -24,7 +25,7 @@ from skyasync.trainer.plans.streamed import Arrivals, StreamedRayPPOTrainer
 
 log = logging.getLogger(__name__)
 
-COMPARED = ("policy/loss", "policy/grad_norm")
+COMPARED = ("policy/loss", "policy/grad_norm")  # metrics that any other update would change
 
 
 @dataclass
@@ -34,6 +35,7 @@ class RecordedArrivals(Arrivals):
     batches: list[list[Group]] = field(default_factory=list)
 
     def take(self) -> list[Group]:
+        """The next batch, as if its groups had just arrived."""
         groups = self.batches.pop(0)
         self.accepted += groups
         return groups
@@ -66,72 +68,80 @@ class ReplayTrainer(RayPPOTrainer):
     final_step = 0
     difference = ""
 
-    def __init__(self, *args: Any, **parts: Any) -> None:  # noqa: ANN401
-        super().__init__(*args, **parts)
+    def __init__(self, *args: Any, **components: Any) -> None:  # noqa: ANN401
+        super().__init__(*args, **components)
         self.context.on_policy = False  # samples have the staleness that they had
 
     async def train(self) -> None:
-        if self.recorded is None:
-            rows = []
-        else:
-            rows = read_rows(self.recorded / "metrics.jsonl")
+        """Train on each recorded step in order, and report the first difference."""
+        rows = read_rows(self.recorded / "metrics.jsonl") if self.recorded else []
         self._recorded_metrics: dict[int, Metrics] = {row["step"]: row for row in rows}
         for file in self.files:
+            # In a thread, so that heartbeats are answered while a large file is read.
             step = await asyncio.to_thread(read, file)
             if step.step > self.global_step or self.independent:
                 await self._replay(step)
-        same = f"steps up to {self.global_step}: samples, losses and gradient norms"
-        log.info("replayed %s", self.difference or f"{same} are those of {self.recorded}")
+        compared = f"steps up to {self.global_step}: samples, losses and gradient norms"
+        log.info("replayed %s", self.difference or f"{compared} are those of {self.recorded}")
 
-    async def _replay(self, recorded: RecordedStep) -> None:
-        step = recorded.step
+    async def _replay(self, recorded_step: RecordedStep) -> None:
+        step = recorded_step.step
         if step != self.global_step + 1 and not self.independent:
             raise UserError(
                 f"{self.recorded} has recorded step {step}, and step {self.global_step + 1} comes next: a replay needs "
                 f"every step from the first on"
             )
-        batches = self._batches(recorded)
+        batches = self._batches(recorded_step)
         in_order = [group for batch in batches for group in batch]
-        rollout = self.assemble(in_order, {}, recorded.positions, postprocessed=True)
-        if self.streams:
+        rollout = self.assemble(in_order, {}, recorded_step.positions, postprocessed=True)
+        if self.streams:  # its optimizer steps depend on the batches in which groups arrived
             status = await self._train_batches(rollout, batches)
         else:
             status = await self.train_on(rollout)
+        # There are no engines, but the policy's version and hooks depend on the call.
         await self.sync_policy_weights_to_inference_engines()
         self._compare(step, status)
         if step == self.final_step:
             self.stop(f"the replay ends here (--step {step})")
         await self.end_step(status)
 
-    def _batches(self, recorded: RecordedStep) -> list[list[Group]]:
+    def _batches(self, recorded_step: RecordedStep) -> list[list[Group]]:
         """The groups of a step as they were trained together."""
-        if self.independent or not recorded.batches:
-            return [recorded.groups]
-        by_name = {str(group.prompt.id): group for group in recorded.groups}
-        trained = [name for batch in recorded.batches for name in batch]
-        if sorted(trained) != sorted(by_name) or (len(recorded.batches) > 1 and not self.streams):
+        if self.independent or not recorded_step.batches:
+            return [recorded_step.groups]
+        by_name = {str(group.prompt.id): group for group in recorded_step.groups}
+        names = sorted(chain.from_iterable(recorded_step.batches))
+        one_batch = len(recorded_step.batches) == 1 or self.streams
+        if names != sorted(by_name) or not one_batch:
             raise UserError(
-                f"step {recorded.step} of {self.recorded} was trained in a way of the plan's own: on groups of other "
-                f"steps, or in {len(recorded.batches)} parts; a replay can make steps of one part, and those of the "
+                f"step {recorded_step.step} of {self.recorded} was trained in a way of the plan's own: on groups of other "
+                f"steps, or in {len(recorded_step.batches)} parts; a replay can make steps of one part, and those of the "
                 f"plan streamed"
             )
-        return [[by_name[name] for name in batch] for batch in recorded.batches if batch]
+        return [[by_name[name] for name in batch] for batch in recorded_step.batches if batch]
 
     async def _train_batches(self, rollout: Rollout, batches: list[list[Group]]) -> Metrics:
-        streamed = cast(StreamedRayPPOTrainer, self)
-        streamed._arrivals = RecordedArrivals(
-            in_order=False, started=0, metrics=[{}], batches=batches
+        """Train the batches of a step in order, as the plan ``streamed`` did."""
+        trainer = cast(StreamedRayPPOTrainer, self)
+        trainer._arrivals = RecordedArrivals(
+            in_order=False,
+            started=0,
+            metrics=[{}],
+            batches=batches,
         )
-        streamed._positions = list(rollout.positions)
-        async with self.keeping_bad(streamed._rollout):
-            await streamed._train_all()
+        trainer._positions = list(rollout.positions)
+        async with self.keeping_bad(trainer._rollout):
+            await trainer._train_all()
         return self.metrics
 
     def _compare(self, step: int, metrics: Metrics) -> None:
-        recorded = self._recorded_metrics.get(step, {})
+        """Compare a step's metrics with the recorded ones, and note the first difference."""
+        recorded_metrics = self._recorded_metrics.get(step, {})
         for name in COMPARED:
-            if name in recorded and metrics.get(name) != recorded[name] and not self.difference:
-                change = f"{name} was {recorded[name]!r} and is {metrics.get(name)!r}"
+            if self.difference:  # later steps follow from it
+                break
+            if name in recorded_metrics and metrics.get(name) != recorded_metrics[name]:
+                change = f"{name} was {recorded_metrics[name]!r} and is {metrics.get(name)!r}"
                 self.difference = f"differently from step {step} on: {change}"
                 log.warning("step %d is not as in %s: %s", step, self.recorded, change)
         metrics["replay/same"] = float(not self.difference)
@@ -159,21 +169,21 @@ class ReplayExperiment(EnginelessExperiment):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        cfg.trainer.allow_uncorrected = True
-        cfg.trainer.eval_before_train = False
+        cfg.trainer.allow_uncorrected = True  # the recorded run was allowed to train so
+        cfg.trainer.eval_before_train = False  # no engine could generate
         cfg.trainer.ckpt_rollouts = False
         if cfg.trainer.ckpt_best_metric.startswith("eval/"):
             cfg.trainer.ckpt_best_metric = ""
         if self.independent:
             cfg.data.replay_groups = 0
-        # Else the checkpoint is of the run's own prompts.
-        self._counted = not Resume.of(cfg.trainer).requested
-        if self._counted:
+        # A checkpoint has the position in the run's own prompts.
+        self._counts_prompts = not Resume.of(cfg.trainer).requested
+        if self._counts_prompts:
             cfg.trainer.epochs = 1
             cfg.trainer.max_training_steps = 0
             cfg.environment.domains = {}  # rewards are recorded
-        # The class's attributes are set in this process alone; the controller's process gets the
-        # object's.
+        # The class's attributes are set in this process alone; the object is sent to the
+        # controller's process.
         self._settings: dict[str, Any] = {
             "recorded": self.recorded,
             "final_step": self.final_step,
@@ -185,14 +195,14 @@ class ReplayExperiment(EnginelessExperiment):
         return None
 
     def get_train_dataset(self) -> Sequence[Prompt]:
-        """As many prompts as the run had, so that schedules end at the same step."""
-        if not self._counted:
+        """Prompts in the same number as the run's, so that schedules end at the same step."""
+        if not self._counts_prompts:
             return super().get_train_dataset()
-        first = read(self._settings["files"][0])
-        return CountedPrompts(first.total_steps * self.cfg.trainer.train_batch_size)
+        step = read(self._settings["files"][0])
+        return CountedPrompts(step.total_steps * self.cfg.trainer.train_batch_size)
 
-    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
-        trainer = replaying(self.cfg.trainer.plan)(**parts)
+    def get_trainer(self, **components: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        trainer = replaying(self.cfg.trainer.plan)(**components)
         for name, value in self._settings.items():
             setattr(trainer, name, value)
         return trainer

@@ -1,8 +1,9 @@
-"""``skyasync report RUN [RUN ...]``: the arguments, and what is written."""
+"""``skyasync report RUN [RUN ...]``: a page about runs, as a file or served."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,17 +28,12 @@ COMPARISON = "comparison.html"
 
 def report(argv: Sequence[str]) -> None:
     """Write the page, and print its path."""
-    options, names = take_options(
-        argv,
-        {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"},
-        ("--live",),
-    )
+    values = {"--out": "page.html", "--every": "30", "--host": "0.0.0.0", "--port": "9100"}
+    options, names = take_options(argv, values, ("--live",))
     every_s = 0.0
     if "--every" in options:
-        try:
+        with contextlib.suppress(ValueError):  # it stays 0, which is rejected too
             every_s = float(options["--every"])
-        except ValueError:
-            every_s = 0.0
         if not 0 < every_s < float("inf"):
             raise UserError(f"--every {options['--every']}: not a number of seconds above 0")
     folders = [Path(name) for name in names]
@@ -46,35 +42,37 @@ def report(argv: Sequence[str]) -> None:
             raise UserError(
                 f"there is no folder {folder}: name a run's folder, for example runs/NAME (skyasync runs)"
             )
-        if not any((folder / file).is_file() for file in ("metrics.jsonl", "config.yaml")):
+        if not (folder / "metrics.jsonl").is_file() and not (folder / "config.yaml").is_file():
             raise UserError(
                 f"{folder} is not a run's folder: it has neither metrics.jsonl nor config.yaml"
             )
     if not folders:
         raise UserError("skyasync report needs the folder of a run: skyasync report runs/NAME")
     if "--live" in options:
-        other = options.keys() & {"--out", "--every"}
-        if other:
+        useless_options = options.keys() & {"--out", "--every"}
+        if useless_options:
             raise UserError(
-                f"{min(other)} has no effect with --live: the page is served, not written"
+                f"{min(useless_options)} has no effect with --live: the page is served, not written"
             )
         _serve(folders, options.get("--host", ""), options.get("--port", "0"))
         return
-    other = options.keys() & {"--host", "--port"}
-    if other:
-        raise UserError(f"{min(other)} needs --live")
+    useless_options = options.keys() & {"--host", "--port"}
+    if useless_options:
+        raise UserError(f"{min(useless_options)} needs --live")
     from skyasync.observability.jsonl import replace_text
     from skyasync.observability.report.page import NAME, page
     from skyasync.observability.run_dir import read_status
 
-    path = Path(options.get("--out") or (folders[0] / NAME if len(folders) == 1 else COMPARISON))
+    default = folders[0] / NAME if len(folders) == 1 else COMPARISON
+    path = Path(options.get("--out") or default)
     while True:
+        # Before the page is made: the last page then has the end of each run.
         over = all(read_status(folder).over for folder in folders)
         try:
             replace_text(path, page(folders, refresh_s=every_s))
         except OSError as error:
             raise UserError(f"{path} cannot be written: {error.strerror or error}") from error
-        print(path, flush=True)
+        print(path, flush=True)  # flushed, for a program that waits for the first page
         if over or not every_s:
             return
         time.sleep(every_s)

@@ -1,4 +1,4 @@
-"""``skyasync rollout``: some prompts, played and shown; nothing is trained."""
+"""``skyasync rollout``: episodes of some prompts, printed; nothing is trained."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Nothing is trained, and no run folder is made.
 --show-prompts  print the prompts as the model reads them; starts nothing
 --json          one episode per line
 """
-PROMPTS = 4
+PROMPTS = 4  # enough to see the format, few enough to read
 
 
 def rollout(argv: Arguments) -> None:
-    """Play, and print; or only print the prompts."""
+    """Generate episodes and print them, or only print the prompts."""
     flags = ("--held-out", "--show-prompts", "--json")
     options, rest = take_options(argv, {"--prompts": "4", "--samples": "8"}, flags, settings=True)
     from skyasync.cli.rollout_experiment import RolloutExperiment
@@ -36,15 +36,14 @@ def rollout(argv: Arguments) -> None:
 
     evaluation = "--held-out" in options
     if "--samples" in options:
-        if evaluation:
-            name = "eval_n_samples_per_prompt"
-        else:
-            name = "n_samples_per_prompt"
-        rest = [*rest, f"generator.{name}={whole_number(options['--samples'], '--samples')}"]
+        samples = whole_number(options["--samples"], "--samples")
+        name = "eval_n_samples_per_prompt" if evaluation else "n_samples_per_prompt"
+        rest.append(f"generator.{name}={samples}")
     experiment = RolloutExperiment(configuration(rest), evaluation=evaluation)
-    prompts = experiment.prompts(whole_number(options.get("--prompts", str(PROMPTS)), "--prompts"))
+    count = whole_number(options.get("--prompts", str(PROMPTS)), "--prompts")
+    prompts = experiment.prompts(count)
     tokenizer = experiment.get_tokenizer()
-    if "--show-prompts" in options:
+    if "--show-prompts" in options:  # without engines
         from rich.console import Console
         from rich.text import Text
 
@@ -63,6 +62,7 @@ def rollout(argv: Arguments) -> None:
             console.print()
         return
     groups = run_or_exit(experiment, lambda: experiment.play(prompts))
+    # Printed at the end, so that engines' messages do not stand between episodes.
     if "--json" not in options:
         _show(groups, tokenizer)
         return
@@ -72,10 +72,11 @@ def rollout(argv: Arguments) -> None:
 
 
 def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[str, object]:
-    """An episode for programs, without its tokens' numbers."""
-    segments = [
-        {"kind": s.kind, "text": tokenizer.decode(s.tokens.tolist())} for s in trajectory.segments
-    ]
+    """An episode as JSON for programs, with texts instead of tokens."""
+    segments = []
+    for segment in trajectory.segments:
+        text = tokenizer.decode(segment.tokens.tolist())
+        segments.append({"kind": segment.kind, "text": text})
     return {
         "id": str(trajectory.id),
         "messages": group.prompt.messages,
@@ -88,6 +89,7 @@ def record(group: Group, trajectory: Trajectory, tokenizer: Tokenizer) -> dict[s
 
 
 def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
+    """Print episodes and their metrics."""
     from rich.console import Console
     from rich.text import Text
 
@@ -97,10 +99,11 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
     for group in groups:
         rewards = ", ".join(f"{reward:.3g}" for reward in group.rewards)
         console.print(Text(f"{group.prompt.id}  rewards {rewards}", style="bold"))
-        prompt = [s for s in group.trajectories[0].segments if s.kind == "prompt"]
-        console.print(
-            Text(visible("".join(tokenizer.decode(s.tokens.tolist()) for s in prompt)), style="dim")
-        )
+        prompt = ""
+        for segment in group.trajectories[0].segments:  # the prompt is that of all
+            if segment.kind == "prompt":
+                prompt += tokenizer.decode(segment.tokens.tolist())
+        console.print(Text(visible(prompt), style="dim"))
         for trajectory in group.trajectories:
             reason = trajectory.stop_reason
             end = {"stop": "", "length": ", cut by its length"}.get(reason, f", {reason}")
@@ -108,7 +111,8 @@ def _show(groups: Sequence[Group], tokenizer: Tokenizer) -> None:
             console.print(Text(head + end, style="green" if trajectory.reward > 0 else "yellow"))
             for segment in trajectory.segments[1:]:
                 style = "" if segment.kind == "action" else "magenta"
-                console.print(Text(visible(tokenizer.decode(segment.tokens.tolist())), style=style))
+                text = tokenizer.decode(segment.tokens.tolist())
+                console.print(Text(visible(text), style=style))
         console.print()
     for name, value in rollout_metrics(groups).items():
         console.print(f"{name:<28} {value:.4g}")

@@ -30,26 +30,29 @@ from skyasync.workers.roles import POLICY, ROLES, Role
 
 
 class RolloutExperiment(BasePPOExp):
-    """An experiment that has engines alone. It is checked, and its references settled, before any
-    process starts.
+    """An experiment that has engines alone; it is checked before any process starts.
 
     Args:
         evaluation: with the prompts and the sampling of evaluation.
         data_rows: rows of sources that are the program's own.
 
     Raises:
-        UserError: for the first thing that is wrong.
+        UserError: for the first problem.
     """
 
     def __init__(
-        self, cfg: Config, *, evaluation: bool, data_rows: Mapping[str, Any] = MappingProxyType({})
+        self,
+        cfg: Config,
+        *,
+        evaluation: bool,
+        data_rows: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__(cfg)
         self.data_rows |= data_rows
         self.evaluation = evaluation
         cfg.trainer.placement.colocate_all = False  # the engines have their devices for themselves
         settle_references(self.cfg)
-        check_parts(self.cfg, [])
+        check_parts(self.cfg, [])  # without plans: nothing is trained
         if evaluation and not eval_sources(self.cfg.data):
             raise UserError("there are no held-out prompts: name data.val_data or data.val_sets")
         check_data(self.cfg, self.data_rows, train=not evaluation, evaluate=evaluation)
@@ -57,21 +60,22 @@ class RolloutExperiment(BasePPOExp):
         self.judge_keys = check_judges(self.cfg)
 
     def roles(self) -> list[Role]:
+        """None: there are no workers."""
         return []
 
-    def prompts(self, most: int = 0) -> Sequence[Prompt]:
-        """The prompts of the run, or the first ``most`` of them."""
-        prompts = (
-            eval_prompts(self.get_eval_dataset() or [])
-            if self.evaluation
-            else self.get_train_dataset()
-        )
-        if most:
-            return prompts[:most]
+    def prompts(self, limit: int = 0) -> Sequence[Prompt]:
+        """The prompts of the run, or the first ``limit`` of them."""
+        prompts: Sequence[Prompt]
+        if self.evaluation:
+            prompts = eval_prompts(self.get_eval_dataset() or [])
+        else:
+            prompts = self.get_train_dataset()
+        if limit:
+            return prompts[:limit]
         return prompts
 
     def play(self, prompts: Sequence[Prompt]) -> list[Group]:
-        """Start the engines, play, and end them; groups in the order of the prompts."""
+        """Start the engines, generate episodes, end the engines; groups in the prompts' order."""
         from skyasync.run.launch import run_without_controller
 
         folder = RunDirectory(tempfile.gettempdir(), f"skyasync-{uuid4().hex[:8]}")
@@ -81,7 +85,7 @@ class RolloutExperiment(BasePPOExp):
             folder.discard()
             raise
         except Exception:
-            self.run_dir = folder
+            self.run_dir = folder  # it has the traceback and the logs, which the error will name
             raise
         folder.discard()
         return groups
@@ -92,8 +96,9 @@ class RolloutExperiment(BasePPOExp):
         if self.evaluation:
             batches: Iterable[list[RolloutRequest]] = eval_requests(prompts, cfg)
         else:
-            size = cfg.trainer.eval_batch_size
+            size = cfg.trainer.eval_batch_size  # episodes in memory at once
             starts = range(0, len(prompts), size)
+            # A generator: prompts that are streamed are read batch after batch.
             batches = (
                 rollout_requests(prompts[start : start + size], cfg.generator) for start in starts
             )
@@ -104,10 +109,11 @@ class RolloutExperiment(BasePPOExp):
             self.parts.client = self.get_inference_client()
             generator: Any = self.get_generator(cfg, self.tokenizer, self.parts.client)
             self.parts.generator = generator
-            self.parts.share_threads(False)
+            self.parts.share_threads(False)  # engines have all cores: no rank computes
             await self.parts.client.start()
             for requests in batches:
-                groups += (await run_generator(generator, requests, version=0))[0]
+                batch_groups, _ = await run_generator(generator, requests, version=0)
+                groups += batch_groups
         finally:
             await self.close()
         return groups

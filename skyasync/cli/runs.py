@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -38,14 +39,21 @@ line first. A run is lost if its process ended without a reason.
 MOST = 4  # settings that the table shows; --json has them all
 PLAN = "trainer.plan"
 STEPS = "trainer.max_training_steps"
-_SHOWN = (PLAN, STEPS)  # in columns of their own
+_SHOWN = (PLAN, STEPS)  # settings in columns of their own
 _COLOURS = {RUNNING: "cyan", FINISHED: "green", STOPPED: "yellow", FAILED: "red", LOST: "red"}
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A run in the list; None is unknown. ``seconds`` are those of its last command, to its end or
-    newest step."""
+    """A run in the list; None is unknown.
+
+    Args:
+        of_steps: the steps that it will have.
+        score: held-out score of the newest evaluation.
+        seconds: of its last command, to its end or newest step.
+        differs: settings in which the runs differ.
+        sorted_by: value of the metric of ``--sort``.
+    """
 
     name: str
     state: str
@@ -66,34 +74,34 @@ def runs(argv: Arguments) -> None:
     options, folders = take_options(argv, {"--sort": "reward/mean"}, ("--best", "--json"))
     if len(folders) > 1:
         raise UserError(f"skyasync runs lists one folder; {len(folders)} are named")
-    rows = listed(Path(folders[0] if folders else "runs"), options.get("--sort", ""))
+    metric = options.get("--sort", "")
+    rows = listed(Path(folders[0] if folders else "runs"), metric)
     if "--best" in options:
-        rows = [best(rows, options.get("--sort", ""))]
+        rows = [best(rows, metric)]
     if "--json" in options:
         print(json.dumps([asdict(run) for run in rows], indent=1))
     else:
-        Console().print(table(rows, options.get("--sort", "")))
+        Console().print(table(rows, metric))
 
 
 def best(runs: Sequence[Listed], metric: str = "") -> Listed:
-    """The run with the largest value of the metric that they are sorted by, or with the best
-    held-out score.
+    """The run with the best held-out score, or the first one of a list sorted by a metric.
 
     Raises:
         UserError: if no run has a held-out score.
     """
     if metric:
         return runs[0]
-    scored = [run for run in runs if run.best_score is not None]
-    if not scored:
+    scored_runs = [run for run in runs if run.best_score is not None]
+    if not scored_runs:
         raise UserError(
             "--best: no run has a held-out score (data.val_data); name a metric with --sort"
         )
-    return max(scored, key=lambda run: run.best_score or 0.0)
+    return max(scored_runs, key=lambda run: run.best_score or 0.0)
 
 
 def listed(folder: Path, metric: str = "") -> list[Listed]:
-    """The runs in a folder, the newest first, or the one with the largest last value of a metric.
+    """The runs in a folder, the newest first, or by their last values of a metric, largest first.
 
     Raises:
         UserError: if there is no such folder, no run in it, or no run that has the metric.
@@ -102,42 +110,50 @@ def listed(folder: Path, metric: str = "") -> list[Listed]:
         raise UserError(f"there is no folder {folder}: name the one that trainer.runs_dir has")
     logs = ("config.yaml", "metrics.jsonl")
     paths = list[Path]()
-    hidden = 0
+    hidden_count = 0
     for path in folder.iterdir():
         try:
-            paths += [path] if any((path / name).is_file() for name in logs) else []
-        except PermissionError:
-            hidden += 1
-    if hidden:
+            if any((path / name).is_file() for name in logs):
+                paths.append(path)
+        except PermissionError:  # runs are private to their users; a folder may be shared
+            hidden_count += 1
+    if hidden_count:
         print(
-            f"note: folders in {folder} that cannot be read: {hidden} (runs are private to their users)",
+            f"note: folders in {folder} that cannot be read: {hidden_count} (runs are private to their users)",
             file=sys.stderr,
         )
     if not paths:
         raise UserError(f"there is no run in {folder}: a run's folder has a config.yaml")
-    rows = [jsonl.read_rows(path / "metrics.jsonl") for path in paths]
-    if metric and metric not in (known := {name for own in rows for row in own for name in row}):
-        raise UserError(f"--sort: {unknown('metric', metric, known)}")
-    values = [settings.read(path / "config.yaml") for path in paths]
-    set_here = {
-        name
-        for path in paths
-        for name, who in settings.read_origins(path / "origins.json").items()
-        if who == COMMAND_LINE
-    }
-    differing = [
-        s for s in settings.differing(values) if s.key not in _SHOWN and not s.key.endswith("path")
-    ]
-    differing.sort(key=lambda setting: setting.key not in set_here)
-    runs = [
-        _listed(path, own, cfg, {s.key: s.values[place] for s in differing}, metric)
-        for place, (path, own, cfg) in enumerate(zip(paths, rows, values, strict=True))
-    ]
-    return sorted(
-        runs,
-        key=lambda run: (-inf if run.sorted_by is None else run.sorted_by, run.began),
-        reverse=True,
-    )
+    values = []  # settings of each run
+    rows = []  # metrics of each run
+    metrics: set[str] = set()
+    set_by_command: set[str] = set()
+    for path in paths:
+        values.append(settings.read(path / "config.yaml"))
+        rows.append(jsonl.read_rows(path / "metrics.jsonl"))
+        metrics.update(*rows[-1])
+        for name, origin in settings.read_origins(path / "origins.json").items():
+            if origin == COMMAND_LINE:
+                set_by_command.add(name)
+    if metric and metric not in metrics:
+        raise UserError(f"--sort: {unknown('metric', metric, metrics)}")
+    differing_settings = []
+    for setting in settings.differing(values):
+        if setting.key not in _SHOWN and not setting.key.endswith("path"):
+            differing_settings.append(setting)
+    # Settings of a command line first: a user varies these on purpose.
+    differing_settings.sort(key=lambda setting: setting.key not in set_by_command)
+    runs = []
+    for index, path in enumerate(paths):
+        differs = {setting.key: setting.values[index] for setting in differing_settings}
+        runs.append(_listed(path, rows[index], values[index], differs, metric))
+    runs.sort(key=_sort_key, reverse=True)
+    return runs
+
+
+def _sort_key(run: Listed) -> tuple[float, float]:
+    """Sorts by the metric, if there is one, then by time; a run without a value comes last."""
+    return (-inf if run.sorted_by is None else run.sorted_by, run.began)
 
 
 def _listed(
@@ -147,15 +163,16 @@ def _listed(
     differs: dict[str, str],
     metric: str,
 ) -> Listed:
+    """A run of the list, from its files."""
     status = read_status(path)
-    steps = [row for row in rows if row["step"] > 0]
-    scores = [row["eval/score"] for row in rows if row.get("eval/score") is not None]
-    rewards = [row["reward/mean"] for row in steps if row.get("reward/mean") is not None]
-    last = rows[-1].get("time") if rows else None
-    began = status.began or (rows[0].get("time") if rows else None) or path.stat().st_mtime
-    ended = time.time() if status.state == RUNNING else status.ended or last
-    if ended and ended < began:  # it was resumed, and lost before a step
-        ended = None
+    steps = [row for row in rows if row["step"] > 0]  # row 0 is the evaluation before training
+    scores = _values(rows, "eval/score")
+    rewards = _values(steps, "reward/mean")
+    times = [row.get("time") for row in rows] or [None]
+    start_s = status.began or times[0] or path.stat().st_mtime
+    end_s = time.time() if status.state == RUNNING else status.ended or times[-1]
+    if end_s and end_s < start_s:  # it was resumed, and lost before a step
+        end_s = None
     return Listed(
         name=path.name,
         state=status.state,
@@ -165,50 +182,50 @@ def _listed(
         score=scores[-1] if scores else None,
         best_score=max(scores, default=None),
         reward=rewards[-1] if rewards else None,
-        seconds=round(ended - began, 1) if ended else None,
-        began=began,
+        seconds=round(end_s - start_s, 1) if end_s else None,
+        began=start_s,
         differs=differs,
-        sorted_by=next(
-            (row[metric] for row in reversed(rows) if row.get(metric) is not None), None
-        ),
+        sorted_by=next(iter(_values(reversed(rows), metric)), None),
     )
 
 
+def _values(rows: Iterable[jsonl.Row], metric: str) -> list[Any]:
+    """The values of a metric, without rows that lack it or have null."""
+    return [row[metric] for row in rows if row.get(metric) is not None]
+
+
 def table(runs: Sequence[Listed], metric: str = "") -> Table:
-    """The runs for a terminal. A user's plan is shown by its class, a setting by the last part of
-    its key."""
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    shown.add_column("run", overflow="fold")
-    shown.add_column("plan", overflow="fold")
-    for name in ("steps", "score", "best", "reward", *([metric] if metric else ()), "time"):
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("state", no_wrap=True)
+    """The runs for a terminal.
+
+    A user's plan is shown by its class, a setting by the last word of its key.
+    """
+    result = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    result.add_column("run", overflow="fold")
+    result.add_column("plan", overflow="fold")
+    columns = ["steps", "score", "best", "reward"]
+    if metric:
+        columns.append(metric)
+    for name in (*columns, "time"):
+        result.add_column(name, justify="right", no_wrap=True)
+    result.add_column("state", no_wrap=True)
     if any(run.differs for run in runs):
-        shown.add_column("settings that differ", overflow="fold")
+        result.add_column("settings that differ", overflow="fold")
     for run in runs:
-        if run.of_steps:
-            steps = f"{run.steps}/{run.of_steps}"
-        else:
-            steps = str(run.steps)
-        values = [run.score, run.best_score, run.reward, *([run.sorted_by] if metric else [])]
+        steps = f"{run.steps}/{run.of_steps}" if run.of_steps else str(run.steps)
+        values = [run.score, run.best_score, run.reward]
+        if metric:
+            values.append(run.sorted_by)
         figures = ["-" if value is None else f"{value:.3f}" for value in values]
-        took = "-" if run.seconds is None else duration(run.seconds)
-        colour = _COLOURS.get(run.state, "dim")
-        differs = [
-            f"{key.rpartition('.')[2]}={value}" for key, value in islice(run.differs.items(), MOST)
-        ]
+        duration_text = "-" if run.seconds is None else duration(run.seconds)
+        state = Text(run.state, _COLOURS.get(run.state, "dim"))
+        differs = []
+        for key, value in islice(run.differs.items(), MOST):
+            differs.append(f"{key.rpartition('.')[2]}={value}")
         if len(run.differs) > MOST:
-            more = [f"and {len(run.differs) - MOST} more"]
-        else:
-            more = []
+            differs.append(f"and {len(run.differs) - MOST} more")
         plan = run.plan.rpartition(":")[2]
-        shown.add_row(
-            run.name,
-            plan,
-            steps,
-            *figures,
-            took,
-            Text(run.state, colour),
-            Text(" ".join(differs + more)),
+        # As text: rich would read brackets in a value as its own markup.
+        result.add_row(
+            run.name, plan, steps, *figures, duration_text, state, Text(" ".join(differs))
         )
-    return shown
+    return result

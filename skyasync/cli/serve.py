@@ -31,24 +31,29 @@ def serve(argv: Arguments) -> None:
         )
     if find_spec("vllm") is None:
         raise MissingVLLMError
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # which adds the routes
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # it adds the routes of weight updates and pauses
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault(
-        "VLLM_CPU_OMP_THREADS_BIND", "nobind"
-    )  # else all servers of a machine take the same core
+    # Else all servers of a machine take the same core.
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     from vllm.entrypoints.launchers.api_server.entry import main
     from vllm.platforms import current_platform
 
-    sys.argv = [
-        "skyasync serve",
-        *command_line(argv[0], list(argv[1:]), cpu=current_platform.is_cpu()),
-    ]
+    arguments = command_line(argv[0], list(argv[1:]), cpu=current_platform.is_cpu())
+    sys.argv = ["skyasync serve", *arguments]
     main()
 
 
-def command_line(model: str, own: list[str], *, cpu: bool) -> list[str]:
-    """vLLM's arguments."""
+def command_line(model: str, user_arguments: list[str], *, cpu: bool) -> list[str]:
+    """vLLM's arguments; the user's come last, and replace others of the same name."""
     from skyasync.inference.backends.vllm.server import ARGUMENTS, ON_CPU
 
-    fixed = {"--model": model, "--host": "127.0.0.1"} | (ON_CPU if cpu else {}) | ARGUMENTS
-    return [word for name, value in fixed.items() for word in (name, value) if word] + own
+    options = {"--model": model, "--host": "127.0.0.1"}
+    if cpu:
+        options |= ON_CPU
+    options |= ARGUMENTS
+    words = []
+    for name, value in options.items():
+        words.append(name)
+        if value:  # else it is a flag
+            words.append(value)
+    return words + user_arguments

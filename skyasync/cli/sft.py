@@ -46,16 +46,21 @@ _READ = {
     "data.": "train_data val_data prompt_key apply_chat_template chat_template chat_template_kwargs system_prompt",
     "generator.": "sampling_params.max_generate_length",
 }
-READ = ("ray.", *(group + key for group, keys in _READ.items() for key in keys.split()))
-"""Beginnings of the keys that have an effect."""
+_PREFIXES = ["ray."]
+for _group, _keys in _READ.items():
+    _PREFIXES += [_group + _key for _key in _keys.split()]
+#: Beginnings of the keys that have an effect.
+READ = tuple(_PREFIXES)
+#: Exceptions to ``READ``.
 NOT_READ = ("trainer.policy.router_replay", "trainer.policy.lora.sync", "trainer.ckpt_rollouts")
 
 
 def sft(argv: Arguments) -> None:
-    """Train."""
+    """Train on given responses."""
     from skyasync.cli.train import main
 
-    main(SupervisedExperiment, take_options(argv, {}, (), settings=True)[1])
+    _, arguments = take_options(argv, {}, (), settings=True)
+    main(SupervisedExperiment, arguments)
 
 
 def check_settings(cfg: Config) -> None:
@@ -64,21 +69,21 @@ def check_settings(cfg: Config) -> None:
     model = cfg.trainer.policy.model.path
     for path, origin in origins(cfg).items():
         holder = keys.holder(path)
-        if (
-            origin == RECIPE
-            or holder is None
-            or (path.startswith(READ) and not path.startswith(NOT_READ))
-        ):
+        if origin == RECIPE or holder is None:  # of the example, or of no group of the schema
             continue
-        value = attrgetter(holder.path)(cfg)
-        as_written = value == holder.default or (
-            path.endswith(".model.path") and value == model
-        )  # by every run
-        if origin == COMMAND_LINE or not as_written:
-            where = "" if origin == COMMAND_LINE else f"{origin}: "
-            raise UserError(
-                f"{where}{path} has no effect with skyasync sft, which generates nothing: remove it"
-            )
+        if path.startswith(READ) and not path.startswith(NOT_READ):
+            continue
+        if origin == COMMAND_LINE:
+            prefix = ""
+        else:
+            value = attrgetter(holder.path)(cfg)
+            # The config.yaml of a run has all keys, and the policy's model for other roles.
+            if value == holder.default or (path.endswith(".model.path") and value == model):
+                continue
+            prefix = f"{origin}: "
+        raise UserError(
+            f"{prefix}{path} has no effect with skyasync sft, which generates nothing: remove it"
+        )
 
 
 class SupervisedExperiment(EnginelessExperiment):
@@ -92,15 +97,16 @@ class SupervisedExperiment(EnginelessExperiment):
         check_settings(cfg)
         super().__init__(cfg)
         trainer = cfg.trainer
-        algorithm = cfg.trainer.algorithm
-        retained = {
+        algorithm = trainer.algorithm
+        algorithm_settings = {
             "loss_reduction": algorithm.loss_reduction,
             "max_seq_len": algorithm.max_seq_len,
         }
-        trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **retained)  # type: ignore[arg-type]
+        trainer.algorithm = AlgorithmConfig(**OBJECTIVE, **algorithm_settings)  # type: ignore[arg-type]
         trainer.run_name = trainer.run_name or default_run_name("sft")
 
     def prepare(self) -> None:
+        # Before the rows are read, whose paths it makes absolute.
         settle_references(self.cfg)
         data = self.cfg.data
         if not data.train_data:
@@ -112,12 +118,19 @@ class SupervisedExperiment(EnginelessExperiment):
 
     def get_train_dataset(self) -> Sequence[Prompt]:
         return load_demonstrations(
-            self.cfg.data.train_data, self.cfg, self.tokenizer, known=self.data_rows
+            self.cfg.data.train_data,
+            self.cfg,
+            self.tokenizer,
+            known=self.data_rows,
         )
 
     def get_eval_dataset(self) -> Sequence[Prompt]:
         return load_demonstrations(
-            self.cfg.data.val_data, self.cfg, self.tokenizer, is_eval=True, known=self.data_rows
+            self.cfg.data.val_data,
+            self.cfg,
+            self.tokenizer,
+            is_eval=True,
+            known=self.data_rows,
         )
 
     def build(self) -> RayPPOTrainer:
@@ -134,5 +147,5 @@ class SupervisedExperiment(EnginelessExperiment):
             print(f"model: {model}")
         return metrics
 
-    def get_trainer(self, **parts: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
-        return SupervisedTrainer(**parts)
+    def get_trainer(self, **components: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+        return SupervisedTrainer(**components)

@@ -16,17 +16,17 @@ need the printed TINKER_BASE_URL, a TINKER_API_KEY that begins with tml-, and th
 --port    8333 by default
 --folder  models, checkpoints and results ("tinker"); the same command continues with them
 """
-LARGEST_PORT = 65535
+LARGEST_PORT = 65535  # of TCP
 
 
 def tinker(argv: Arguments) -> None:
     """Serve until the process is ended."""
-    options, rest = take_options(
-        argv, {"--host": "192.0.2.1", "--port": "8333", "--folder": "FOLDER"}, (), settings=True
-    )
-    port = whole_number(options.get("--port", "8333"), "--port", 0)
+    values = {"--host": "192.0.2.1", "--port": "8333", "--folder": "FOLDER"}
+    options, rest = take_options(argv, values, settings=True)
+    port = whole_number(options.get("--port", "8333"), "--port", 0)  # 0 is a free port
     if port > LARGEST_PORT:
         raise UserError(f"--port {port}: not a whole number up to {LARGEST_PORT}")
+    # Imported here, so that wrong options are errors at once.
     from skyasync.cli.train import configuration, run_or_exit
     from skyasync.other_frameworks import other_frameworks
 

@@ -17,7 +17,7 @@ from skyasync.observability.run_dir import shown
 if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
 
-#: The laptop-sized run: what trains when the command line names neither a model nor a configuration.
+#: The laptop-sized run, for a command line that names neither a model nor a configuration.
 TINY_CONFIG = Path(__file__).parents[1] / "examples" / "tiny" / "config.yaml"
 
 C = TypeVar("C", bound=Config)
@@ -35,15 +35,16 @@ def main(
     plan: str | None = None,
     callbacks: Sequence[RunExtension] = (),
 ) -> dict[str, float] | None:
-    """Load the configuration and run the experiment; ends the program with one line on a user's
-    error.
+    """Load the configuration and run the experiment.
+
+    A user's error ends the program with one line.
 
     Args:
         experiment_class: ``BasePPOExp`` by default.
         argv: ``key=value`` arguments; those of the process by default. With ``--dry-run`` nothing
-            starts: what the run would need is printed, and the program ends with status 0 if that
-                fits the machine, 1 if not. With
-            ``--rehearse`` the run is made small (``skyasync.planning.rehearsal``).
+            starts: the resources that the run would need are printed, and the program ends with
+            status 0 if the machine has them, 1 if not. With ``--rehearse`` the run is made small
+            (``skyasync.planning.rehearsal``).
         schema: the configuration's dataclass, if it has keys of its own.
         plan: the plan that the experiment fixes, if it does.
         callbacks: accompany the run (``skyasync.callbacks``), in addition to those of the
@@ -51,21 +52,25 @@ def main(
     """
     try:
         arguments = list(sys.argv[1:] if argv is None else argv)
-        fixed = _plan_of(experiment_class, plan)
-        instead = next((option for option in (DRY_RUN, REHEARSE) if option in arguments), "")
-        if instead:
+        fixed_plan = _plan_of(experiment_class, plan)
+        mode = ""
+        if DRY_RUN in arguments:
+            mode = DRY_RUN
+        elif REHEARSE in arguments:
+            mode = REHEARSE
+        if mode:
             from skyasync.planning import command, rehearsal
 
-            options, arguments = command.split_options(
-                [argument for argument in arguments if argument != instead]
-            )
+            arguments = [argument for argument in arguments if argument != mode]
+            options, arguments = command.split_options(arguments)
             if arguments in (["--help"], ["-h"]):
-                print(command.HELP if instead == DRY_RUN else rehearsal.HELP, end="")
+                print(command.HELP if mode == DRY_RUN else rehearsal.HELP, end="")
                 raise SystemExit(0)
-        cfg = configuration(arguments, schema, fixed)
-        if instead == DRY_RUN:
+        cfg = configuration(arguments, schema, fixed_plan)
+        if mode == DRY_RUN:
             raise SystemExit(0 if command.show_plan(cfg, options) else 1)
         if experiment_class is None:
+            # After the configuration: a wrong setting is an error before this long import.
             from skyasync.run.experiment import BasePPOExp
 
             experiment_class = BasePPOExp
@@ -77,17 +82,18 @@ def main(
                 experiment.callbacks = checked_callbacks(callbacks)
             return run_or_exit(experiment, experiment.run)
 
-        if instead == REHEARSE:
-            raise SystemExit(0 if rehearsal.rehearse(cfg, experiment_class, options, run) else 1)
+        if mode == REHEARSE:
+            works = rehearsal.rehearse(cfg, experiment_class, options, run)
+            raise SystemExit(0 if works else 1)
         return run(experiment_class(cfg))
     except UserError as error:
         exit_with(error)
     except Terminated as end:
         print(f"terminated by SIGTERM{end}", file=sys.stderr)
-        raise SystemExit(143) from None
+        raise SystemExit(143) from None  # 128 + SIGTERM
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(130) from None  # 128 + SIGINT
 
 
 def configuration(
@@ -95,8 +101,10 @@ def configuration(
     schema: type[C] = Config,  # type: ignore[assignment]
     plan: str | type | None = None,
 ) -> C:
-    """The configuration of these arguments; the laptop-sized run if they name neither a model nor a
-    configuration."""
+    """The configuration of these arguments.
+
+    It is the laptop-sized run if they name neither a model nor a configuration.
+    """
     cfg = load_config(arguments, schema=schema, default_config=TINY_CONFIG, plan=plan)
     if isinstance(plan, str) and plan:
         cfg.trainer.plan = plan
@@ -104,31 +112,28 @@ def configuration(
 
 
 def run_or_exit(experiment: BasePPOExp, run: Callable[[], T]) -> T:
-    """An error that ends a started run is one line, which names the files of its traceback and of
-    processes' logs."""
+    """Call ``run``; an error that ends a started run is printed in one line, and ends the program.
+
+    The line names the files of the traceback and of the processes' logs.
+    """
     try:
         return run()
     except Exception as error:
         folder = experiment.run_dir
-        if folder is None or not folder.error.is_file():
+        if folder is None or not folder.error.is_file():  # the run has not been started
             raise
         message = folder.secrets.hide_all(headline(error))
-        if folder.logs.is_dir():
-            logs = f"; logs: {shown(folder.logs)}"
-        else:
-            logs = ""
+        logs = f"; logs: {shown(folder.logs)}" if folder.logs.is_dir() else ""
         print(f"error: {message} (the traceback: {shown(folder.error)}{logs})", file=sys.stderr)
-        if isinstance(
-            error, RayEndedError
-        ):  # what is left of Ray in this process would end it by SIGSEGV
+        if isinstance(error, RayEndedError):
+            # A usual exit would end by SIGSEGV, in threads that Ray has left in this process.
             sys.stdout.flush()
             os._exit(1)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
 
 
 def _plan_of(experiment_class: type[BasePPOExp] | None, plan: str | None) -> str | type | None:
-    """The plan that the program fixes; "" if the experiment's own ``get_trainer`` makes one that is
-    not known yet."""
+    """The plan that the program fixes; "" if the experiment's ``get_trainer`` makes another one."""
     if plan or experiment_class is None:
         return plan
     from skyasync.run.experiment import BasePPOExp
