@@ -134,7 +134,7 @@ class SupervisedExperiment(EnginelessExperiment):
         )
 
     def build(self) -> RayPPOTrainer:
-        """In the controller's process, before its copy of the configuration becomes read-only."""
+        """Set the export path in the controller's process, before its configuration is frozen."""
         assert self.run_dir is not None
         trainer = self.cfg.trainer
         trainer.export_path = trainer.export_path or str(self.run_dir.path / "model")

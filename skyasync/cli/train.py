@@ -1,4 +1,4 @@
-"""From a command line to a run, or to a plan of it (``--dry-run``)."""
+"""The command line of a run, or of a plan of it (``--dry-run``)."""
 
 from __future__ import annotations
 

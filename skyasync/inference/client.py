@@ -469,8 +469,10 @@ class InferenceClient:
         await self.pool.all(lambda engine: engine.pause(mode))
 
     async def cut(self) -> None:
-        """Pause, and end what is in flight; ``generate`` continues it after ``resume``. No token is
-        lost."""
+        """Pause, and end all requests; ``generate`` continues them after ``resume``.
+
+        No token is lost.
+        """
         self._cut.update(self._inflight)
         self._cutting = True
         await self.pause("abort")

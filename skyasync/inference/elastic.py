@@ -181,7 +181,7 @@ class ElasticEngines(RunExtension):
         await asyncio.gather(self._client.engines[index].shutdown(), return_exceptions=True)
 
     def _warn(self, line: str) -> None:
-        """Once, until the file changes."""
+        """Log a line, once until the file changes."""
         if line not in self._logged_lines:
             self._logged_lines.add(line)
             log.warning("%s", line)

@@ -102,7 +102,7 @@ class InflightRequest:
 
     @property
     def done(self) -> bool:
-        """There is a result, or the caller no longer waits for one."""
+        """Whether there is a result, or the caller no longer waits for one."""
         return self.result is not None or self.group.cancelled
 
     def finish(self, result: GenerationOutput | BaseException) -> None:
@@ -162,7 +162,7 @@ class InflightTable(dict[str, InflightRequest]):
         self._at: dict[int, dict[str, InflightRequest]] = {}
 
     def send(self, inflight: InflightRequest, charge: Charge) -> None:
-        """From now on the request is at this engine."""
+        """Record that the request is sent to an engine."""
         inflight.charge = charge
         self._at.setdefault(charge.engine, {})[inflight.request.request_id] = inflight
 

@@ -50,7 +50,7 @@ _SEQUENCES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample one response; the names and meanings are those of vLLM's ``SamplingParams``.
+    """Settings of one response's sampling, with the names and meanings of vLLM's class.
 
     ``top_k <= 0`` is off, and so is an empty list. Log-probabilities are reported of the
     distribution that was really sampled from: after bans, bias, penalties, temperature, min-p,
@@ -174,7 +174,7 @@ class GenerationRequest:
 
     @property
     def fresh_sampling(self) -> SamplingParams:
-        """With a seed of its own if it continues, so that no random number is used twice."""
+        """The sampling; a continued request has another seed, so that no number is used twice."""
         if not self.continues or self.sampling.seed is None:
             return self.sampling
         seed = hash((self.sampling.seed, self.response_tokens)) % 2**62
@@ -375,11 +375,10 @@ class InferenceEngine:
         raise self.unsupported("generate")
 
     async def progress(self) -> list[GenerationOutput]:
-        """New tokens of unanswered requests since the last call, between two steps; also a
-        heartbeat.
+        """New tokens of unanswered requests since the last call, between two steps.
 
-        ``finish_reason`` is None. The final answer repeats these tokens. Requests may be left out;
-        by default all are.
+        It is a heartbeat too. ``finish_reason`` is None. The final answer repeats these tokens.
+        Requests may be left out; by default all are.
         """
         await self.heartbeat()
         return []
@@ -396,8 +395,7 @@ class InferenceEngine:
         raise self.unsupported("score")
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop computing tokens: keep requests with their cache, abort them, or wait until they
-        finish.
+        """Stop computing tokens: keep requests with their cache, abort them, or wait for them.
 
         New requests are accepted while paused and start after ``resume``.
         """
@@ -461,7 +459,7 @@ REQUIRED = (
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine is started with.
+    """The settings of an engine's start.
 
     Args:
         model_path: a Hugging Face folder or name, weights as safetensors.

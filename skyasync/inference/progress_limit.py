@@ -65,12 +65,12 @@ class ProgressLimit:
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """There is a request; a second call does nothing."""
+        """Start the timer for the first request; a second call does nothing."""
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._limit_s / CHECKS, self._check)
 
     def stop(self) -> None:
-        """There is no request any more."""
+        """Stop the timer: there is no request any more."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -108,7 +108,7 @@ class ProgressLimit:
         self._timer = loop.call_at(next_check_s, self._check)
 
     def _silent_since(self, inflight: InflightRequest) -> float:
-        """When the request's engine last made progress, or got the request, if that is later."""
+        """The time of the engine's latest progress, or of the request's start if that is later."""
         if inflight.charge is not None:
             progress_s = self._progress_s[inflight.charge.engine]
         else:

@@ -131,7 +131,7 @@ class ServerConnection:
         raise self.failure("the connection closed in the middle of a streamed response")
 
     async def close(self) -> None:
-        """Safe to call twice."""
+        """Close all connections. Safe to call twice."""
         session = self._session
         self._session = None
         if session is not None:

@@ -1,4 +1,4 @@
-"""Which engine gets the next request, and when.
+"""The router of requests to engines: which engine gets the next one, and when.
 
 Pure: no asyncio, no I/O, no clock. Invariant: nothing is sent to a failed engine, and nothing while
 all are full. A session stays where it began while that engine takes requests; nothing else is sent
@@ -358,7 +358,7 @@ FULL = 0.95  # used fraction of a cache that counts as full
 
 @dataclass
 class ConcurrencyLimit:
-    """How many requests one engine gets at once, by its queue (``generator.adaptive_concurrency``).
+    """The limit of requests at one engine, by its queue (``generator.adaptive_concurrency``).
 
     A limit is above what the engine was seen to compute, so no engine has less to do than without a
     limit. What is held back waits in the client, and goes to the first engine with room: a request

@@ -103,7 +103,7 @@ class EngineSupervisor(RunExtension):
             self._recovery_s = 0.0
 
     def begin(self) -> None:
-        """From now on a failure does not end the run. A second call does nothing."""
+        """Begin to handle failures, which then do not end the run. A second call does nothing."""
         if self._client.pool.on_failure is not None:
             return
         self._client.pool.on_failure = self._failed

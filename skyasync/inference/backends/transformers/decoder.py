@@ -1,5 +1,4 @@
-"""The decode loop of the embedded engine: continuous batching, one token for every running request
-per step.
+"""The decode loop of the embedded engine: continuous batching, a token per request and step.
 
 Invariant: a request is in exactly one place (waiting, admitted, running) until it is reported
 finished, once. Between two calls of ``step`` everything may be changed: weights, version, requests;

@@ -98,7 +98,7 @@ class Reply:
         self.queue: asyncio.Queue[list[GenerationOutput] | BaseException] = asyncio.Queue()
 
     def send(self, message: list[GenerationOutput] | BaseException) -> None:
-        """From any thread; without effect if the loop has ended."""
+        """Send a message from any thread; without effect if the loop has ended."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.queue.put_nowait, message)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens: the settings of many requests applied to one batch.
+"""Sampling of tokens from logits: the settings of many requests applied to one batch.
 
 Invariant: what a request samples depends on its own logits, its own settings and its own stream of
 uniform numbers, never on the other rows of the batch. Number t of the stream decides token t of the

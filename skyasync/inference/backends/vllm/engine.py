@@ -603,8 +603,10 @@ class VLLMEngine(InferenceEngine):
         return []
 
     async def sleep(self) -> None:
-        """Free weights and cache (vLLM's level 2). On a GPU only, with
-        ``config.extra["sleep_mode"]``."""
+        """Free weights and cache (vLLM's level 2).
+
+        On a GPU only, with ``config.extra["sleep_mode"]``.
+        """
         if self.cpu:
             raise NotSupportedError(NO_SLEEP)
         await self.call(self.llm.sleep(level=2, mode="wait"))

@@ -107,8 +107,7 @@ GPU_STOP_TOKENS = 128  # with min_tokens
 
 
 def gpu_limits(cfg: Config) -> Iterator[str]:
-    """Yield a line for each list of the sampling settings that is longer than vLLM takes on a
-    GPU."""
+    """Yield a line for each list of the sampling settings that is too long for vLLM on a GPU."""
     for group, sampling in sampling_groups(cfg.generator).items():
         for name, limit in GPU_LIST_LIMITS.items():
             size = len(getattr(sampling, name))
@@ -231,7 +230,7 @@ def without_adapters(architectures: Iterable[str]) -> str:
 
 
 def devices(options: Mapping[str, object], tensor_parallel: int) -> int:
-    """How many devices an engine takes: pipeline stages, each of ``tensor_parallel`` devices."""
+    """The devices of an engine: pipeline stages, each of ``tensor_parallel`` devices."""
     stages = options.get("pipeline_parallel_size", 1)
     if isinstance(stages, int):
         return tensor_parallel * stages

@@ -1,4 +1,4 @@
-"""How vLLM is started: environment, engine arguments, sampling parameters.
+"""The start of vLLM: environment, engine arguments, sampling parameters.
 
 Invariant: no code of a model's repository is run, and nothing is fetched from a network unless the
 model's path names it. Importing this module does not import vLLM: its environment must be set
