@@ -189,7 +189,7 @@ class ElasticEngines(RunExtension):
 
 def read_engine_list(text: str) -> list[str]:
     """The names in a file, without duplicates, in order."""
-    names = {}
+    names: dict[str, None] = {}
     for line in text.splitlines():
         name, _, _ = line.partition("#")
         name = name.strip().rstrip("/")

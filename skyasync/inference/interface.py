@@ -249,11 +249,10 @@ def _unpacked(
 ) -> GenerationOutput:
     # All three arrays have 4 bytes per token: [3, tokens].
     token_ids, logprobs, versions = np.frombuffer(packed_arrays, dtype=np.int32).reshape(3, -1)
-    logprobs = logprobs.view(np.float32)
     return GenerationOutput(
         request_id,
         token_ids,
-        logprobs,
+        logprobs.view(np.float32),
         versions,
         finish_reason,
         experts,

@@ -659,8 +659,7 @@ def check_servers(
                 raise UserError(
                     f"generator.engines: {url} {key_problem} {KEY_VARIABLE} (HTTP 401): use the value that the server has"
                 ) from None
-            reason = f"{INFO} answers {error.code}"
-            raise UserError(engine.foreign(url, reason)) from None
+            raise UserError(engine.foreign(url, f"{INFO} answers {error.code}")) from None
         except OSError as error:
             # urllib wraps the errors of the connection, and does not wrap those of the reading.
             reason = error.reason if isinstance(error, urllib.error.URLError) else error
