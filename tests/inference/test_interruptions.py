@@ -226,7 +226,7 @@ def test_a_continuation_asks_for_what_is_missing_and_where_streams_begin_anew_wi
         "s",
     )
     assert (more.sampling.max_tokens, more.sampling.min_tokens) == (7, 1)
-    assert (more.sampling.seed, more.drawn, request.fresh_sampling.seed) == (7, 3, 7)
+    assert (more.sampling.seed, more.response_tokens, request.fresh_sampling.seed) == (7, 3, 7)
     seeds = {
         continuation(request, GenerationOutput("r", [5] * n)).fresh_sampling.seed for n in range(10)
     }
