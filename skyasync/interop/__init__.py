@@ -1,8 +1,7 @@
-"""Code and recipes of other frameworks: settings, translations, class names and adapters, a folder
-for each framework.
+"""Code and recipes of other frameworks: settings, translations and adapters.
 
-Invariant: importing this package, or a framework's folder, imports neither torch nor another
-package of the library.
+There is a folder for each framework. Invariant: importing this package, or a framework's folder,
+imports neither torch nor another package of the library.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ from skyasync.other_frameworks import Foreign, OtherFrameworks
 
 
 class Interop(OtherFrameworks):
-    """Each question is answered by the adapters of the systems that have one for it."""
+    """The adapters of all frameworks, behind the interface that the library calls."""
 
     def __init__(self) -> None:
-        self.environments = {
-            s.adapter("environment"): s.name
-            for s in systems().values()
-            if "environment" in s.adapters
-        }
-        [player] = [system for system in systems().values() if "agent_file" in system.adapters]
-        self.agent_file_environment = player.name
-        self.agent_file_program = player.agent_program
+        environments = {}
+        for system in systems().values():
+            if "environment" in system.adapters:
+                environments[system.adapter("environment")] = system.name
+            if "agent_file" in system.adapters:
+                self.agent_file_environment = system.name
+                self.agent_file_program = system.agent_program
+        self.environments = environments
 
     @staticmethod
     def _adapters(name: str) -> list[Foreign]:
@@ -40,8 +39,10 @@ class Interop(OtherFrameworks):
         given: Mapping[str, Foreign],
         defaults: Mapping[str, Foreign],
     ) -> str:
+        # Here and below imports are local, because the library imports this module at start.
         from skyasync.interop.conversion import ConversionContext, key_hint
 
+        # A command line may mix our names and a framework's.
         return key_hint(path, value, ConversionContext(given, given, defaults))
 
     def value_hint(self, path: str, value: Foreign) -> str:
@@ -50,12 +51,11 @@ class Interop(OtherFrameworks):
         return value_hint(path, value)
 
     def variables(self) -> Mapping[str, tuple[str, str]]:
-        named = [(system.title, system.table.variables) for system in systems().values()]
-        return {
-            name: (title, row.targets[0].path)
-            for title, rows in named
-            for name, row in rows.items()
-        }
+        variables = {}
+        for system in systems().values():
+            for name, row in system.table.variables.items():
+                variables[name] = (system.title, row.targets[0].path)
+        return variables
 
     def translate(self, argv: Sequence[str]) -> None:
         from skyasync.interop.translation import translate

@@ -1,6 +1,8 @@
-"""Pages of the documentation: ``python -m skyasync.interop`` prints all settings of other
-frameworks with their counterparts (``docs/coming_from.md``), and with a framework's name its guide
-(``docs/migration/NAME.md``)."""
+"""Pages of the documentation, made from the tables of settings.
+
+``python -m skyasync.interop`` prints all settings of other frameworks with their counterparts
+(``docs/coming_from.md``). With a framework's name it prints its guide (``docs/migration/NAME.md``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from skyasync.interop.system import System, TableRow, systems
 
 PAGES = Path(__file__).parent / "pages"
 
-#: Of a guide: what nearly every recipe sets.
+#: The settings in a guide: those of nearly all recipes.
 _COMMON = """
 trainer.policy.model.path data.train_data data.val_data environment.reward_funcs environment.env_class
 trainer.train_batch_size generator.n_samples_per_prompt trainer.policy_mini_batch_size trainer.epochs
@@ -23,6 +25,7 @@ trainer.algorithm.off_policy_correction trainer.plan trainer.max_staleness gener
 generator.inference_engine_tensor_parallel_size generator.gpu_memory_utilization trainer.placement.colocate_all
 trainer.ckpt_interval trainer.eval_interval trainer.logger trainer.policy.lora.rank
 """
+#: Framework -> the heading in ``docs/bring_your_code.md`` about its code, and a sentence about it.
 _CODE = {
     "skyrl": (
         "skyrl-environments",
@@ -42,22 +45,26 @@ _CODE = {
 
 def guide(system: System) -> str:
     """A page about moving from a framework, ending in one newline."""
-    rows: dict[str, TableRow] = {}
     common = _COMMON.split()
+    rows: dict[str, TableRow] = {}
     for row in system.table.rows:
         for target in row.targets:
             if target.path in common:
                 rows.setdefault(target.path, row)
+    lines = []
+    for path in common:
+        line = _line(rows[path]) if path in rows else ""
+        if line and line not in lines:  # a row may have several of these settings
+            lines.append(line)
     anchor, code = _CODE[system.name]
-    shown = dict.fromkeys(_line(rows[path]) for path in common if path in rows)
     template = (PAGES / "guide.md").read_text(encoding="utf-8")
     return template.format(
         name=system.name,
         title=system.title,
-        rows="\n".join(shown),
+        rows="\n".join(lines),
         count=len(system.table.rows),
         code=code,
-        anchor=anchor and f"#{anchor}",
+        anchor=f"#{anchor}",
     )
 
 
@@ -77,15 +84,22 @@ def markdown() -> str:
 
 
 def _line(row: TableRow) -> str:
-    """A row as one of a table."""
-    theirs = ", ".join(f"`{name}`" for name in row.spelled)
-    ours = {"-": "none", "=": "not needed"}.get(row.kind) or ", ".join(
-        f"`{target}`" if target.fixed is None else f"`{target}={target.fixed}`"
-        for target in row.targets
-    )
-    aliases = " ".join(f"`{a}={b}`" for a, b in row.aliases.items())
+    """A row of a settings table as one of a Markdown table."""
+    source_names = ", ".join(f"`{name}`" for name in row.spelled)
+    if row.kind == "-":
+        settings = "none"
+    elif row.kind == "=":
+        settings = "not needed"
+    else:
+        spelled = []
+        for target in row.targets:
+            fixed = "" if target.fixed is None else f"={target.fixed}"
+            spelled.append(f"`{target}{fixed}`")
+        settings = ", ".join(spelled)
+    aliases = " ".join(f"`{source}={target}`" for source, target in row.aliases.items())
     notes = "; ".join(filter(None, (row.note, aliases)))
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in (theirs, ours, notes)) + " |"
+    cells = [cell.replace("|", "\\|") for cell in (source_names, settings, notes)]
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

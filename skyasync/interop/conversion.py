@@ -1,9 +1,8 @@
-"""A value of another system as ours, and the message for a user who writes another system's key or
-value.
+"""Conversion of a value of another framework, and hints for users who write its keys or values.
 
 Invariant: the result can be set as it is; a value without a counterpart raises
-``NoCounterpartError``. Every message follows from the tables; systems that mean different things
-are all named.
+``NoCounterpartError``. All hints follow from the tables. If a key means different things in
+different frameworks, the hint names all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from skyasync.config.values import Value, value_of, written
-from skyasync.interop.system import TableRow, Target, systems
+from skyasync.interop.system import System, TableRow, Target, systems
 from skyasync.other_frameworks import UNKNOWN
 
 N = "generator.n_samples_per_prompt"
@@ -26,48 +25,48 @@ class NoCounterpartError(Exception):
 
 @dataclass
 class ConversionContext:
-    """What else is set: ``ours`` by our keys, ``theirs`` by the system's. ``defaults`` are our
-    keys' defaults."""
+    """The other settings of a recipe, on which units may depend.
 
-    ours: Mapping[str, Value] = field(default_factory=dict)
-    theirs: Mapping[str, Value] = field(default_factory=dict)
+    Args:
+        settings: our settings.
+        source_keys: keys of the framework.
+        defaults: the defaults of our settings.
+    """
+
+    settings: Mapping[str, Value] = field(default_factory=dict)
+    source_keys: Mapping[str, Value] = field(default_factory=dict)
     defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def number(self, path: str) -> float:
-        """The number that our key has, or will have: set by our name, by any system's plain name,
-        or by default."""
-        rows = (row for system in systems().values() for row in system.table.rows)
-        names = [
-            name
-            for row in rows
-            if row.free == [Target(path)] and not row.function
-            for name in row.names
-        ]
-        given = [
-            self.ours.get(path),
-            *(self.theirs.get(name) for name in names),
-            self.defaults.get(path),
-        ]
-        value = next((value for value in given if value is not None), None)
+        """The number that our setting has: by our name, by a framework's name, or by default."""
+        values = [self.settings.get(path)]
+        for system in systems().values():
+            for row in system.table.rows:
+                # Only rows that copy the value: a function may change its unit.
+                if row.free == [Target(path)] and not row.function:
+                    values += [self.source_keys.get(name) for name in row.names]
+        values.append(self.defaults.get(path))
+        value = next((value for value in values if value is not None), None)
         if not is_number(value):
             raise NoCounterpartError(f"it depends on {path}")
         return value  # type: ignore[return-value]
 
 
+#: A function that a table names as ``@name``: from the framework's value and the other settings
+#: to one value for each free target.
 Conversion = Callable[[Value, ConversionContext], list[Value]]
-"""What ``@name`` in a table does: from their value, and what else is set, to a value for each free
-target."""
 
 
 def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[str, Value] | None:
-    """What the row's targets become (``key[0]`` for an entry of a list), None where they stay at
-    their defaults.
+    """The values of the row's targets by path (``key[0]`` for an entry of a list).
+
+    None if the targets stay at their defaults.
 
     Raises:
         NoCounterpartError: if the value has none.
     """
-    whole = isinstance(value, list | dict) and value  # which no alias spells
-    if whole:
+    # A list or a mapping has no alias as a whole: its entries may have one.
+    if isinstance(value, list | dict) and value:
         alias = None
     else:
         alias = row.aliases.get(written(value), row.aliases.get("*"))
@@ -86,18 +85,20 @@ def converted(row: TableRow, value: Value, context: ConversionContext) -> dict[s
         values = [entries] * len(row.free)
     else:
         values = [value] * len(row.free)
-    settings = dict(zip(map(str, row.free), values, strict=False))
-    return settings | {
-        target.path: value_of(target.fixed) for target in row.targets if target.fixed is not None
-    }
+    settings = {}
+    for target, target_value in zip(row.free, values, strict=False):
+        settings[str(target)] = target_value
+    for target in row.targets:
+        if target.fixed is not None:
+            settings[target.path] = value_of(target.fixed)
+    return settings
 
 
 def _entry(row: TableRow, entry: Value) -> Value:
-    """An entry of a list, where it is spelled differently; one without a counterpart stays."""
-    if isinstance(entry, str):
-        alias = row.aliases.get(written(entry), "-")
-    else:
-        alias = "-"
+    """Our value for an entry of a list; an entry without a counterpart stays as it is."""
+    if not isinstance(entry, str):
+        return entry
+    alias = row.aliases.get(written(entry), "-")
     if alias in "~-":
         return entry
     return value_of(alias)
@@ -117,11 +118,12 @@ def as_list(value: Value) -> list[Value]:
 
 
 def _no_counterpart(value: Value, context: ConversionContext) -> list[Value]:
+    """Reject each value, for a row whose aliases are all that can be translated."""
     raise NoCounterpartError("")
 
 
 def _per_prompt(value: Value, context: ConversionContext) -> list[Value]:
-    """Responses there, prompts here."""
+    """Prompts, from a number of responses."""
     samples = context.number(N)
     if not is_number(value) or value % samples:  # type: ignore[operator]
         raise NoCounterpartError(
@@ -130,36 +132,41 @@ def _per_prompt(value: Value, context: ConversionContext) -> list[Value]:
     return [int(value // samples)]  # type: ignore[operator]
 
 
-def _each(value: Value, context: ConversionContext) -> list[Value]:
+def _list_entries(value: Value, context: ConversionContext) -> list[Value]:
+    """The entries of a list, each for one target."""
     if isinstance(value, list):
         return value
-    return [value_of(part) for part in str(value).replace(",", " ").split()]
+    return [value_of(text) for text in str(value).replace(",", " ").split()]
 
 
 def _int(value: Value, context: ConversionContext) -> list[Value]:
-    if isinstance(value, float | int) and value % 1 == 0:  # neither infinite nor NaN
+    """A whole number, also if it is written as a float such as ``1e3``."""
+    if isinstance(value, float | int) and value % 1 == 0:  # False for infinity and NaN
         return [int(value)]
     raise NoCounterpartError("a whole number here")
 
 
 def _bound(value: Value, context: ConversionContext) -> list[Value]:
-    bounds = _each(value, context)
+    """The upper bound of a symmetric range."""
+    bounds = _list_entries(value, context)
     if len(bounds) != 2 or bounds[0] != -bounds[1]:  # type: ignore[operator]
         raise NoCounterpartError("the range is symmetric here")
     return bounds[1:]
 
 
 def _min_lr(value: Value, context: ConversionContext) -> list[Value]:
-    """The final learning rate as a share of the first, if the chosen schedule has one."""
-    keys = [key for key in context.theirs if key.endswith(("lr_scheduler", "lr_scheduler_type"))]
-    schedules = [str(context.theirs[key]) for key in keys]
+    """The final learning rate as a fraction of the peak, if the schedule ends at such a rate."""
+    schedules = []
+    for key, schedule in context.source_keys.items():
+        if key.endswith(("lr_scheduler", "lr_scheduler_type")):
+            schedules.append(str(schedule))
     if schedules and not any(name.endswith("min_lr") or name == "cosine" for name in schedules):
         raise NoCounterpartError(f"the schedule {schedules[0]} ends at no such rate")
     return [{"min_lr_rate": value}]
 
 
 def _exports(value: Value, context: ConversionContext) -> list[Value]:
-    """A switch there, the steps between checkpoints here."""
+    """The steps between exports, from a switch: an export is made with each checkpoint."""
     interval = context.number("trainer.ckpt_interval")
     if interval <= 0:
         raise NoCounterpartError("")
@@ -169,7 +176,7 @@ def _exports(value: Value, context: ConversionContext) -> list[Value]:
 _SHARED: dict[str, Conversion] = {
     "-": _no_counterpart,
     "per_prompt": _per_prompt,
-    "each": _each,
+    "each": _list_entries,
     "list": lambda value, context: [as_list(value)],
     "not": lambda value, context: [not value],
     "int": _int,
@@ -181,119 +188,131 @@ _SHARED: dict[str, Conversion] = {
 
 @cache
 def conversions() -> dict[str, Conversion]:
-    """By their names in tables: those that several systems share, and each system's own."""
-    own = [system.translation.CONVERSIONS for system in systems().values()]
-    return {name: function for functions in (_SHARED, *own) for name, function in functions.items()}
+    """The functions by their names in tables: the shared ones, then those of each framework."""
+    functions = dict(_SHARED)
+    for system in systems().values():
+        functions |= system.translation.CONVERSIONS
+    return functions
 
 
 # ---------------------------------------------------------------- hints
 
 
 def key_hint(path: str, value: object = UNKNOWN, context: ConversionContext | None = None) -> str:
-    """What the tables say about ``path``, "" if no system has such a key.
+    """The hint for a key of another framework, "" if no framework has it.
 
     Args:
-        value: the value to set, so that the hint says the whole setting.
-        context: what else was set, for units that depend on it.
+        value: the value to set, so that the hint is the full setting.
+        context: the other settings, for units that depend on them.
     """
-    every = systems().values()
-    matches = [(system, row) for system in every if (row := system.table.find(path))]
-    if not matches:  # a key without its groups counts if all keys that end so have one counterpart
-        ending = [
-            (s, row)
-            for s in every
-            for name, row in s.table.exact.items()
-            if name.endswith(f".{path}")
-        ]
-        if (
-            len({(row.kind, *map(str, row.targets)) for _, row in ending}) == 1
-            and ending[0][1].kind == "key"
-        ):
-            matches = list({system.name: (system, row) for system, row in ending}.values())
-    answers: dict[str, list[str]] = {}
+    matches = _matching_rows(path)
+    titles_by_answer: dict[str, list[str]] = {}
     for system, row in matches:
-        answers.setdefault(_answer(row, value, context or ConversionContext()), []).append(
-            system.title
-        )
-    if len(answers) != 1:
-        lines = [
-            f"{_and(titles)} {'mean' if titles[1:] else 'means'}: {answer}"
-            for answer, titles in answers.items()
-        ]
-        return "; ".join(lines)
-    [(answer, titles)], row = answers.items(), matches[0][1]
+        answer = _answer(row, value, context or ConversionContext())
+        titles_by_answer.setdefault(answer, []).append(system.title)
+    if len(titles_by_answer) != 1:
+        answers = []
+        for answer, titles in titles_by_answer.items():
+            verb = "mean" if len(titles) > 1 else "means"
+            answers.append(f"{_and(titles)} {verb}: {answer}")
+        return "; ".join(answers)
+    [(answer, titles)] = titles_by_answer.items()
     if not answer.startswith("here it is"):
         return f"that is {_and(titles)}'s; {answer}"
+    _, row = matches[0]
     target = row.free[0].path if row.free else ""
-    if value is UNKNOWN:
-        unchanged = target
-    else:
-        unchanged = f"{target}={written(value)}"
-    if (
-        target.endswith(f".{path}")
-        and answer.removeprefix("here it is ").partition(" (")[0] == unchanged
-    ):
+    unchanged = target if value is UNKNOWN else f"{target}={written(value)}"
+    setting, _, _ = answer.removeprefix("here it is ").partition(" (")
+    # The user left out our group: the value means the same with the full path.
+    if target.endswith(f".{path}") and setting == unchanged:
         return f"did you mean {target}?{_note(row)}"
-    return f"that is how {_and(titles)} {'spell' if titles[1:] else 'spells'} it; {answer}"
+    verb = "spell" if len(titles) > 1 else "spells"
+    return f"that is how {_and(titles)} {verb} it; {answer}"
+
+
+def _matching_rows(path: str) -> list[tuple[System, TableRow]]:
+    """The row of each framework that has this key, or else keys that end in ``.path``.
+
+    The latter count only if all of them have the same counterpart.
+    """
+    matches = []
+    for system in systems().values():
+        row = system.table.find(path)
+        if row:
+            matches.append((system, row))
+    if matches:
+        return matches
+    suffix_matches: dict[str, tuple[System, TableRow]] = {}
+    counterparts = set()
+    for system in systems().values():
+        for name, row in system.table.exact.items():
+            if name.endswith(f".{path}"):
+                suffix_matches[system.name] = (system, row)
+                counterparts.add((row.kind, *map(str, row.targets)))
+    if len(counterparts) == 1 and counterparts.pop()[0] == "key":
+        return list(suffix_matches.values())
+    return []
 
 
 def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
+    """The part of a hint that says what the row's key is here."""
     if row.kind == "-":
         return f"it has no counterpart here: {row.note}"
     if row.kind == "=":
         return f"it needs no setting here: {row.note}"
     names = " and ".join(map(str, row.free))
     if value is UNKNOWN:
-        aliases = ", ".join(
-            f"{theirs} is {ours}" for theirs, ours in row.aliases.items() if ours not in "~-"
-        )
-        return f"here it is {names}{_note(row, aliases)}"
+        aliases = []
+        for source_value, our_value in row.aliases.items():
+            if our_value not in "~-":
+                aliases.append(f"{source_value} is {our_value}")
+        return f"here it is {names}{_note(row, ', '.join(aliases))}"
     try:
         settings = converted(row, value, context)  # type: ignore[arg-type]
     except NoCounterpartError as reason:
         return f"here it is {names}, without a counterpart for {written(value)}{_note(row, str(reason))}"
     if settings is None:
         return f"here it is {names}, which stays at its default for {written(value)}{_note(row)}"
+    arithmetic = ""
     if row.function == "per_prompt":
-        extra = f"{written(value)} over {context.number(N):g} samples per prompt"
-    else:
-        extra = ""
+        arithmetic = f"{written(value)} over {context.number(N):g} samples per prompt"
     setting = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
-    return f"here it is {setting}{_note(row, extra)}"
+    return f"here it is {setting}{_note(row, arithmetic)}"
 
 
-def _note(row: TableRow, more: str = "") -> str:
-    notes = list(dict.fromkeys(filter(None, (row.note, more))))
+def _note(row: TableRow, addition: str = "") -> str:
+    """The row's note and an addition in parentheses, once if they are equal."""
+    notes = [note for note in dict.fromkeys((row.note, addition)) if note]
     if notes:
         return f" ({'; '.join(notes)})"
     return ""
 
 
 def value_hint(path: str, value: Value) -> str:
-    """Which systems have ``value`` for our key ``path``, and what it is here; "" if none has."""
+    """The frameworks that have ``value`` for our setting ``path``, and its meaning; "" if none."""
+    text = written(value)
     meanings: dict[str, list[str]] = {}
     for system in systems().values():
         for row in system.table.rows:
-            if (
-                path not in (target.path for target in row.free)
-                or written(value) not in row.aliases
-            ):
+            if text not in row.aliases or all(target.path != path for target in row.free):
                 continue
-            ours = row.aliases[written(value)]
-            if ours == "-":
+            our_value = row.aliases[text]
+            if our_value == "-":
                 meaning = "has no counterpart here"
+            elif our_value == "~":
+                meaning = f"is {path} left at its default"
             else:
-                if ours == "~":
-                    meaning = f"is {path} left at its default"
-                else:
-                    meaning = f"is {ours} here"
+                meaning = f"is {our_value} here"
             titles = meanings.setdefault(meaning, [])
             if system.title not in titles:
                 titles.append(system.title)
-    return ", ".join(
-        f"{_and(titles)}'s {written(value)} {meaning}" for meaning, titles in meanings.items()
-    )
+    hints = [f"{_and(titles)}'s {text} {meaning}" for meaning, titles in meanings.items()]
+    return ", ".join(hints)
 
 
 def _and(titles: list[str]) -> str:
-    return " and ".join(filter(None, (", ".join(titles[:-1]), titles[-1])))
+    """Titles as words: ``A, B and C``."""
+    *others, final = titles
+    if others:
+        return f"{', '.join(others)} and {final}"
+    return final

@@ -1,7 +1,7 @@
-"""The state of a translation: what each of their keys became, and what several of them decide
-together.
+"""The state of a translation: the result for each source key, and rules for keys that interact.
 
-Invariant: every key that was given is in ``left``, ``silent``, ``unknown`` or ``carried``.
+A source key is a key of the other framework. Invariant: every key of the recipe is in
+``no_counterpart``, ``not_needed``, ``unknown_keys`` or ``first_targets``.
 """
 
 from __future__ import annotations
@@ -17,20 +17,41 @@ from skyasync.interop.conversion import BATCH, ConversionContext, N, NoCounterpa
 from skyasync.interop.recipe import SourceRecipe
 from skyasync.interop.system import System, TableRow, Target
 
+# Our settings that several frameworks' rules depend on.
 A = "trainer.algorithm."
+ANCHOR = f"{A}ratio_anchor"
 CORRECTION = f"{A}off_policy_correction"
+ESTIMATOR = f"{A}advantage_estimator"
+KL_COEFFICIENT = f"{A}kl_loss_coef"
+LOSS = f"{A}policy_loss_type"
+REDUCTION = f"{A}loss_reduction"
 PLAN = "trainer.plan"
 PLACEMENT = "trainer.placement."
 MINI = "trainer.policy_mini_batch_size"
+ENGINE_SIZE = "generator.inference_engine_tensor_parallel_size"
 SAMPLING = "generator.sampling_params"
-#: Names and folders that a run makes: what a shell would fill in would become part of a file's name.
+RESPONSE_LENGTH = f"{SAMPLING}.max_generate_length"
+#: Names of files and folders that a run makes. A shell variable in them would be taken literally.
 OUTPUTS = {
-    f"trainer.{name}"
-    for name in ("run_name", "project_name", "runs_dir", "ckpt_path", "export_path")
+    "trainer.run_name",
+    "trainer.project_name",
+    "trainer.runs_dir",
+    "trainer.ckpt_path",
+    "trainer.export_path",
 }
-HUB = re.compile(r"[\w.-]+/[\w.-]+(#[^:]+)?")  # a data set of the hub, named without a split
+HUB = re.compile(r"[\w.-]+/[\w.-]+(#[^:]+)?")  # owner/name#config, without a split
+#: Settings that have no effect without a KL term.
+_KL_SETTINGS = (
+    "kl_loss_coef",
+    "kl_estimator_type",
+    "kl_ctrl.horizon",
+    "kl_ctrl.kl_target",
+    "kl_ctrl.type",
+)
+#: Estimators that compare the rewards within a group.
+_GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "normalized", "reinforce++_baseline")
 
-#: The bounds of each correction, low and high.
+#: Correction -> the settings of its lower and upper bound; "" if it has none.
 BOUNDS = {
     "token_tis": (f"{A}token_tis_ratio_clip_low", f"{A}token_tis_ratio_clip_high"),
     "icepop": (f"{A}icepop_low", f"{A}icepop_high"),
@@ -40,191 +61,215 @@ BOUNDS = {
     "sequence_icepop": (f"{A}product_mask_low", f"{A}product_mask_high"),
     "sequence_mask_tis": (f"{A}geo_mask_low", f"{A}geo_mask_high"),
 }
+BOUND_PATHS = tuple(dict.fromkeys(path for pair in BOUNDS.values() for path in pair if path))
 
 
 @dataclass
 class DraftSetting:
-    """A value for a key of ours, whose keys it came from, and whether they were given or are
-    defaults there.
+    """A value for a setting of ours, and its origin.
 
-    ``note`` says what differs from theirs; it stands behind the setting.
+    ``sources`` are the source keys that it came from. ``explicit``: the recipe sets one of them;
+    otherwise the value is a default of the framework. ``note``, the comment after the setting, says
+    what differs from the framework.
     """
 
     value: Value
-    theirs: tuple[str, ...] = ()
-    given: bool = True
+    sources: tuple[str, ...] = ()
+    explicit: bool = True
     note: str = ""
 
 
 @dataclass
 class Draft:
-    """What became of every key so far.
+    """The translation so far.
 
-    ``left``: key -> why it has no counterpart; ``silent``: key -> why it needs no setting;
-    ``unknown``: in no table; ``carried``: key -> the first of ours that it set, whatever decided in
-    the end. ``remarks``: what differs from theirs, and no key says.
+    Args:
+        settings: our settings by their paths.
+        no_counterpart: source key -> why it is not translated.
+        not_needed: source key -> why it needs no setting here.
+        unknown_keys: keys of the recipe that are in no table.
+        first_targets: source key -> the first setting that it set, even if another key decides now.
+        remarks: differences from the framework that belong to no single key.
     """
 
     system: System
     recipe: SourceRecipe
     keys: Keys = field(default_factory=lambda: Keys.of(Config))
-    ours: dict[str, DraftSetting] = field(default_factory=dict)
-    left: dict[str, str] = field(default_factory=dict)
-    silent: dict[str, str] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
-    carried: dict[str, str] = field(default_factory=dict)
+    settings: dict[str, DraftSetting] = field(default_factory=dict)
+    no_counterpart: dict[str, str] = field(default_factory=dict)
+    not_needed: dict[str, str] = field(default_factory=dict)
+    unknown_keys: list[str] = field(default_factory=list)
+    first_targets: dict[str, str] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)
 
     @property
-    def given(self) -> dict[str, Value]:
+    def source_keys(self) -> dict[str, Value]:
+        """The keys that the recipe sets, with their values."""
         return self.recipe.keys
 
     def value(self, path: str) -> Value:
-        """What our key is, or will be."""
-        if path in self.ours:
-            return self.ours[path].value
+        """The value of our setting: the draft's, else our default."""
+        if path in self.settings:
+            return self.settings[path].value
         return self.keys[path].default
 
     def number(self, path: str) -> float:
-        """``value`` of a key that is a number; its default where a shell fills the value in."""
+        """``value`` of a numeric setting; our default if a shell fills the value in."""
         value = self.value(path)
-        if isinstance(value, int | float):
-            value = value
-        else:
+        if not isinstance(value, int | float):
             value = self.keys[path].default
         assert isinstance(value, int | float), path
         return value
 
-    def theirs(self, *names: str) -> Value:
-        """The value of their key: of the first of its names that is given, else the default
-        there."""
-        for name in self.named(*names):
-            return self.given[name]
-        row = next((row for name in names if (row := self.system.table.exact.get(name))), None)
-        if row and row.default:
-            return value_of(row.default)
+    def updates_per_batch(self) -> int:
+        """The optimizer steps for one batch: its mini-batches times the passes over it."""
+        batch = self.number(BATCH)
+        mini_batch = self.number(MINI) or batch  # 0 stands for the full batch
+        return ceil(batch / mini_batch) * int(self.number("trainer.update_epochs_per_batch"))
+
+    def source_value(self, *names: str) -> Value:
+        """The value of a source key with these names: the recipe's, else the framework's default.
+
+        The first name that the recipe sets decides.
+        """
+        for name in names:
+            if name in self.source_keys:
+                return self.source_keys[name]
+        exact = self.system.table.exact
+        for name in names:
+            if name in exact:
+                row = exact[name]
+                return value_of(row.default) if row.default else None
         return None
 
-    def named(self, *names: str) -> list[str]:
-        """Their keys among these that were given."""
-        return [name for name in names if name in self.given]
+    def present_names(self, *names: str) -> list[str]:
+        """Those of these source keys that the recipe sets."""
+        return [name for name in names if name in self.source_keys]
 
     def origin(self, path: str) -> tuple[str, ...]:
-        """Their keys that our key came from."""
-        if path in self.ours:
-            return self.ours[path].theirs
+        """The source keys of our setting."""
+        if path in self.settings:
+            return self.settings[path].sources
         return ()
 
-    def put(self, path: str, value: Value, *theirs: str, note: str = "") -> None:
-        """Set our key; it counts as given if any of theirs is."""
-        self.ours[path] = DraftSetting(value, theirs, bool(self.named(*theirs)), note)
+    def put(self, path: str, value: Value, *sources: str, note: str = "") -> None:
+        """Set our setting; it is explicit if the recipe sets any of its source keys."""
+        explicit = bool(self.present_names(*sources))
+        self.settings[path] = DraftSetting(value, sources, explicit, note)
 
-    def drop(self, path: str, why: str = "") -> None:
-        """Leave our key at its default; their keys that were given go to ``left`` with ``why``."""
-        theirs = self.origin(path)
-        self.ours.pop(path, None)
-        for name in self.named(*theirs):
-            if not any(name in other.theirs for other in self.ours.values()):
-                self.left[name] = why or "it has no effect here next to the other settings"
+    def drop(self, path: str, why: str) -> None:
+        """Leave our setting at its default.
 
-    def drop_unasked(self, path: str) -> None:
-        """Leave our key at its default if it was not given."""
-        if path in self.ours and not self.ours[path].given:
-            self.ours.pop(path)
+        Source keys of the recipe that set nothing else get ``why`` in ``no_counterpart``.
+        """
+        sources = self.origin(path)
+        self.settings.pop(path, None)
+        for name in self.present_names(*sources):
+            # A source key may set several of our settings: it is translated while one is left.
+            if not any(name in setting.sources for setting in self.settings.values()):
+                self.no_counterpart[name] = why
+
+    def drop_default(self, path: str) -> None:
+        """Leave our setting at our default if it came from a default of the framework."""
+        if path in self.settings and not self.settings[path].explicit:
+            self.settings.pop(path)
 
     def drop_group(self, prefix: str, why: str) -> None:
-        """``drop`` for every key of ours that begins so."""
-        for path in [path for path in self.ours if path.startswith(prefix)]:
-            self.drop(path, why)
+        """``drop`` for each of our settings with this prefix."""
+        for path in list(self.settings):
+            if path.startswith(prefix):
+                self.drop(path, why)
 
     def context(self) -> ConversionContext:
-        """What conversions may depend on."""
-        ours = {path: setting.value for path, setting in self.ours.items()}
-        return ConversionContext(ours, self.given, {key.path: key.default for key in self.keys})
+        """The settings that conversions may depend on."""
+        settings = {path: setting.value for path, setting in self.settings.items()}
+        defaults = {key.path: key.default for key in self.keys}
+        return ConversionContext(settings, self.source_keys, defaults)
 
-    # What the systems' ``finish`` have in common.
+    # Rules that the ``finish`` functions of several frameworks share.
 
     def set_one_of(self, path: str, name: str) -> None:
-        """Let one of their two keys for one of ours decide."""
+        """Let the source key ``name`` decide if two source keys have the same setting of ours."""
         origin = self.origin(path)
         if not origin or name in origin:
             return
-        self.left |= dict.fromkeys(self.named(*origin), f"it has no effect there: {name} decides")
-        value = self.theirs(name)
-        if value is not None:
-            result = converted(self.system.table.exact[name], value, self.context())
-        else:
-            result = None
-        self.ours.pop(path)
+        for other_name in self.present_names(*origin):
+            self.no_counterpart[other_name] = f"it has no effect there: {name} decides"
+        value = self.source_value(name)
+        if value is None:
+            self.settings.pop(path)
+            return
+        result = converted(self.system.table.exact[name], value, self.context())
+        self.settings.pop(path)
         if result:
             self.put(path, result[path], name)
 
     def set_correction(self, enabled: bool, bounds: Value, *names: str) -> None:
-        """The correction and its bounds; ``none`` where theirs is off, in asynchronous plans
-        too."""
-        for path in {
-            path for pair in BOUNDS.values() for path in pair if {*self.origin(path)} & {*names}
-        }:
-            self.ours.pop(path)
-        chosen = self.value(CORRECTION)
+        """Set the correction and its bounds, or ``none`` if the framework's is off.
+
+        ``none`` is written out because our default corrects in asynchronous plans.
+
+        Args:
+            bounds: the lower and the upper bound; anything but a list leaves them as they are.
+            names: the source keys of the correction and its bounds.
+        """
+        # A table row fills in the bounds of one kind of correction. They are set again below.
+        for path in BOUND_PATHS:
+            if not {*names}.isdisjoint(self.origin(path)):
+                self.settings.pop(path)
+        correction = str(self.value(CORRECTION))
         if not enabled:
-            for name in self.named(*names):
-                self.left.setdefault(name, "the correction is off")
+            for name in self.present_names(*names):
+                self.no_counterpart.setdefault(name, "the correction is off")
             self.put(CORRECTION, "none")
         elif isinstance(bounds, list):
-            for path, value in zip(BOUNDS.get(str(chosen), ("", "")), bounds, strict=True):
-                if path and isinstance(value, int | float):
-                    self.put(path, float(value), *self.named(*names))
+            paths = BOUNDS.get(correction, ("", ""))
+            for path, bound in zip(paths, bounds, strict=True):
+                if path and isinstance(bound, int | float):
+                    self.put(path, float(bound), *self.present_names(*names))
 
     def set_kl(self, in_loss: bool, coefficient: float) -> None:
-        """The KL term where their keys put it; none where its weight is 0."""
+        """Put the KL term into the loss or into the reward; a coefficient of 0 is no KL term."""
         for path in (f"{A}use_kl_loss", f"{A}use_kl_in_reward"):
-            theirs = self.origin(path)
+            sources = self.origin(path)
             enabled = bool(coefficient) and in_loss == path.endswith("use_kl_loss")
-            self.ours.pop(path, None)
-            if enabled or self.named(*theirs):
-                self.put(path, enabled, *theirs)
+            self.settings.pop(path, None)
+            if enabled or self.present_names(*sources):
+                self.put(path, enabled, *sources)
         if not coefficient:
-            self.drop_unasked("trainer.ref.model.dtype")
-            for name in (
-                "kl_loss_coef",
-                "kl_estimator_type",
-                "kl_ctrl.horizon",
-                "kl_ctrl.kl_target",
-                "kl_ctrl.type",
-            ):
+            self.drop_default("trainer.ref.model.dtype")
+            for name in _KL_SETTINGS:
                 self.drop(f"{A}{name}", "there is no KL term")
 
     def set_kl_clamp(self, *estimators: str) -> None:
-        """Clamp the KL estimate to plus or minus 10, as they do for these estimators."""
+        """Clamp the KL estimate to plus or minus 10, as the framework does for these estimators."""
         in_use = self.value(f"{A}use_kl_loss") or self.value(f"{A}use_kl_in_reward")
         if in_use and self.value(f"{A}kl_estimator_type") in estimators:
             self.put(f"{A}kl_clamp", 10.0)
 
     def remark_warm_up(self, section: str = "policy") -> None:
-        """Say which step of the warm-up is the first that learns."""
+        """Note which step of the warm-up is the first with a learning rate above 0."""
         prefix = f"trainer.{section}.optimizer_config."
         for path in (f"{prefix}num_warmup_steps", f"{prefix}warmup_ratio"):
-            if path in self.ours and self.value(path):
-                setting = self.ours[path]
+            if path in self.settings and self.value(path):
+                setting = self.settings[path]
                 note = "of W steps, step k has k/W of the rate here, (k-1)/W there"
-                self.ours[path] = replace(setting, note=note)
+                self.settings[path] = replace(setting, note=note)
 
     def remark_kl_in_reward(self) -> None:
-        """Say how a KL penalty in the reward meets an estimator that compares the rewards of a
-        group."""
-        compared = ("grpo", "dr_grpo", "rloo", "normalized", "reinforce++_baseline")
-        if self.value(f"{A}use_kl_in_reward") and self.value(f"{A}advantage_estimator") in compared:
+        """Note how a group-based estimator treats a KL penalty in the reward."""
+        estimator = self.value(ESTIMATOR)
+        if self.value(f"{A}use_kl_in_reward") and estimator in _GROUP_ESTIMATORS:
             self.remarks.append(
                 f"{A}use_kl_in_reward: the penalty is part of the reward that a group is compared by; "
                 f"there each token's advantage loses the penalties from it on, behind that comparison"
             )
 
     def remark_filters(self) -> None:
-        """Say that their log-probabilities are of all tokens, if sampling leaves some out."""
-        top_p, top_k, min_p = (
-            self.number(f"{SAMPLING}.{name}") for name in ("top_p", "top_k", "min_p")
-        )
+        """Note that the framework's log-probabilities are of all tokens, if sampling filters."""
+        top_p = self.number(f"{SAMPLING}.top_p")
+        top_k = self.number(f"{SAMPLING}.top_k")
+        min_p = self.number(f"{SAMPLING}.min_p")
         if top_p < 1 or top_k > 0 or min_p > 0:
             self.remarks.append(
                 f"trained log-probabilities are of the tokens that {SAMPLING} leaves, there of all: "
@@ -232,134 +277,150 @@ class Draft:
             )
 
     def set_staleness(self, name: str) -> None:
-        """The whole number above a ratio of batches bounds the staleness."""
+        """Bound the staleness by the batches that are generated ahead, rounded up."""
         ratio = self.value("trainer.async_generation_ratio")
         if self.value(PLAN) == "fully_async" and isinstance(ratio, int | float) and ratio:
-            self.put(
-                "trainer.max_staleness",
-                max(ceil(ratio), ceil(self.number("trainer.sync_interval")) - 1),
-                name,
-            )
+            # With a sync every n steps, samples of the last step are n - 1 steps old in any case.
+            oldest = ceil(self.number("trainer.sync_interval")) - 1
+            self.put("trainer.max_staleness", max(ceil(ratio), oldest), name)
 
     def set_prompts(self, path: str, responses: int, *names: str) -> None:
-        """Set a key that counts prompts from a number of responses, if it is one of whole
-        groups."""
+        """Set a setting that counts prompts from a number of responses.
+
+        A number that is not a multiple of the group size goes to ``no_counterpart``.
+        """
         samples = self.number(N)
+        present_names = self.present_names(*names)
         if responses % samples or responses < samples:
-            for name in self.named(*names):
-                self.left.setdefault(
-                    name, f"{responses} responses are not a multiple of the group size {samples:g}"
-                )
+            why = f"{responses} responses are not a multiple of the group size {samples:g}"
+            for name in present_names:
+                self.no_counterpart.setdefault(name, why)
             return
         prompts = int(responses // samples)
-        whole = path == MINI and prompts >= self.number(BATCH)
-        self.put(path, 0 if whole else prompts, *self.named(*names))
-        for name in self.named(*names):
-            self.left.pop(name, None)
+        if path == MINI and prompts >= self.number(BATCH):
+            prompts = 0  # one update with the full batch
+        self.put(path, prompts, *present_names)
+        for name in present_names:
+            self.no_counterpart.pop(name, None)
 
     def set_split(self, path: str, *names: str) -> None:
-        """The split of data sets that are named without one, from their keys for it."""
-        sources = self.value(path)
-        given = self.named(*names)
-        split = self.given[given[0]] if given else None
-        if split and split != "train" and isinstance(sources, list):
-            whole: list[Value] = [
-                f"{name}:{split}" if HUB.fullmatch(str(name)) else name for name in sources
-            ]
-            self.put(path, whole, *self.origin(path), *given)
-        for name in given:
-            self.left.pop(name, None)
-            self.silent.setdefault(name, "the split is written with the data set's name")
+        """Add the split, which is a source key there, to the names of data sets without one."""
+        datasets = self.value(path)
+        present_names = self.present_names(*names)
+        split = self.source_keys[present_names[0]] if present_names else None
+        # Without a split our loader takes train.
+        if split and split != "train" and isinstance(datasets, list):
+            with_split: list[Value] = []
+            for name in datasets:
+                with_split.append(f"{name}:{split}" if HUB.fullmatch(str(name)) else name)
+            self.put(path, with_split, *self.origin(path), *present_names)
+        for name in present_names:
+            self.no_counterpart.pop(name, None)
+            self.not_needed.setdefault(name, "the split is written with the data set's name")
 
 
 def begin(system: System, recipe: SourceRecipe) -> Draft:
-    """Every key by its row, and the defaults that differ from ours. Units that depend on other keys
-    come last."""
+    """Translate each key by its row, and the framework's defaults that differ from ours."""
     draft = Draft(system, recipe)
-    order = {id(row): at for at, row in enumerate(system.table.rows)}
-    given: list[tuple[str, TableRow]] = []
-    for name in draft.given:
+    order = {id(row): position for position, row in enumerate(system.table.rows)}
+    rows: list[tuple[str, TableRow]] = []
+    for name in draft.source_keys:
         row = system.table.find(name)
-        if row:
-            given.append((name, row))
-        elif name in draft.keys and system.has_our_keys:
-            given.append((name, TableRow((name,), (name,), "", "key", (Target(name),))))
-        elif entry := _entry_row(draft, name):
-            given.append((name, entry))
+        if row is None:
+            row = _setting_row(draft, name)
+        if row is None:
+            draft.unknown_keys.append(name)
         else:
-            draft.unknown.append(name)
-    given_rows = {id(row) for _, row in given}
-    given.sort(
-        key=lambda entry: order.get(id(entry[1]), len(order))
-    )  # keys that are ours come last
-    for later in (False, True):
-        for name, row in given:
-            if bool(row.function) == later:
-                _carry(draft, name, row, draft.given[name], given=True)
+            rows.append((name, row))
+    recipe_rows = {id(row) for _, row in rows}
+    # In the table's order, so that the order of flags does not matter. Keys that are ours come last.
+    rows.sort(key=lambda entry: order.get(id(entry[1]), len(order)))
+    # Rows with a function depend on other settings (units, group sizes): they are second.
+    for has_function in (False, True):
+        for name, row in rows:
+            if bool(row.function) == has_function:
+                _carry(draft, name, row, draft.source_keys[name], explicit=True)
         for row in system.table.rows:
-            if (
-                row.default
-                and row.kind == "key"
-                and bool(row.function) == later
-                and id(row) not in given_rows
-            ):
-                _carry(draft, row.names[0], row, value_of(row.default), given=False)
+            if not row.default or row.kind != "key" or id(row) in recipe_rows:
+                continue
+            if bool(row.function) == has_function:
+                _carry(draft, row.names[0], row, value_of(row.default), explicit=False)
     return draft
 
 
-def _entry_row(draft: Draft, name: str) -> TableRow | None:
-    """The row of an entry of their mapping, where the mapping is one of ours; None for any other
-    key."""
-    group, _, entry = name.rpartition(".")
-    row = draft.system.table.exact.get(group)
-    if row is None or len(row.free) != 1:
-        return None
-    target = f"{row.free[0].path}.{entry}"
-    if draft.keys.holder(target):
-        return TableRow((name,), (name,), "", "key", (Target(target),))
-    return None
+def _setting_row(draft: Draft, name: str) -> TableRow | None:
+    """A row for a key that the table lacks: one of our settings, or an entry of a mapping."""
+    if draft.system.has_our_keys and name in draft.keys:
+        path = name
+    else:
+        group, _, entry = name.rpartition(".")
+        row = draft.system.table.exact.get(group)
+        if row is None or len(row.free) != 1:
+            return None
+        path = f"{row.free[0].path}.{entry}"
+        if not draft.keys.holder(path):
+            return None
+    return TableRow((name,), (name,), "", "key", (Target(path),))
 
 
-def _is_filled_in(entry: Value, key: Key) -> bool:
-    """Whether a shell fills in what cannot stand as it is written: a number, a switch, one of our
-    names, an output."""
+def _needs_shell(entry: Value, key: Key) -> bool:
+    """Whether the value has a shell variable or command where we need the result.
+
+    That is a number, a switch, one of our names, or a path that a run writes to.
+    """
     if "$" not in str(entry) and "`" not in str(entry):
         return False
     return bool(key.options()) or key.type in (int, float, bool) or key.path in OUTPUTS
 
 
-def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, given: bool) -> None:
-    """Carry one of their keys into the draft."""
+def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, explicit: bool) -> None:
+    """Carry one source key into the draft.
+
+    Args:
+        explicit: the recipe sets the key; otherwise the value is the framework's default, which
+            changes no setting and needs no explanation.
+    """
     if row.kind == "=":
-        draft.silent[name] = row.note
+        draft.not_needed[name] = row.note
         return
     try:
         settings = converted(row, value, draft.context())
     except NoCounterpartError as reason:
-        if given:
-            draft.left[name] = str(reason) or row.note or f"there is no {written(value)} here"
+        if explicit:
+            why = str(reason) or row.note or f"there is no {written(value)} here"
+            draft.no_counterpart[name] = why
         return
     if settings is None:
-        if given:
-            draft.silent[name] = row.note or "our default"
+        if explicit:
+            draft.not_needed[name] = row.note or "our default"
         return
     for path, entry in settings.items():
         key = draft.keys.holder(path)
-        if given and key and _is_filled_in(entry, key):
-            draft.left[name] = "a shell fills it in: write it by hand"
+        if explicit and key and _needs_shell(entry, key):
+            draft.no_counterpart[name] = "a shell fills it in: write it by hand"
             continue
         target = Target.read(path)
-        before = draft.ours.get(target.path)
-        draft.carried.setdefault(name, target.path)
-        if not given and before and (before.given or target.index is None):
+        draft.first_targets.setdefault(name, target.path)
+        previous = draft.settings.get(target.path)
+        if previous and not explicit and (previous.explicit or target.index is None):
             continue
         if target.index is None:
-            draft.ours[path] = DraftSetting(entry, (name,), given)
-            continue
-        entries = draft.value(target.path)
-        assert isinstance(entries, list)
-        entries = [entry if at == target.index else other for at, other in enumerate(entries)]
-        theirs = (*(before.theirs if before else ()), name)
-        draft.ours[target.path] = DraftSetting(
-            entries, theirs, given or bool(before and before.given)
-        )
+            draft.settings[path] = DraftSetting(entry, (name,), explicit)
+        else:
+            _carry_entry(draft, target, name, entry, explicit)
+
+
+def _carry_entry(draft: Draft, target: Target, name: str, entry: Value, explicit: bool) -> None:
+    """Set one entry of a list, such as one of AdamW's betas; the other entries stay."""
+    assert target.index is not None
+    current = draft.value(target.path)
+    assert isinstance(current, list)
+    entries = list(current)  # the default is shared: it is not changed in place
+    if target.index < len(entries):
+        entries[target.index] = entry
+    sources: tuple[str, ...] = (name,)
+    previous = draft.settings.get(target.path)
+    if previous:
+        sources = (*previous.sources, name)
+        explicit = explicit or previous.explicit
+    draft.settings[target.path] = DraftSetting(entries, sources, explicit)

@@ -1,4 +1,4 @@
-"""Limits of recipes, which somebody else has written: their size, and the work of reading them."""
+"""Limits for recipes, which are not trusted: their size, and the work of reading them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 from skyasync.config.values import Value
 from skyasync.errors import UserError
 
-LARGEST_FILE = (
-    512 * 1024
-)  # bytes of a script, a YAML file or a program: the largest published ones have 60 KB
+#: Bytes of a script, a YAML file or a program: the largest published ones have 60 KB.
+LARGEST_FILE = 512 * 1024
 LARGEST_NOTEBOOK = 32 * 1024 * 1024  # bytes, most of them pictures
 LONGEST_VALUE = 65_536  # characters of a value whose references are replaced
 MOST_KEYS = 5_000  # of a recipe: all settings of the largest framework are below 1,000
@@ -18,20 +17,20 @@ STATEMENT = 200  # characters that a statement counts for
 
 
 class Budget:
-    """The work that is left for one recipe.
+    """The remaining work for one recipe, which ends an expansion that grows exponentially.
 
     Args:
-        subject: whose work it is, for the message.
+        subject: the recipe, as the message calls it.
     """
 
     def __init__(self, subject: str) -> None:
         self._subject = subject
-        self._rest = MOST_WORK
+        self._remaining = MOST_WORK
 
     def spend(self, characters: int) -> None:
         """Raises UserError where the work would exceed its limit."""
-        self._rest -= characters
-        if self._rest < 0:
+        self._remaining -= characters
+        if self._remaining < 0:
             raise UserError(
                 f"{self._subject} expands to too much: at most {MOST_WORK:,} characters are evaluated"
             )
@@ -45,15 +44,17 @@ class Budget:
 
 
 def read_limited(path: Path, limit: int = LARGEST_FILE, errors: str = "strict") -> str:
-    """The text of a file; ``errors`` is what to do with bytes that are no text, as in
-    ``bytes.decode``.
+    """The text of a file, with Unix line ends.
+
+    Args:
+        errors: the treatment of bytes that are no text, as in ``bytes.decode``.
 
     Raises:
         UserError: if it cannot be read, is no text, or is larger than ``limit`` bytes.
     """
     try:
         with path.open("rb") as file:
-            content = file.read(limit + 1)
+            content = file.read(limit + 1)  # one byte more shows that the file is too large
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from None
     if len(content) > limit:
@@ -70,7 +71,6 @@ def check_size(value: Value, budget: Budget) -> None:
         budget.spend(len(value))
         return
     budget.spend(1)
-    entries = value.values() if isinstance(value, dict) else value
     if isinstance(value, list | dict):
-        for entry in entries:  # type: ignore[union-attr]
+        for entry in value.values() if isinstance(value, dict) else value:
             check_size(entry, budget)

@@ -30,12 +30,14 @@ from skyasync.interop.system import systems
 
 @dataclass
 class SourceRecipe:
-    """``keys``: theirs -> value. ``command`` is the program that a script starts, "" if there is
-    none.
+    """A recipe of another framework.
 
-    ``branches``: the script has conditions that were not evaluated. ``system``: whose it is, if a
-    program names it. ``remarks``: key -> what a program does to its value that is not carried out
-    here.
+    Args:
+        keys: source key -> value.
+        command: the program that a script starts, "" if there is none.
+        branches: the script has conditions that were not evaluated.
+        system: the framework, if a program names it.
+        remarks: source key -> changes of its value by a program, which are not carried out here.
     """
 
     keys: dict[str, Value] = field(default_factory=dict)
@@ -44,27 +46,33 @@ class SourceRecipe:
     system: str = ""
     remarks: dict[str, str] = field(default_factory=dict)
 
-    def with_(self, other: SourceRecipe) -> SourceRecipe:
-        """Both, the other's keys over these."""
-        keys = self.keys | other.keys
-        command = other.command or self.command
-        branches = self.branches or other.branches
+    def with_(self, overrides: SourceRecipe) -> SourceRecipe:
+        """Both recipes; for a key of both, that of ``overrides``."""
         return SourceRecipe(
-            keys, command, branches, other.system or self.system, self.remarks | other.remarks
+            self.keys | overrides.keys,
+            overrides.command or self.command,
+            self.branches or overrides.branches,
+            overrides.system or self.system,
+            self.remarks | overrides.remarks,
         )
 
 
 def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
-    """The recipe that the arguments are, or name: files first, then flags and overrides, which win.
+    """The recipe of a command line: files first, then flags and overrides, which have precedence.
 
     Raises:
         UserError: for a file that cannot be read, or if there is nothing to translate.
     """
     recipe = SourceRecipe()
-    rest = list(arguments)
-    while rest and not rest[0].startswith("-") and (Path(rest[0]).is_file() or "=" not in rest[0]):
-        recipe = recipe.with_(_file(Path(rest.pop(0))))
-    recipe = recipe.with_(SourceRecipe(flags(rest), "" if recipe.command else " ".join(rest)))
+    remaining = list(arguments)
+    while remaining:
+        word = remaining[0]
+        if word.startswith("-") or ("=" in word and not Path(word).is_file()):
+            break
+        remaining.pop(0)
+        recipe = recipe.with_(_file(Path(word)))
+    command = "" if recipe.command else " ".join(remaining)
+    recipe = recipe.with_(SourceRecipe(flags(remaining), command))
     if not recipe.keys and not recipe.system:
         raise UserError("there are no keys to translate: give a script, a YAML file, or flags")
     if len(recipe.keys) > MOST_KEYS:
@@ -75,125 +83,132 @@ def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
 
 
 def _file(path: Path) -> SourceRecipe:
+    """The recipe of a YAML file, a program, a notebook or (any other suffix) a script."""
     text = read_limited(path, LARGEST_NOTEBOOK if path.suffix == ".ipynb" else LARGEST_FILE)
     if path.suffix in (".yaml", ".yml"):
         return _yaml(text, path)
     if path.suffix not in (".py", ".ipynb"):
         return _script(text, path.parent)
     if path.suffix == ".ipynb":
-        try:
-            cells = [
-                "".join(cell["source"])
-                for cell in json.loads(text)["cells"]
-                if cell["cell_type"] == "code"
-            ]
-        except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path} is no notebook") from None
-        # without the commands of its shell
-        text = "\n".join(
-            re.sub(r"^[ \t]*[%!].*(\\\n.*)*$", "", cell, flags=re.MULTILINE) for cell in cells
-        )
+        text = _notebook_code(text, path)
     [system] = [system for system in systems().values() if "program" in system.adapters]
     program = system.adapter("program")(text, path)
+    keys: dict[str, Value] = {}
     if program.example:
-        example = _script(program.example, path.parent).keys
-    else:
-        example = {}
+        keys = _script(program.example, path.parent).keys
+    keys |= program.settings
     name = system.name if program.trainer else ""
-    return SourceRecipe(
-        example | program.settings, program.trainer, system=name, remarks=program.remarks
-    )
+    return SourceRecipe(keys, program.trainer, system=name, remarks=program.remarks)
+
+
+def _notebook_code(text: str, path: Path) -> str:
+    """The Python code of a notebook's cells."""
+    cells = []
+    try:
+        for cell in json.loads(text)["cells"]:
+            if cell["cell_type"] == "code":
+                # Commands of IPython and its shell (%..., !...) are no Python. They may continue on
+                # the next line.
+                code = re.sub(
+                    r"^[ \t]*[%!].*(\\\n.*)*$", "", "".join(cell["source"]), flags=re.MULTILINE
+                )
+                cells.append(code)
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{path} is no notebook") from None
+    return "\n".join(cells)
 
 
 def _script(text: str, folder: Path) -> SourceRecipe:
-    """The command with most keys; a YAML file that it names is read with it."""
+    """The command with most keys, and the YAML file that it names."""
     script = shell.read(text, folder=folder)
     recipes = [SourceRecipe(_flags_of_command(words), " ".join(words)) for words in script.commands]
-    best = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
-    known = {name for system in systems().values() for name in system.table.variables}
-    best.keys |= {
-        n: value_or_text(v)
-        for n, v in script.variables.items()
-        if n in known and isinstance(v, str)
-    }
-    best.branches = script.branches
-    file = _config(best.keys, folder)
+    recipe = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
+    variables: set[str] = set()
+    for system in systems().values():
+        variables.update(system.table.variables)
+    for name, value in script.variables.items():
+        if name in variables and isinstance(value, str):
+            recipe.keys[name] = value_or_text(value)
+    recipe.branches = script.branches
+    file = _pop_config_file(recipe.keys, folder)
     if file:
-        return _file(file).with_(best)
-    return best
+        return _file(file).with_(recipe)
+    return recipe
 
 
-def _config(keys: dict[str, Value], folder: Path) -> Path | None:
-    """Takes out of the keys the YAML file that they name: ``config``, or Hydra's ``config-path``
-    and ``config-name``.
+def _pop_config_file(keys: dict[str, Value], folder: Path) -> Path | None:
+    """Take the YAML file out of the keys that name it; None if there is none.
 
-    The file is searched as it is written, next to the script and in the folders above.
+    The keys are ``config``, or Hydra's ``config-path`` and ``config-name``. The file is searched
+    next to the script and in the folders above.
+
+    Raises:
+        UserError: if there is no such file, and no other key is one of a framework.
     """
-    names = [
-        key
-        for key in ("config", "config_file", "config_name", "config-name")
-        if isinstance(keys.get(key), str)
-    ]
+    names = [key for key in _CONFIG_KEYS if isinstance(keys.get(key), str)]
     for key in names:
         name = str(keys[key])
         path_key = key.replace("name", "path")
         parent = keys.get(path_key) if "name" in key else None
-        if name.endswith((".yaml", ".yml")):
-            name = name
-        else:
+        if not name.endswith((".yaml", ".yml")):
             name = f"{name}.yaml"
-        # What a shell would fill in is most often the script's own folder.
-        for written in (
-            f"{parent}/{name}" if isinstance(parent, str) else name,
-            name,
-            name.rpartition("/")[2],
-        ):
-            relative = written.rpartition("}/")[2].rpartition(")/")[2].lstrip("/")
+        candidates = [name, name.rpartition("/")[2]]
+        if isinstance(parent, str):
+            candidates.insert(0, f"{parent}/{name}")
+        for candidate in candidates:
+            # A path often begins with the script's folder as a variable, ${DIR}/, or as a command,
+            # $(dirname ...)/.
+            relative = candidate.rpartition("}/")[2].rpartition(")/")[2].lstrip("/")
+            if "$" in relative:
+                continue
             for base in (folder, *folder.parents):
-                if "$" not in relative and (base / relative).is_file():
+                if (base / relative).is_file():
                     keys.pop(key)
                     keys.pop(path_key, None)
                     return base / relative
-    others = [key for key in keys if key not in names]
-    if names and not any(system.table.find(key) for system in systems().values() for key in others):
+    tables = [system.table for system in systems().values()]
+    other_keys = [key for key in keys if key not in names]
+    if names and not any(table.find(key) for table in tables for key in other_keys):
         raise UserError(
             f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself"
         )
     return None
 
 
-#: Flags of ``accelerate launch`` and ``torchrun`` that a batch depends on.
+#: Keys that name the YAML file of a command.
+_CONFIG_KEYS = ("config", "config_file", "config_name", "config-name")
+
+#: Flags of ``accelerate launch`` and ``torchrun`` on which the batch size depends.
 _LAUNCHER = {"num_processes", "num_machines", "nproc_per_node", "nnodes"}
 
 
 def _flags_of_command(words: list[str]) -> dict[str, Value]:
     """The program's flags, and its launcher's numbers of processes and machines."""
     arguments = _program_arguments(words)
+    launcher_words = words[: len(words) - len(arguments)]
     keys = flags(arguments)
-    for written, value in flags(words[: len(words) - len(arguments)]).items():
-        name = written.replace("-", "_")
-        if name in _LAUNCHER:  # a program's name may follow its value
+    for flag, value in flags(launcher_words).items():
+        name = flag.replace("-", "_")
+        if name in _LAUNCHER:
+            # After the last flag, the program's name is read as a second value.
             keys.setdefault(name, value[0] if isinstance(value, list) else value)
     return keys
 
 
 def _program_arguments(words: list[str]) -> list[str]:
-    """What follows the program that is started: its module, its file, or a system's command and
-    subcommand."""
-    commands = {system.command for system in systems().values()} - {""}
+    """The words after the program: after its module, its file, or a framework's subcommand."""
+    commands = {system.command for system in systems().values() if system.command}
     if "--" in words:
         words = words[words.index("--") + 1 :]
-    for at, word in enumerate(words):
-        if (
-            word == "-m"
-            and at + 1 < len(words)
-            and not words[at + 1].startswith("torch.distributed")
-        ):
-            return words[at + 2 :]
-        if word.endswith(".py") and not word.startswith("-"):
-            return words[at + 1 :]
-        if word in commands:
-            return words[at + 2 :]
+    for position, word in enumerate(words):
+        if word == "-m" and position + 1 < len(words):
+            # python -m torch.distributed.run is a launcher, not the program.
+            if not words[position + 1].startswith("torch.distributed"):
+                return words[position + 2 :]
+        elif word.endswith(".py") and not word.startswith("-"):
+            return words[position + 1 :]
+        elif word in commands:
+            return words[position + 2 :]
     return words
 
 
@@ -201,37 +216,45 @@ _FLAG = re.compile(r"--?[A-Za-z]|\+{1,2}[\w.]+=|\w+\.[\w.]+=")
 
 
 def flags(words: Sequence[str]) -> dict[str, Value]:
-    """``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a bare flag
-    is true."""
+    """The keys of a command line.
+
+    They are ``--flag value ...``, ``--flag=value``, ``key=value`` and Hydra's ``+key=value``; a
+    flag without a value is true.
+    """
     keys: dict[str, Value] = {}
-    rest = deque(words)
-    while rest:
-        word = rest.popleft()
+    remaining = deque(words)
+    while remaining:
+        word = remaining.popleft()
         name, equals, text = word.partition("=")
-        if word.startswith("--"):
-            values = [text] if equals else []
-            while (
-                not equals
-                and rest
-                and not _FLAG.match(rest[0])
-                and not (values and re.match(r"\w+=", rest[0]))
-            ):
-                values.append(rest.popleft())
-            if len(values) > 1:
-                keys[name.lstrip("-")] = [
-                    value_or_text(value.removesuffix(",")) for value in values
-                ]
-            else:
-                if values:
-                    keys[name.lstrip("-")] = value_or_text(values[0])
-                else:
-                    keys[name.lstrip("-")] = True
-        elif equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
-            keys[name.lstrip("+")] = value_or_text(text)
+        if not word.startswith("--"):
+            if equals and re.fullmatch(r"\+{0,2}[\w.@/-]+", name):
+                keys[name.lstrip("+")] = value_or_text(text)
+            continue
+        values = [text] if equals else _pop_values(remaining)
+        value: Value
+        if len(values) > 1:
+            value = [value_or_text(entry.removesuffix(",")) for entry in values]
+        elif values:
+            value = value_or_text(values[0])
+        else:
+            value = True
+        keys[name.lstrip("-")] = value
     return keys
 
 
+def _pop_values(words: deque[str]) -> list[str]:
+    """Take the values of a flag from the words after it."""
+    values: list[str] = []
+    while words and not _FLAG.match(words[0]):
+        # After a value, name=text is an override of its own; right after the flag it is its value.
+        if values and re.match(r"\w+=", words[0]):
+            break
+        values.append(words.popleft())
+    return values
+
+
 def _yaml(text: str, path: Path) -> SourceRecipe:
+    """The recipe of a YAML file; a launcher's file has the script under ``run``."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
@@ -244,8 +267,12 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
         check_nodes(root)
     except yaml.MarkedYAMLError as error:
         raise UserError(f"{path}: {error.problem}") from None
-    rows = [row for system in systems().values() for row in system.table.rows]
-    mappings = {name for row in rows if row.function == "proportions" for name in row.names}
+    # These values are mappings, not groups of keys.
+    mappings: set[str] = set()
+    for system in systems().values():
+        for row in system.table.rows:
+            if row.function == "proportions":
+                mappings.update(row.names)
     keys: dict[str, Value] = {}
 
     def add(node: yaml.MappingNode, prefix: str) -> None:
@@ -253,14 +280,13 @@ def _yaml(text: str, path: Path) -> SourceRecipe:
             key = f"{prefix}{name.value}"
             if isinstance(value, yaml.MappingNode) and value.value and key not in mappings:
                 add(value, f"{key}.")
-            elif not key.endswith("_target_"):
+            elif not key.endswith("_target_"):  # the class that Hydra makes of a group
                 keys[key] = free(value)
 
     add(root, "")
-    if (
-        isinstance(job := keys.get("run"), str) and "\n" in job
-    ):  # a launcher's, with the script in it
-        return _script(job, path.parent)
+    script = keys.get("run")
+    if isinstance(script, str) and "\n" in script:
+        return _script(script, path.parent)
     _expand_groups(keys)
     references = _References(keys)
     return SourceRecipe({key: references.resolved(value) for key, value in keys.items()})
@@ -270,27 +296,23 @@ _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
 def _expand_groups(keys: dict[str, Value]) -> None:
-    """Give a key that refers to a group, as ``critic.optimizer: ${actor.optimizer}``, that group's
-    keys.
+    """Replace a key that refers to a group, as ``critic.optimizer: ${actor.optimizer}``.
+
+    It becomes a copy of that group's keys.
 
     Raises:
         UserError: for references to groups that stand for too many keys.
     """
     for key, value in list(keys.items()):
-        if isinstance(value, str):
-            match = _REFERENCE.fullmatch(value)
-        else:
-            match = None
-        prefix = f"{match[1]}." if match else ""
-        if not match or match[1] in keys or f"{key}.".startswith(prefix):
+        match = _REFERENCE.fullmatch(value) if isinstance(value, str) else None
+        if match is None or match[1] in keys:
             continue
-        members = {
-            name.removeprefix(prefix): entry
-            for name, entry in keys.items()
-            if name.startswith(prefix)
-        }
-        for name, entry in members.items():
-            keys.setdefault(f"{key}.{name}", entry)
+        prefix = f"{match[1]}."
+        if f"{key}.".startswith(prefix):  # a group that would contain itself
+            continue
+        members = [name for name in keys if name.startswith(prefix)]
+        for name in members:
+            keys.setdefault(f"{key}.{name.removeprefix(prefix)}", keys[name])
         if members:
             del keys[key]
         if len(keys) > MOST_KEYS:
@@ -300,18 +322,20 @@ def _expand_groups(keys: dict[str, Value]) -> None:
 
 
 class _References:
-    """``${other.key}`` replaced by its value; a key that is not in the file stays as it is
-    written."""
+    """Replaces ``${other.key}`` by its value; a reference to a key outside the file stays."""
 
     def __init__(self, keys: Mapping[str, Value]) -> None:
         self._keys = keys
-        self._open: list[
-            str
-        ] = []  # keys whose values are being resolved: one that names itself stays
+        # Keys whose values are being resolved: a reference of a key to itself stays.
+        self._open: list[str] = []
         self._budget = Budget("the file")
 
     def resolved(self, value: Value) -> Value:
-        """Raises UserError if values refer to others so often that they become too large."""
+        """The value with its references replaced.
+
+        Raises:
+            UserError: if values refer to others so often that they become too large.
+        """
         if isinstance(value, list):
             return [self.resolved(entry) for entry in value]
         if not isinstance(value, str) or "${" not in value:
@@ -321,19 +345,17 @@ class _References:
             return self._value(match[1], value)
         length = 0
         texts = []
-        for at, text in enumerate(_REFERENCE.split(value)):
-            if at % 2:
-                replaced = str(self._value(text, f"${{{text}}}"))
-            else:
-                replaced = text
-            length += len(replaced)
+        for position, text in enumerate(_REFERENCE.split(value)):
+            if position % 2:  # split() alternates between texts and the key of a reference
+                text = str(self._value(text, f"${{{text}}}"))
+            length += len(text)
             self._budget.check_length(length)
-            texts.append(replaced)
+            texts.append(text)
         return "".join(texts)
 
-    def _value(self, key: str, written: str) -> Value:
+    def _value(self, key: str, reference: str) -> Value:
         if key not in self._keys or key in self._open:
-            return written
+            return reference
         self._open.append(key)
         value = self.resolved(self._keys[key])
         self._open.pop()
@@ -342,24 +364,27 @@ class _References:
 
 
 def detect(recipe: SourceRecipe) -> str:
-    """The system that a program names, or whose tables know most keys; of two, the one that names
-    more exactly.
+    """The framework that a program names, or whose table has most of the keys.
+
+    Of two with as many keys, the one that has more of them by exact names.
 
     Raises:
-        UserError: if no system knows any, or two know as many.
+        UserError: if no framework has any of the keys, or two have equally many.
     """
     if recipe.system:
         return recipe.system
     scores = {}
     for name, system in systems().items():
-        known = [key for key in recipe.keys if system.table.find(key)]
-        scores[name] = (len(known), sum(key in system.table.exact for key in known))
+        matching = [key for key in recipe.keys if system.table.find(key)]
+        exact = [key for key in matching if key in system.table.exact]
+        scores[name] = (len(matching), len(exact))
     best = max(scores.values())
-    names = [name for name, score in scores.items() if score == best]
-    titles = [system.title for system in systems().values() if not best[0] or system.name in names]
     if not best[0]:
+        titles = [system.title for system in systems().values()]
         raise UserError(f"these are no keys of {', '.join(titles)}: name the system with --from")
-    if names[1:]:
+    names = [name for name, score in scores.items() if score == best]
+    if len(names) > 1:
+        titles = [systems()[name].title for name in names]
         raise UserError(
             f"these keys are of {' and of '.join(titles)}: add --from {'|'.join(names)}"
         )

@@ -1,22 +1,23 @@
-"""Another framework: its name, its table of settings, and what adapts its recipes and classes.
+"""Another framework: its name, its table of settings, and the adapters of its recipes and classes.
 
-Each folder here is one, and declares ``SYSTEM``. It has a table of its settings, and
-``translate.py``: ``CONVERSIONS`` are functions for the table, and ``finish(draft)`` decides about
-keys that depend on each other, after each was carried over alone.
+Each folder here is a framework, and declares ``SYSTEM``. Its ``translate.py`` has two entry points.
+``CONVERSIONS`` are functions for its table of settings. ``finish(draft)`` decides about keys that
+depend on each other, after each key was translated alone.
 
 A table, ``settings.tsv``, is taken from the framework's own definitions of its arguments (2026). It
 has five columns, separated by tabs:
 
-``theirs``   names of one key, separated by spaces; ``{a,b}`` stands for both, ``*`` for anything
-``default``  its value there where nothing is set; empty where that has no bearing on ours
-``ours``     our keys; ``key=value`` is set along with the first; ``key[0]`` is an entry of a list;
-             ``-``: no counterpart, ``=``: needs no setting here
-``values``   ``theirs=ours`` where values are spelled differently: ``~`` leaves ours at its default, ``-`` is a value
-             without a counterpart, ``*=`` is any other; ``@name`` is a function of
-             ``conversion.py``
+``theirs``   names of one source key, separated by spaces; ``{a,b}`` stands for both, ``*`` for any
+             text
+``default``  its default value there; empty if it has no effect on our settings
+``ours``     our settings; ``key=value`` is set along with the first; ``key[0]`` is an entry of a
+             list; ``-``: no counterpart, ``=``: needs no setting here
+``values``   ``theirs=ours`` for values with another spelling here. As ours, ``~`` leaves our setting
+             at its default, and ``-`` has no counterpart. ``*=`` is any other value. ``@name`` is a
+             function of ``conversion.py`` or of the framework's ``CONVERSIONS``.
 ``note``     why there is no counterpart, or what differs
 
-Invariant: the name that says most about a key decides: itself, then the longest pattern.
+Invariant: of several rows for a key, the exact name decides, then the longest pattern.
 """
 
 from __future__ import annotations
@@ -40,8 +41,12 @@ _BRACES = re.compile(r"\{([^{}]*)\}")
 
 @dataclass(frozen=True)
 class Target:
-    """A key of ours; ``index`` is the entry of a list, ``fixed`` the value where it does not depend
-    on theirs."""
+    """A setting of ours that a row sets.
+
+    Args:
+        index: the entry of a list, if the row sets one entry.
+        fixed: the value, if it does not depend on the framework's.
+    """
 
     path: str
     index: int | None = None
@@ -49,6 +54,7 @@ class Target:
 
     @classmethod
     def read(cls, text: str) -> Target:
+        """A target as a table spells it: ``key``, ``key[0]`` or ``key=value``."""
         path, equals, fixed = text.partition("=")
         match = re.fullmatch(r"(.+)\[(\d)\]", path)
         if match:
@@ -79,22 +85,27 @@ class TableRow:
 
     @classmethod
     def read(cls, line: str) -> TableRow:
-        theirs, default, ours, values, note = line.split("\t")
-        spelled = tuple(theirs.split())
-        names = tuple(name for pattern in spelled for name in expand(pattern))
-        words = values.split()
-        aliases = dict(word.split("=", 1) for word in words if not word.startswith("@"))
-        function = next((word[1:] for word in words if word.startswith("@")), "")
+        """A row from a line with the five columns."""
+        patterns, default, ours, values, note = line.split("\t")
+        spelled = tuple(patterns.split())
+        names: list[str] = []
+        for pattern in spelled:
+            names += expand(pattern)
+        aliases = {}
+        function = ""
+        for word in values.split():
+            if word.startswith("@"):
+                function = word[1:]
+            else:
+                source_value, _, our_value = word.partition("=")
+                aliases[source_value] = our_value
         kind = ours if ours in ("-", "=") else "key"
-        if kind == "key":
-            targets = tuple(Target.read(word) for word in ours.split())
-        else:
-            targets = ()
-        return cls(names, spelled, default, kind, targets, aliases, function, note)
+        targets = [Target.read(word) for word in ours.split()] if kind == "key" else []
+        return cls(tuple(names), spelled, default, kind, tuple(targets), aliases, function, note)
 
     @property
     def free(self) -> list[Target]:
-        """The targets that take their value from theirs."""
+        """The targets whose value is the framework's."""
         return [target for target in self.targets if target.fixed is None]
 
 
@@ -108,23 +119,37 @@ class Table:
 
     @classmethod
     def read(cls, file: Path) -> Table:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        rows = tuple(TableRow.read(line) for line in lines[1:] if line.strip())
-        named = [(name, row) for row in rows for name in row.names]
-        patterns = sorted(
-            (n for n in named if "*" in n[0]), key=lambda entry: -len(entry[0].replace("*", ""))
-        )
-        exact = {name: row for name, row in named if "*" not in name}
-        return cls(rows, exact, tuple((re.compile(translate(name)), row) for name, row in patterns))
+        """The table of a file; its first line has the names of the columns."""
+        rows = []
+        exact = {}
+        patterns = {}
+        for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+            if not line.strip():
+                continue
+            row = TableRow.read(line)
+            rows.append(row)
+            for name in row.names:
+                if "*" in name:
+                    patterns[name] = row
+                else:
+                    exact[name] = row
+        # The longest pattern first: find() takes the first match.
+        ordered = sorted(patterns, key=lambda name: -len(name.replace("*", "")))
+        compiled = [(re.compile(translate(name)), patterns[name]) for name in ordered]
+        return cls(tuple(rows), exact, tuple(compiled))
 
     def find(self, path: str) -> TableRow | None:
         """The row that answers for ``path``."""
-        matching = (row for pattern, row in self.patterns if pattern.fullmatch(path))
-        return self.exact.get(path) or next(matching, None)
+        if path in self.exact:
+            return self.exact[path]
+        for pattern, row in self.patterns:
+            if pattern.fullmatch(path):
+                return row
+        return None
 
     @property
     def variables(self) -> dict[str, TableRow]:
-        """The rows of environment variables, which the system reads as it does its keys."""
+        """The rows of environment variables, which the framework reads as it does its keys."""
         return {name: row for name, row in self.exact.items() if name.isupper()}
 
 
@@ -133,9 +158,12 @@ def expand(pattern: str) -> list[str]:
     match = _BRACES.search(pattern)
     if not match:
         return [pattern]
-    before = pattern[: match.start()]
-    after = pattern[match.end() :]
-    return [name for option in match[1].split(",") for name in expand(f"{before}{option}{after}")]
+    prefix = pattern[: match.start()]
+    suffix = pattern[match.end() :]
+    names = []
+    for option in match[1].split(","):
+        names += expand(f"{prefix}{option}{suffix}")
+    return names
 
 
 @dataclass(frozen=True)
@@ -143,20 +171,19 @@ class System:
     """A framework whose recipes, files and classes are understood.
 
     Args:
-        name: of its folder, and of ``--from``.
-        order: its place in help and documentation.
-        adapters: what it brings, as ``module:attribute`` of its folder (imported when it is
-            needed):
+        name: the name of its folder, and the value of ``--from``.
+        order: its position in help and documentation.
+        adapters: its adapters, as ``module:attribute`` of its folder (imported on first use):
 
             - ``environment``: a module that registers an environment
             - ``reward_signature``: a ``skyasync.rewards.signature.Signature``
-            - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: what
-              ``OtherFrameworks`` asks for
+            - ``remote_reward``, ``user_modules``, ``agent_file``, ``agent_class``: functions for
+              the methods of ``OtherFrameworks``
             - ``program``: reads a recipe that is a Python program
-        command: the word of a command line after which the recipe's name and flags follow.
-        agent_program: the reference of the program that plays its agent files that have a loop of
-            their own.
-        has_our_keys: it spells most keys as we do; those that its table lacks are ours.
+        command: the word of a command line that precedes the recipe's name and flags.
+        agent_program: the reference of the program that plays agent files with a loop of their
+            own.
+        has_our_keys: it spells most keys as we do; keys that its table lacks are ours.
     """
 
     name: str
@@ -186,8 +213,10 @@ class System:
 
 @cache
 def systems() -> dict[str, System]:
-    """All of them by name, in their order: the folders that have a table of settings."""
-    packages = [module.name for module in pkgutil.iter_modules([str(_FOLDER)]) if module.ispkg]
-    folders = [name for name in packages if (_FOLDER / name / SETTINGS).is_file()]
-    declared = [import_module(f"{__package__}.{folder}").SYSTEM for folder in folders]
-    return {system.name: system for system in sorted(declared, key=lambda system: system.order)}
+    """All frameworks by name, in their order: the folders that have a table of settings."""
+    declared = []
+    for module in pkgutil.iter_modules([str(_FOLDER)]):
+        if module.ispkg and (_FOLDER / module.name / SETTINGS).is_file():
+            declared.append(import_module(f"{__package__}.{module.name}").SYSTEM)
+    declared.sort(key=lambda system: system.order)
+    return {system.name: system for system in declared}

@@ -1,12 +1,12 @@
-"""``skyasync translate``: another system's recipe as YAML that loads, with a comment for each key
-left out.
+"""``skyasync translate``: a recipe of another framework as our YAML.
 
-Invariant: the YAML has been loaded; a setting that contradicts another one is left out, with a
-comment.
+Invariant: the YAML has been loaded. A key without a counterpart, and a setting that contradicts
+another one, is left out with a comment.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,10 +19,11 @@ from skyasync.errors import UserError, unknown
 from skyasync.interop.conversion import BATCH, as_list
 from skyasync.interop.draft import (
     CORRECTION,
+    ENGINE_SIZE,
     MINI,
     PLACEMENT,
     PLAN,
-    SAMPLING,
+    RESPONSE_LENGTH,
     A,
     Draft,
     DraftSetting,
@@ -42,10 +43,11 @@ it is run. SYSTEM is one of {", ".join(systems())}; without it the keys decide.
     skyasync plan --config ours.yaml
 """
 _LOGGER = "trainer.logger"
+#: Settings that change no result: if they are left out, no remark is needed.
 _CHANGE_NO_RESULT = ("generator.weight_sync_backend", "trainer.resume_mode")
-_SECRET = re.compile(
-    r"(key|token|secret|password)$", re.IGNORECASE
-)  # keys whose values are not repeated
+#: Keys whose values are secrets, and are not printed.
+_SECRET = re.compile(r"(key|token|secret|password)$", re.IGNORECASE)
+_LONGEST_VALUE = 80  # characters of a value in a comment, which stays on one line
 
 
 def translate(argv: Sequence[str]) -> None:
@@ -55,27 +57,31 @@ def translate(argv: Sequence[str]) -> None:
         UserError: for an unreadable or too deeply nested recipe, or an unknown system.
     """
     arguments = list(argv)
-    name = ""
     if not arguments or arguments[0] in ("--help", "-h"):
         print(HELP, end="")
         return
-    at = next(
-        (at for at, argument in enumerate(arguments) if argument.partition("=")[0] == "--from"),
-        None,
-    )
-    if at is not None:
-        _, equals, name = arguments.pop(at).partition("=")
-        if not equals and at < len(arguments):
-            name = arguments.pop(at)
-        if not name:
-            raise UserError(f"--from needs a system: {', '.join(systems())}")
-        if name.lower() not in systems():
-            raise UserError(unknown("system", name, systems()))
+    system = _pop_system(arguments)
     try:
         recipe = read_recipe(arguments)
-        print(translated(recipe, name.lower() or detect(recipe)), end="")
+        print(translated(recipe, system or detect(recipe)), end="")
     except RecursionError:
         raise UserError("the recipe is nested too deeply") from None
+
+
+def _pop_system(arguments: list[str]) -> str:
+    """Take ``--from SYSTEM`` or ``--from=SYSTEM`` out of the arguments; "" if there is none."""
+    flags = [argument.partition("=")[0] for argument in arguments]
+    if "--from" not in flags:
+        return ""
+    position = flags.index("--from")
+    _, equals, name = arguments.pop(position).partition("=")
+    if not equals and position < len(arguments):
+        name = arguments.pop(position)
+    if not name:
+        raise UserError(f"--from needs a system: {', '.join(systems())}")
+    if name.lower() not in systems():
+        raise UserError(unknown("system", name, systems()))
+    return name.lower()
 
 
 def translated(recipe: SourceRecipe, system: str) -> str:
@@ -83,114 +89,139 @@ def translated(recipe: SourceRecipe, system: str) -> str:
     draft = begin(systems()[system], recipe)
     draft.system.translation.finish(draft)
     _finish(draft)
+    # Settings are dropped until the loader accepts the rest.
     while problems := _problems(draft):
-        if _allow_uncorrected(draft, problems):
-            continue
-        # Left out is the first key of a problem until the rest loads, and at once every key that
-        # has no effect.
-        named = [(problem, path) for problem in problems if (path := _named(problem, draft))]
-        if not named:
-            raise UserError("\n".join(problems))
-        unread = [entry for entry in named if " has no effect with " in entry[0]]
-        for problem, path in unread or named[:1]:
-            _remark_default(draft, path, problem)
-            draft.drop(path, problem)
+        if not _allow_uncorrected(draft, problems):
+            _drop_rejected(draft, problems)
     return "\n".join(_lines(draft)) + "\n"
 
 
+def _drop_rejected(draft: Draft, problems: Sequence[str]) -> None:
+    """Drop all settings without effect, or else the first one that the loader rejects.
+
+    Only the first, because the other problems may follow from it.
+
+    Raises:
+        UserError: if no problem names a setting of the draft.
+    """
+    rejected = []
+    for problem in problems:
+        path = _rejected_path(problem, draft)
+        if path:
+            rejected.append((problem, path))
+    if not rejected:
+        raise UserError("\n".join(problems))
+    without_effect = [entry for entry in rejected if " has no effect with " in entry[0]]
+    for problem, path in without_effect or rejected[:1]:
+        _remark_default(draft, path, problem)
+        draft.drop(path, problem)
+
+
 def _remark_default(draft: Draft, path: str, problem: str) -> None:
-    """Say that one of their defaults is left out; of keys that were given this is said at the
-    key."""
-    setting = draft.ours[path]
-    default = setting.theirs and not draft.named(*setting.theirs)
-    if default and path not in _CHANGE_NO_RESULT and " has no effect" not in problem:
+    """Note that a default of the framework is left out.
+
+    A key of the recipe needs no remark: its own comment says so.
+    """
+    setting = draft.settings[path]
+    is_default = setting.sources and not draft.present_names(*setting.sources)
+    if is_default and path not in _CHANGE_NO_RESULT and " has no effect" not in problem:
         draft.remarks.append(
             f"{path}={written(setting.value)}, {draft.system.title}'s default, is left out: {problem}"
         )
 
 
 def _allow_uncorrected(draft: Draft, problems: Sequence[str]) -> bool:
-    """Let stale samples go uncorrected as they do there, if the loader asks for it; whether it
-    did."""
-    allowed = "trainer.allow_uncorrected"
-    refused = any(
-        problem.startswith(f"{CORRECTION}=none") and allowed in problem for problem in problems
-    )
-    if not refused or CORRECTION not in draft.ours or allowed in draft.ours:
+    """Allow stale samples without a correction, as the framework does; whether that was needed."""
+    allow = "trainer.allow_uncorrected"
+    if CORRECTION not in draft.settings or allow in draft.settings:
         return False
-    draft.put(allowed, True, *draft.origin(CORRECTION))
-    return True
+    for problem in problems:
+        if problem.startswith(f"{CORRECTION}=none") and allow in problem:
+            draft.put(allow, True, *draft.origin(CORRECTION))
+            return True
+    return False
 
 
 def _finish(draft: Draft) -> None:
-    """What holds for every system."""
-    # The engine is the recipe's, not the one that is installed where it is translated.
+    """Apply the rules that hold for every framework."""
+    _finish_placement(draft)
+    buffer = f"{A}overlong_buffer.len"
+    limit = f"{A}overlong_buffer.max_len"
+    if draft.number(buffer) and limit not in draft.settings:
+        # All frameworks reach the full penalty at the longest response.
+        longest = int(draft.number(RESPONSE_LENGTH))
+        draft.put(limit, longest, *draft.origin(buffer))
+    # A cosine schedule that ends above 0 has a name of its own here.
+    for section in ("policy", "critic"):
+        name = f"trainer.{section}.optimizer_config.scheduler"
+        options = f"{name}_kwargs"
+        if options in draft.settings and draft.value(name) == "cosine":
+            draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
+    _keep_metrics_file(draft)
+    if draft.number(MINI) >= draft.number(BATCH):
+        draft.put(MINI, 0, *draft.settings[MINI].sources)  # one update with the full batch
+    for path, setting in list(draft.settings.items()):
+        key = draft.keys.holder(path)
+        if key is None:
+            continue
+        if key.path == path and not setting.explicit and setting.value == key.default:
+            draft.settings.pop(path)
+        elif key.type == list[str] and isinstance(setting.value, str):
+            draft.settings[path] = DraftSetting([setting.value], setting.sources, setting.explicit)
+
+
+def _finish_placement(draft: Draft) -> None:
+    """Choose the engine, and remove settings that colocation decides."""
+    # The engine is the recipe's, not the one that is installed on this machine.
     if draft.value("generator.engines"):
         draft.drop("generator.backend", "generator.engines names servers")
     elif draft.value("generator.backend") == "auto":
         draft.put("generator.backend", "vllm")
-    # Models that are colocated with the policy have its devices; a colocated engine has one of
-    # them.
     for model in ("ref", "critic", "teacher"):
-        if draft.value(f"{PLACEMENT}colocate_policy_{model}"):
-            for path in (f"{PLACEMENT}{model}_num_nodes", f"{PLACEMENT}{model}_num_gpus_per_node"):
-                why = f"it shares the policy's devices: {PLACEMENT}colocate_policy_{model}"
-                draft.silent |= dict.fromkeys(draft.origin(path), why)
-                draft.ours.pop(path, None)
-    size = "generator.inference_engine_tensor_parallel_size"
+        colocate = f"{PLACEMENT}colocate_policy_{model}"
+        if not draft.value(colocate):
+            continue
+        for path in (f"{PLACEMENT}{model}_num_nodes", f"{PLACEMENT}{model}_num_gpus_per_node"):
+            for name in draft.origin(path):
+                draft.not_needed[name] = f"it shares the policy's devices: {colocate}"
+            draft.settings.pop(path, None)
+    colocate_all = f"{PLACEMENT}colocate_all"
+    if not draft.value(colocate_all):
+        return
+    plan = draft.value(PLAN)
+    size = ENGINE_SIZE
     engines = "generator.num_inference_engines"
-    if (
-        draft.value(f"{PLACEMENT}colocate_all")
-        and draft.value(PLAN) == "sync"
-        and draft.number(size) > 1
-    ):
-        whole = int(draft.number(engines) * draft.number(size))
-        draft.put(engines, whole, *draft.origin(engines))
-        draft.drop(size, f"with {PLACEMENT}colocate_all each engine has one GPU: {engines}={whole}")
-    if draft.value(PLAN) != "sync" and draft.value(f"{PLACEMENT}colocate_all"):
-        draft.drop(
-            f"{PLACEMENT}colocate_all", f"plan {draft.value(PLAN)}: engines and policy work at once"
-        )
-    length, end = (f"{A}overlong_buffer.{name}" for name in ("len", "max_len"))
-    if (
-        draft.number(length) and end not in draft.ours
-    ):  # complete at the longest response, as in all of them
-        draft.put(end, int(draft.number(f"{SAMPLING}.max_generate_length")), *draft.origin(length))
-    # A cosine that ends at a share of its rate has a name of its own.
-    for section in ("policy", "critic"):
-        name, options = (
-            f"trainer.{section}.optimizer_config.scheduler{end}" for end in ("", "_kwargs")
-        )
-        if options in draft.ours and draft.value(name) == "cosine":
-            draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
-    _keep_metrics_file(draft)
-    if draft.number(MINI) >= draft.number(BATCH):  # one update of the whole batch
-        draft.put(MINI, 0, *draft.ours[MINI].theirs)
-    for path, setting in list(draft.ours.items()):
-        key = draft.keys.holder(path)
-        if key and key.path == path and not setting.given and setting.value == key.default:
-            draft.ours.pop(path)
-        elif key and key.type == list[str] and isinstance(setting.value, str):
-            draft.ours[path] = DraftSetting([setting.value], setting.theirs, setting.given)
+    if plan != "sync":
+        draft.drop(colocate_all, f"plan {plan}: engines and policy work at once")
+    elif draft.number(size) > 1:
+        # A colocated engine shares one GPU with one rank of the policy.
+        count = int(draft.number(engines) * draft.number(size))
+        draft.put(engines, count, *draft.origin(engines))
+        draft.drop(size, f"with {colocate_all} each engine has one GPU: {engines}={count}")
 
 
 def _keep_metrics_file(draft: Draft) -> None:
-    """Add ``jsonl``, which the report reads, to the recipe's loggers, and leave out those that
-    there are not."""
+    """Add ``jsonl``, which the report reads, to the recipe's loggers; drop unsupported loggers."""
     loggers = draft.value(_LOGGER)
-    if _LOGGER not in draft.ours or loggers is None:
+    if _LOGGER not in draft.settings or loggers is None:
         return
-    names = [str(name) for name in as_list(loggers)]
     trackers = draft.keys[_LOGGER].options() or ()
-    missing = [name for name in names if name not in trackers and ":" not in name]
-    for key in draft.named(*draft.origin(_LOGGER)) if missing else ():
-        draft.left[key] = f"there is no tracker {', '.join(missing)}: see {_LOGGER}"
-    rest: list[Value] = [name for name in names if name not in ("jsonl", *missing)]
-    draft.put(_LOGGER, ["jsonl", *rest], *draft.origin(_LOGGER))
+    supported: list[Value] = ["jsonl"]
+    missing = []
+    for name in map(str, as_list(loggers)):
+        if name not in trackers and ":" not in name:  # module:Class is a user's tracker
+            missing.append(name)
+        elif name != "jsonl":
+            supported.append(name)
+    origin = draft.origin(_LOGGER)
+    if missing:
+        for key in draft.present_names(*origin):
+            draft.no_counterpart[key] = f"there is no tracker {', '.join(missing)}: see {_LOGGER}"
+    draft.put(_LOGGER, supported, *origin)
 
 
 def _problems(draft: Draft) -> list[str]:
-    """What the loader rejects in the draft's YAML."""
+    """The errors of the loader for the draft's YAML."""
     from skyasync.config.check import check_config
     from skyasync.config.load import load_config
 
@@ -198,122 +229,144 @@ def _problems(draft: Draft) -> list[str]:
         file = Path(folder) / "translated.yaml"
         file.write_text("\n".join(_tree(draft)) + "\n", encoding="utf-8")
         try:
-            return check_config(load_config(["--config", str(file)]), given={*draft.ours})
+            return check_config(load_config(["--config", str(file)]), given={*draft.settings})
         except UserError as error:
-            lines = str(error).splitlines()
-            return [
-                line.partition("translated.yaml:")[2].partition(": ")[2] or line for line in lines
-            ]
+            problems = []
+            for line in str(error).splitlines():
+                # A line is "file:line: message".
+                _, _, location = line.partition("translated.yaml:")
+                _, _, message = location.partition(": ")
+                problems.append(message or line)
+            return problems
 
 
-def _named(problem: str, draft: Draft) -> str:
-    """The key of ours that a problem names first; one that they did not give rather than one that
-    they did.
+def _rejected_path(problem: str, draft: Draft) -> str:
+    """The setting that a problem names, "" if it names none of the draft.
 
-    An entry of a mapping is named by the mapping; a name that no part has may stand for its key.
+    Of several: a default of the framework before a setting of the recipe, then the first one. An
+    entry of a mapping may be named by its mapping, a setting by its quoted value.
     """
-    positions = {}
-    for path in draft.ours:
+    positions: dict[str, int] = {}
+    for path in draft.settings:
+        position = problem.find(path)
         key = draft.keys.holder(path)
-        names = [path, *([f"{key.path}=" + "{"] if key and key.path != path else [])]
-        inside = [problem.find(name) for name in names if name in problem]
-        if inside:
-            positions[path] = inside[0]
+        if position < 0 and key and key.path != path:
+            position = problem.find(f"{key.path}={{")
+        if position >= 0:
+            positions[path] = position
     if not positions:
         quoted = problem.split("'")
-        positions = {
-            path: 0 for path, setting in draft.ours.items() if written(setting.value) in quoted
-        }
-    # How ranks divide the work changes no result, so it goes before what does.
-    order = {
-        path: (draft.ours[path].given, not path.startswith("trainer.parallel."), at, -len(path))
-        for path, at in positions.items()
-    }
-    return min(order, key=lambda path: order[path], default="")
+        for path, setting in draft.settings.items():
+            if written(setting.value) in quoted:
+                positions[path] = 0
+
+    def rank(path: str) -> tuple[bool, bool, int, int]:
+        # Parallelism of the trainer changes no result: it is dropped rather than another setting.
+        changes_result = not path.startswith("trainer.parallel.")
+        # Where one path is the beginning of another, the longer one is meant.
+        return draft.settings[path].explicit, changes_result, positions[path], -len(path)
+
+    return min(positions, key=rank, default="")
 
 
 def _lines(draft: Draft) -> Iterator[str]:
+    """The lines of the result: settings, then keys by what became of them, then remarks."""
     title = draft.system.title
-    given = draft.given
     yield f"# Made from a recipe of {title} by skyasync translate."
     if draft.recipe.branches:
         yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
     yield from _tree(draft)
-    used = {name for setting in draft.ours.values() for name in setting.theirs}
-    decided = {
-        name: f"other keys decide about {path}" for name, path in draft.carried.items()
-    } | draft.silent
-    no_loss = {
-        name: decided[name]
-        for name in given
-        if name in decided and name not in used | {*draft.left}
+    used = set()
+    unfilled = []
+    for setting in draft.settings.values():
+        used.update(setting.sources)
+        if "$" in str(setting.value):
+            unfilled += setting.sources
+    decided = {}
+    for name, path in draft.first_targets.items():
+        decided[name] = f"other keys decide about {path}"
+    decided |= draft.not_needed
+    no_loss = {}
+    for name in draft.source_keys:
+        if name in decided and name not in used and name not in draft.no_counterpart:
+            no_loss[name] = decided[name]
+    sections = {
+        f"Keys of {title} without a counterpart here:": draft.no_counterpart,
+        f"Keys of {title} that need no setting here:": no_loss,
+        "Values that a shell fills in, to be written by hand:": dict.fromkeys(unfilled, ""),
+        f"Not known as keys of {title}:": dict.fromkeys(draft.unknown_keys, ""),
+        "What the program does to rows, to be done by hand:": draft.recipe.remarks,
     }
-    unfilled = [
-        name
-        for setting in draft.ours.values()
-        for name in setting.theirs
-        if "$" in str(setting.value)
-    ]
-    for heading, entries in (
-        (f"Keys of {title} without a counterpart here:", draft.left),
-        (f"Keys of {title} that need no setting here:", no_loss),
-        ("Values that a shell fills in, to be written by hand:", dict.fromkeys(unfilled, "")),
-        (f"Not known as keys of {title}:", dict.fromkeys(draft.unknown, "")),
-        ("What the program does to rows, to be done by hand:", draft.recipe.remarks),
-    ):
+    for heading, entries in sections.items():
         if entries:
-            yield from ("", f"# {heading}")
+            yield ""
+            yield f"# {heading}"
         for name, why in entries.items():
-            value = ""
-            if name in given and not _SECRET.search(name):
-                value = " ".join(written(given[name]).split())
-                value = f"={value if len(value) <= 80 else f'{value[:77]}...'}"
-            yield f"#   {name}{value}{f': {why}' if why else ''}"
+            line = f"#   {name}{_source_text(draft, name)}"
+            yield f"{line}: {why}" if why else line
     if draft.remarks:
-        yield from ("", f"# What differs from {title}:")
+        yield ""
+        yield f"# What differs from {title}:"
     for remark in draft.remarks:
         yield f"#   {remark}"
 
 
+def _source_text(draft: Draft, name: str) -> str:
+    """``=value`` of a source key on one line; "" for a default of the framework and a secret."""
+    if name not in draft.source_keys or _SECRET.search(name):
+        return ""
+    words = written(draft.source_keys[name]).split()
+    value = " ".join(words)
+    if len(value) > _LONGEST_VALUE:
+        value = f"{value[: _LONGEST_VALUE - 3]}..."
+    return f"={value}"
+
+
 def _difference(row: TableRow, value: Value) -> str:
-    """The row's note if it is about this value, or about what is different there."""
+    """The row's note if it is about this value, or about a difference of the framework."""
     if row.note.startswith((written(value), "there ")):
         return row.note
     return ""
 
 
-def _tree(draft: Draft) -> Iterator[str]:
-    """The settings as nested YAML in the schema's order, each with the keys that it came from."""
-    order: dict[str, int] = {}  # of keys and groups; a group stands where its first key does
-    for at, key in enumerate(draft.keys):
-        parts = key.path.split(".")
-        for depth in range(len(parts)):
-            order.setdefault(".".join(parts[: depth + 1]), at)
+def _prefixes(path: str) -> list[str]:
+    """``a.b.c`` as ``a``, ``a.b`` and ``a.b.c``."""
+    return list(itertools.accumulate(path.split("."), "{}.{}".format))
 
-    def position(path: str) -> tuple[int, ...]:
-        parts = path.split(".")
-        return tuple(
-            order.get(".".join(parts[: depth + 1]), len(order)) for depth in range(len(parts))
-        )
+
+def _tree(draft: Draft) -> Iterator[str]:
+    """The settings as nested YAML in the schema's order, each with its source keys in a comment."""
+    order: dict[str, int] = {}  # a group has the position of its first key
+    for position, key in enumerate(draft.keys):
+        for prefix in _prefixes(key.path):
+            order.setdefault(prefix, position)
+
+    def rank(path: str) -> tuple[list[int], str]:
+        # A user's own entries of a mapping are not in the schema: they come last.
+        return [order.get(prefix, len(order)) for prefix in _prefixes(path)], path
 
     open_groups: list[str] = []
-    for path in sorted(draft.ours, key=lambda path: (position(path), path)):
+    for path in sorted(draft.settings, key=rank):
         *groups, name = path.split(".")
         shared = 0
-        while shared < min(len(groups), len(open_groups)) and groups[shared] == open_groups[shared]:
+        for group, open_group in zip(groups, open_groups, strict=False):
+            if group != open_group:
+                break
             shared += 1
         for depth in range(shared, len(groups)):
             yield f"{'  ' * depth}{groups[depth]}:"
         open_groups = groups
-        setting = draft.ours[path]
+        setting = draft.settings[path]
+        # In a list of one, because YAML ends a bare text with "...".
         value = yaml.safe_dump(
             [_literal(setting.value)], default_flow_style=True, width=10**6, sort_keys=False
         )
-        yield f"{'  ' * len(groups)}{name}: {value.strip()[1:-1]}  # {_origin(draft, setting, path)}"
+        indent = "  " * len(groups)
+        yield f"{indent}{name}: {value.strip()[1:-1]}  # {_origin(draft, setting, path)}"
 
 
 def _literal(value: Value) -> Value:
-    """What a shell or their loader would have filled in stays text, not a reference of ours."""
+    """The value with its ``$`` escaped: a shell's variable is no reference of our loader."""
     if isinstance(value, list):
         return [_literal(entry) for entry in value]
     if isinstance(value, str):
@@ -322,18 +375,18 @@ def _literal(value: Value) -> Value:
 
 
 def _origin(draft: Draft, setting: DraftSetting, path: str) -> str:
-    given = draft.named(*setting.theirs)
-    if given:
-        origin = ", ".join(given)
-    else:
-        if setting.theirs:
-            origin = f"{draft.system.title}'s default"
-        else:
-            origin = "follows from the others"
+    """The comment after a setting: its source keys, and what differs from the framework."""
+    names = draft.present_names(*setting.sources)
     note = setting.note
-    row = draft.system.table.find(given[0]) if given else None
-    if not note and row and row.targets and path == row.targets[0].path:
-        note = _difference(row, draft.given[given[0]])
+    if names:
+        origin = ", ".join(names)
+        row = draft.system.table.find(names[0])
+        if not note and row and row.targets and path == row.targets[0].path:
+            note = _difference(row, draft.source_keys[names[0]])
+    elif setting.sources:
+        origin = f"{draft.system.title}'s default"
+    else:
+        origin = "follows from the others"
     if note:
         return f"{origin}: {note}"
     return origin

@@ -13,172 +13,206 @@ from skyasync.interop.conversion import (
     NoCounterpartError,
     as_list,
 )
-from skyasync.interop.draft import BOUNDS, CORRECTION, HUB, PLACEMENT, PLAN, SAMPLING, A, Draft
+from skyasync.interop.draft import (
+    ANCHOR,
+    BOUND_PATHS,
+    CORRECTION,
+    ESTIMATOR,
+    HUB,
+    KL_COEFFICIENT,
+    LOSS,
+    PLACEMENT,
+    PLAN,
+    REDUCTION,
+    RESPONSE_LENGTH,
+    A,
+    Draft,
+)
 
 
 def _reward(value: Value, context: ConversionContext) -> list[Value]:
     """Files with a ``reward_func``, or the addresses of a reward model's servers."""
-    files = [str(part) for part in as_list(value)]
+    files = [str(file) for file in as_list(value)]
     if all(re.match(r"https?://", file) for file in files):
         return [[",".join(files)]]
     return [[file if ":" in file else f"{file}:reward_func" for file in files]]
 
 
 def _frozen(value: Value, context: ConversionContext) -> list[Value]:
-    """Steps are counted from 0 there, and the policy learns from the step behind this number."""
+    """The first steps, in which the policy does not learn.
+
+    Steps are counted from 0 there, and the policy learns from the step after this number.
+    """
     if not isinstance(value, int):
         raise NoCounterpartError("a whole number here")
     return [max(0, value + 1)]
 
 
+def _wandb(value: Value, context: ConversionContext) -> list[Value]:
+    return [["jsonl", "wandb"] if value else ["jsonl"]]
+
+
+def _tensorboard(value: Value, context: ConversionContext) -> list[Value]:
+    return [["jsonl", "tensorboard"] if value else ["jsonl"]]
+
+
 CONVERSIONS: dict[str, Conversion] = {
     "reward": _reward,
     "frozen": _frozen,
-    "wandb": lambda value, context: [["jsonl", "wandb"] if value else ["jsonl"]],
-    "tensorboard": lambda value, context: [["jsonl", "tensorboard"] if value else ["jsonl"]],
+    "wandb": _wandb,
+    "tensorboard": _tensorboard,
 }
 
 
 def finish(draft: Draft) -> None:
-    """Correction and its thresholds, the objective, the KL term, lengths, data sets, plan and
-    placement."""
+    """Apply the rules for keys that depend on each other.
+
+    Where there are two names, the second one is that of earlier releases.
+    """
     switch = ("algo.advantage.is_correction_enable", "enable_vllm_is_correction")
-    enabled = bool(draft.theirs(*switch))
-    kind = ("algo.advantage.is_correction_type", "vllm_is_correction_type")
+    correction = ("algo.advantage.is_correction_type", "vllm_is_correction_type")
     bounds = ("algo.advantage.is_correction_threshold", "vllm_is_truncated_threshold")
-    enabled = enabled or bool(draft.given.get("use_icepop"))
-    draft.set_correction(enabled, draft.theirs(*bounds), *kind, *bounds)
-    _objective(draft, draft.named(*switch) if enabled else [])
-    total = draft.theirs("data.max_len", "max_len")
-    names = draft.named("data.max_len", "max_len")
-    response = draft.theirs("rollout.max_new_tokens", "max_new_tokens")
-    prompt = "trainer.max_prompt_length"
-    if not names and draft.named(
-        "prompt_max_len", "generate_max_len"
-    ):  # earlier releases, without a limit of both
-        draft.ours.pop("generator.max_model_len", None)
-        for path in (prompt, f"{SAMPLING}.max_generate_length"):
-            if path not in draft.ours:
-                draft.put(path, 1024)
-    elif isinstance(total, int):  # their limit counts prompt and response together
-        if isinstance(response, int) and "prompt_max_len" not in draft.given:
-            draft.put(prompt, total - response, *names)
-        elif response is None and total > draft.number(prompt):
-            rest = total - int(draft.number(prompt))
-            note = "there all that the prompt leaves of it"
-            draft.put(f"{SAMPLING}.max_generate_length", rest, *names, note=note)
-            if prompt not in draft.ours:
-                bound = f"prompts of more than {draft.number(prompt):g} tokens are left out"
-                draft.remarks.append(f"{bound}; there of more than {total}: {prompt}")
-    if draft.number(f"{A}overlong_buffer.len"):
-        longest = response if isinstance(response, int) else total
-        draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(f"{A}overlong_buffer.len"))
+    enabled = bool(draft.source_value(*switch) or draft.source_keys.get("use_icepop"))
+    draft.set_correction(enabled, draft.source_value(*bounds), *correction, *bounds)
+    _objective(draft, draft.present_names(*switch) if enabled else [])
+    _lengths(draft)
     _critic(draft)
     draft.set_split("data.train_data", "data.prompt_split", "prompt_split")
     draft.set_split("data.val_data", "eval.split", "eval_split")
-    _first_rows(draft)
+    _slice_rows(draft)
     if draft.value(PLAN) == "one_step_off":
         _plan(draft)
-    together = draft.named("train.colocate_all", "colocate_all_models")
-    if together and draft.given[together[0]]:
+    colocate = draft.present_names("train.colocate_all", "colocate_all_models")
+    if colocate and draft.source_keys[colocate[0]]:
         # With asynchronous training the engines have their own devices, and the trained models
         # share theirs.
-        draft.put(f"{PLACEMENT}colocate_policy_ref", True, *together)
-        if draft.value(f"{A}advantage_estimator") == "gae":
-            draft.put(f"{PLACEMENT}colocate_policy_critic", True, *together)
+        draft.put(f"{PLACEMENT}colocate_policy_ref", True, *colocate)
+        if draft.value(ESTIMATOR) == "gae":
+            draft.put(f"{PLACEMENT}colocate_policy_critic", True, *colocate)
         if draft.value(PLAN) != "sync":
-            draft.ours.pop(f"{PLACEMENT}colocate_all", None)
-    if "generator.agent_func_path" in draft.ours and f"{A}dynamic_sampling.type" in draft.ours:
-        draft.put(
-            f"{A}dynamic_sampling.metric", "score"
-        )  # what is filtered there, and not the reward
+            draft.settings.pop(f"{PLACEMENT}colocate_all", None)
+    filtered = f"{A}dynamic_sampling.type" in draft.settings
+    if filtered and "generator.agent_func_path" in draft.settings:
+        # Dynamic sampling filters the agent's "scores" there, not its rewards.
+        draft.put(f"{A}dynamic_sampling.metric", "score")
 
 
-def _objective(draft: Draft, corrected: Sequence[str]) -> None:
-    """The loss with its correction, what whitens advantages, the KL term, the warm-up."""
-    loss = ("actor.policy_loss_type", "policy_loss_type")
-    if draft.value(f"{A}policy_loss_type") == "gspo":
-        draft.put(f"{A}loss_reduction", "sequence_mean", *loss)
-        if corrected:  # its ratio is to the engine's policy then, without a weight
-            for path in {path for pair in BOUNDS.values() for path in pair if path in draft.ours}:
-                draft.drop(
-                    path,
-                    "gspo takes its ratio to the engine's log-probabilities and bounds nothing else",
+def _lengths(draft: Draft) -> None:
+    """The lengths of prompt and response; there is one limit for their sum there."""
+    total = draft.source_value("data.max_len", "max_len")
+    names = draft.present_names("data.max_len", "max_len")
+    response = draft.source_value("rollout.max_new_tokens", "max_new_tokens")
+    prompt = "trainer.max_prompt_length"
+    if not names and draft.present_names("prompt_max_len", "generate_max_len"):
+        # Earlier releases have a limit of each, with this default, and none of the sum.
+        draft.settings.pop("generator.max_model_len", None)
+        for path in (prompt, RESPONSE_LENGTH):
+            if path not in draft.settings:
+                draft.put(path, 1024)
+    elif isinstance(total, int):
+        if isinstance(response, int) and "prompt_max_len" not in draft.source_keys:
+            draft.put(prompt, total - response, *names)
+        elif response is None and total > draft.number(prompt):
+            longest_prompt = draft.number(prompt)
+            remaining = total - int(longest_prompt)
+            note = "there all that the prompt leaves of it"
+            draft.put(RESPONSE_LENGTH, remaining, *names, note=note)
+            if prompt not in draft.settings:
+                draft.remarks.append(
+                    f"prompts of more than {longest_prompt:g} tokens are left out; "
+                    f"there of more than {total}: {prompt}"
                 )
-            draft.put(f"{A}ratio_anchor", "behaviour", *corrected)
+    buffer = f"{A}overlong_buffer.len"
+    if draft.number(buffer):
+        longest = response if isinstance(response, int) else total
+        draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(buffer))
+
+
+def _objective(draft: Draft, correction_names: Sequence[str]) -> None:
+    """The loss with its correction, the whitening of advantages, the KL term, the warm-up.
+
+    Args:
+        correction_names: the source keys that switch the correction on.
+    """
+    loss = ("actor.policy_loss_type", "policy_loss_type")
+    if draft.value(LOSS) == "gspo":
+        draft.put(REDUCTION, "sequence_mean", *loss)
+        if correction_names:
+            # OpenRLHF's GSPO then takes its ratio to the engine's policy, without a weight.
+            why = "gspo takes its ratio to the engine's log-probabilities and bounds nothing else"
+            for path in BOUND_PATHS:
+                draft.drop(path, why)
+            draft.put(ANCHOR, "behaviour", *correction_names)
             draft.put(CORRECTION, "none", *loss)
     elif draft.value(CORRECTION) == "sequence_mask_tis":
-        draft.put(
-            f"{A}token_tis_ratio_clip_high",
-            1e9,
-            *draft.origin(CORRECTION),
-            note="the weight is not truncated",
-        )
-    if draft.value(f"{A}advantage_estimator") not in ("reinforce++", "reinforce++_baseline"):
-        draft.drop(
-            f"{A}extra.scale",
-            "advantages are not whitened, or with gae divided by their deviation in any case",
-        )
-    draft.set_kl(
-        bool(draft.theirs("algo.kl.use_loss", "use_kl_loss")), draft.number(f"{A}kl_loss_coef")
-    )
+        path = f"{A}token_tis_ratio_clip_high"
+        note = "the weight is not truncated"
+        draft.put(path, 1e9, *draft.origin(CORRECTION), note=note)
+    if draft.value(ESTIMATOR) not in ("reinforce++", "reinforce++_baseline"):
+        why = "advantages are not whitened, or with gae divided by their deviation in any case"
+        draft.drop(f"{A}extra.scale", why)
+    in_loss = bool(draft.source_value("algo.kl.use_loss", "use_kl_loss"))
+    draft.set_kl(in_loss, draft.number(KL_COEFFICIENT))
     draft.set_kl_clamp("k1", "k2", "k3")
     draft.remark_kl_in_reward()
     draft.remark_filters()
-    for section in ("policy", "critic"):
-        draft.remark_warm_up(section)
+    draft.remark_warm_up("policy")
+    draft.remark_warm_up("critic")
     draft.put("trainer.eval_before_train", False)
 
 
 def _critic(draft: Draft) -> None:
-    """A critic that is not named begins as the reward model, if there is one."""
+    """Initialize a critic without a path from the reward model, if there is one."""
     path = "trainer.critic.model.path"
     reward = "trainer.reward.model.path"
-    if (
-        draft.value(f"{A}advantage_estimator") != "gae"
-        or path in draft.ours
-        or reward not in draft.ours
-    ):
+    if draft.value(ESTIMATOR) != "gae" or path in draft.settings or reward not in draft.settings:
         return
-    if draft.named("reward.remote_url", "remote_rm_url", "train.agent_func_path"):
+    if draft.present_names("reward.remote_url", "remote_rm_url", "train.agent_func_path"):
         return
-    first = str(draft.value(reward)).partition(",")[0]
-    draft.put(path, first, *draft.origin(reward), note="the critic begins as the reward model")
+    model, _, _ = str(draft.value(reward)).partition(",")  # the first of several reward models
+    draft.put(path, model, *draft.origin(reward), note="the critic begins as the reward model")
 
 
 def _plan(draft: Draft) -> None:
-    """Asynchronous training that generates beyond a batch or keeps requests over a weight
-    update."""
-    partial = draft.named("train.partial_rollout_enable", "partial_rollout")
-    more = draft.named("rollout.vllm_generate_batch_size", "vllm_generate_batch_size")
-    prompts = draft.value("generator.generate_batch_size")
-    larger = bool(more) and isinstance(prompts, int) and prompts > draft.number(BATCH)
-    if more and not larger:
-        draft.drop(
-            "generator.generate_batch_size",
-            "no larger than rollout.batch_size, which is generated anyway",
-        )
-    if not larger and not (partial and draft.given[partial[0]]):
+    """Asynchronous training is one step off-policy there, with two exceptions.
+
+    It may generate beyond a batch, or keep requests over a weight update.
+    """
+    partial = draft.present_names("train.partial_rollout_enable", "partial_rollout")
+    size = draft.present_names("rollout.vllm_generate_batch_size", "vllm_generate_batch_size")
+    path = "generator.generate_batch_size"
+    prompts = draft.value(path)
+    is_larger = bool(size) and isinstance(prompts, int) and prompts > draft.number(BATCH)
+    if size and not is_larger:
+        draft.drop(path, "no larger than rollout.batch_size, which is generated anyway")
+    if not is_larger and not (partial and draft.source_keys[partial[0]]):
         return
+    names = draft.present_names("train.async_enable", "async_train")
+    draft.put(PLAN, "fully_async", *names, *partial, *size)
     queue = ("train.async_queue_size", "async_queue_size")
-    draft.put(
-        PLAN, "fully_async", *draft.named("train.async_enable", "async_train"), *partial, *more
-    )
-    draft.put("trainer.max_staleness", draft.theirs(*queue), *draft.named(*queue))
-    draft.ours.pop("trainer.async_queue_size", None)
+    staleness = draft.source_value(*queue)
+    draft.put("trainer.max_staleness", staleness, *draft.present_names(*queue))
+    draft.settings.pop("trainer.async_queue_size", None)
 
 
-def _first_rows(draft: Draft) -> None:
+def _slice_rows(draft: Draft) -> None:
     """The first rows of a data set, as a slice of its split."""
     path = "data.train_data"
-    name = next(iter(draft.named("data.max_samples", "max_samples")), "")
-    rows = draft.given.get(name)
-    sources = draft.value(path)
-    if not isinstance(rows, int) or not isinstance(sources, list):
+    name = next(iter(draft.present_names("data.max_samples", "max_samples")), "")
+    rows = draft.source_keys.get(name)
+    datasets = draft.value(path)
+    if not isinstance(rows, int) or not isinstance(datasets, list):
         return
-    source, colon, split = str(sources[0]).partition(":") if len(sources) == 1 else ("", "", "")
-    if not HUB.fullmatch(source) or not re.fullmatch(r"\w*", split):
-        draft.left[name] = "a data set of the hub is cut by its name: owner/name:train[:1000]"
+    dataset, split = "", "train"
+    if len(datasets) == 1:
+        dataset, colon, written_split = str(datasets[0]).partition(":")
+        if colon:
+            split = written_split
+    # A split that is a slice already is not cut again.
+    if not HUB.fullmatch(dataset) or not re.fullmatch(r"\w*", split):
+        draft.no_counterpart[name] = (
+            "a data set of the hub is cut by its name: owner/name:train[:1000]"
+        )
         return
-    draft.put(path, [f"{source}:{split if colon else 'train'}[:{rows}]"], *draft.origin(path), name)
-    draft.left.pop(name, None)
+    draft.put(path, [f"{dataset}:{split}[:{rows}]"], *draft.origin(path), name)
+    draft.no_counterpart.pop(name, None)

@@ -6,13 +6,24 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import BATCH, Conversion, ConversionContext, N, NoCounterpartError
-from skyasync.interop.draft import MINI, PLACEMENT, PLAN, SAMPLING, A, Draft
-
-_ESTIMATOR = f"{A}advantage_estimator"
+from skyasync.interop.draft import (
+    ENGINE_SIZE,
+    ESTIMATOR,
+    KL_COEFFICIENT,
+    LOSS,
+    MINI,
+    PLACEMENT,
+    PLAN,
+    REDUCTION,
+    RESPONSE_LENGTH,
+    SAMPLING,
+    A,
+    Draft,
+)
 
 
 def _count(value: Value, context: ConversionContext) -> list[Value]:
-    """How many devices ``list(range(0,8))`` are."""
+    """The number of devices in a list or in ``list(range(0,8))``."""
     if isinstance(value, list):
         return [len(value)]
     match = re.fullmatch(r"list\(range\((?:(\d+),)?(\d+)\)\)", str(value).replace(" ", ""))
@@ -22,15 +33,16 @@ def _count(value: Value, context: ConversionContext) -> list[Value]:
 
 
 def _engines(value: Value, context: ConversionContext) -> list[Value]:
-    """Devices over the size of an engine."""
+    """The number of engines: devices over the size of an engine."""
     [devices] = _count(value, context)
-    return [int(devices) // int(context.number("generator.inference_engine_tensor_parallel_size"))]  # type: ignore[arg-type]
+    return [int(devices) // int(context.number(ENGINE_SIZE))]  # type: ignore[arg-type]
 
 
 def _proportions(value: Value, context: ConversionContext) -> list[Value]:
+    """The fraction of prompts from each domain, as settings of the domains."""
     if not isinstance(value, dict):
         raise NoCounterpartError("")
-    return [{domain: {"proportion": share} for domain, share in value.items()}]
+    return [{domain: {"proportion": fraction} for domain, fraction in value.items()}]
 
 
 CONVERSIONS: dict[str, Conversion] = {
@@ -40,40 +52,52 @@ CONVERSIONS: dict[str, Conversion] = {
 }
 
 
+_NORM_TYPES = ("norm_mean_type", "norm_std_type")
+_NORMS = (
+    "norm_mean_type",
+    "norm_std_type",
+    "reward_normalization.method",
+    "reward_normalization.grouping",
+    "reward_normalization.norm_mean_type",
+    "reward_normalization.norm_std_type",
+)
+
+
 def finish(draft: Draft) -> None:
-    """Which KL is meant, rewards' norms, the ratio's staleness, updates per batch, batches of
-    agents."""
-    group = "train_env_manager.group_size"
-    agents = any(name.startswith(("train_env_manager", "val_env_manager")) for name in draft.given)
+    """Apply the rules for keys that depend on each other."""
+    agents = False
+    for name in draft.source_keys:
+        agents = agents or name.startswith(("train_env_manager", "val_env_manager"))
     if agents:
-        draft.put(N, draft.given.get(group, 1), group)
-        draft.set_prompts(BATCH, int(draft.theirs("rollout_batch_size")), "rollout_batch_size")  # type: ignore[arg-type]
+        group = "train_env_manager.group_size"
+        draft.put(N, draft.source_keys.get(group, 1), group)
+        responses = int(draft.source_value("rollout_batch_size"))  # type: ignore[arg-type]
+        draft.set_prompts(BATCH, responses, "rollout_batch_size")
     else:
         _lengths(draft)
     _penalty(draft)
     weight = "train_infer_correction.is_weight."
-    bounds: list[Value] = [0, draft.theirs(f"{weight}upper_bound")]
-    enabled = bool(draft.theirs(f"{weight}enabled"))
+    bounds: list[Value] = [0, draft.source_value(f"{weight}upper_bound")]
+    enabled = bool(draft.source_value(f"{weight}enabled"))
     draft.set_correction(enabled, bounds, f"{weight}weight_type", f"{weight}upper_bound")
     _norms(draft, agents=agents)
     _whitening(draft)
-    if not draft.theirs("use_pg_clip_range"):
-        for end in ("low", "high"):
-            draft.set_one_of(f"{A}eps_clip_{end}", "pg_clip")
+    if not draft.source_value("use_pg_clip_range"):
+        draft.set_one_of(f"{A}eps_clip_low", "pg_clip")
+        draft.set_one_of(f"{A}eps_clip_high", "pg_clip")
     _variant(draft)
-    clip = draft.theirs("pg_clip")
-    if draft.value(f"{A}policy_loss_type") == "dual_clip" and isinstance(clip, int | float):
-        draft.put(
-            f"{A}clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note="1 + 2 pg_clip"
-        )
-    if draft.value(f"{A}loss_reduction") == "seq_mean_token_sum_norm":
+    clip = draft.source_value("pg_clip")
+    if draft.value(LOSS) == "dual_clip" and isinstance(clip, int | float):
+        note = "1 + 2 pg_clip"
+        draft.put(f"{A}clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note=note)
+    if draft.value(REDUCTION) == "seq_mean_token_sum_norm":
         draft.remarks.append(
-            f"{A}loss_reduction: divided by the number of responses, too; there by the width alone"
+            f"{REDUCTION}: divided by the number of responses, too; there by the width alone"
         )
     draft.set_staleness("async_generation_ratio")
     if draft.value(PLAN) == "fully_async":
-        draft.put("trainer.eval_mode", "pause")  # as its validation does
-    if draft.theirs("adv_estimator") in ("step_reinforce", "agentic_reinforce"):
+        draft.put("trainer.eval_mode", "pause")  # ROLL's validation pauses the rollout, too
+    if draft.source_value("adv_estimator") in ("step_reinforce", "agentic_reinforce"):
         draft.remarks.append(
             "an episode has one reward; there each step is a sample with its own discounted reward"
         )
@@ -83,51 +107,49 @@ def finish(draft: Draft) -> None:
         draft.remarks.append(f"trained log-probabilities are at {SAMPLING}.temperature; there at 1")
     draft.remark_filters()
     draft.remark_kl_in_reward()
-    for section in ("policy", "critic"):
-        draft.remark_warm_up(section)
+    draft.remark_warm_up("policy")
+    draft.remark_warm_up("critic")
 
 
 def _variant(draft: Draft) -> None:
-    """A loss by name, which may be clipped twice, and which only some workers read."""
-    path = f"{A}policy_loss_type"
-    named = draft.named("actor_train.pg_variant", "pg_variant")
-    if draft.theirs("dual_clip_loss") and draft.value(path) == "ppo":
-        draft.put(path, "dual_clip", "dual_clip_loss", *named)
-    if named and "pg_worker" not in str(draft.given.get("actor_train.worker_cls")):
+    """A loss by its name. ROLL may clip it twice, and only some of its workers read the name."""
+    names = draft.present_names("actor_train.pg_variant", "pg_variant")
+    if draft.source_value("dual_clip_loss") and draft.value(LOSS) == "ppo":
+        draft.put(LOSS, "dual_clip", "dual_clip_loss", *names)
+    if names and "pg_worker" not in str(draft.source_keys.get("actor_train.worker_cls")):
         draft.remarks.append(
-            f"{named[0]} counts; there with a worker_cls that reads it alone, such as ActorPGWorker"
+            f"{names[0]} counts; there with a worker_cls that reads it alone, such as ActorPGWorker"
         )
-    if draft.value(path) == "topr":
+    if draft.value(LOSS) == "topr":
         draft.remarks.append(
-            f"{path}=topr: positive samples have a positive advantage, there a positive reward"
+            f"{LOSS}=topr: positive samples have a positive advantage, there a positive reward"
         )
 
 
 def _lengths(draft: Draft) -> None:
-    """A response is as long as a sequence is beyond its prompt, whatever the engine's own key
-    says."""
-    response = draft.theirs("response_length")
-    whole = draft.theirs("sequence_length")
-    prompt = draft.theirs("prompt_length")
-    path = f"{SAMPLING}.max_generate_length"
-    if isinstance(whole, int) and isinstance(prompt, int):
-        draft.put(path, whole - prompt, "sequence_length", "prompt_length")
+    """The response length: the rest of a sequence after its prompt.
+
+    It has precedence over ``response_length`` and over the engine's own key.
+    """
+    response = draft.source_value("response_length")
+    sequence = draft.source_value("sequence_length")
+    prompt = draft.source_value("prompt_length")
+    if isinstance(sequence, int) and isinstance(prompt, int):
+        draft.put(RESPONSE_LENGTH, sequence - prompt, "sequence_length", "prompt_length")
     elif isinstance(response, int):
-        draft.put(path, response, "response_length")
+        draft.put(RESPONSE_LENGTH, response, "response_length")
 
 
 def _penalty(draft: Draft) -> None:
     """The KL term: in the loss always k3, clamped; in the reward as ``kl_penalty`` says."""
-    in_loss = bool(draft.theirs("use_kl_loss"))
-    in_reward = bool(draft.theirs("add_token_level_kl"))
+    in_loss = bool(draft.source_value("use_kl_loss"))
+    in_reward = bool(draft.source_value("add_token_level_kl"))
     name = "kl_loss_coef" if in_loss else "init_kl_coef"
-    coefficient = draft.theirs(name) if in_loss or in_reward else 0
-    if isinstance(coefficient, int | float):
-        coefficient = coefficient
-    else:
+    coefficient = draft.source_value(name)
+    if not isinstance(coefficient, int | float) or not (in_loss or in_reward):
         coefficient = 0
     if coefficient:
-        draft.put(f"{A}kl_loss_coef", coefficient, name)
+        draft.put(KL_COEFFICIENT, coefficient, name)
     if in_loss:
         draft.put(f"{A}kl_estimator_type", "k3", "use_kl_loss")
     draft.set_kl(in_loss, coefficient)
@@ -139,103 +161,97 @@ def _penalty(draft: Draft) -> None:
 
 
 def _norms(draft: Draft, *, agents: bool) -> None:
-    """What rewards are compared with: their group with grpo, else what their norms say."""
-    norm_types = ("norm_mean_type", "norm_std_type")
-    if draft.theirs("adv_estimator") == "grpo" and not agents and draft.value(N) != 1:
-        for end in ("mean", "std"):
-            draft.drop(
-                f"{A}reward_norm_{end}",
-                "grpo compares a group's rewards by their mean and deviation",
-            )
-        if draft.value(_ESTIMATOR) == "normalized":
-            draft.put(_ESTIMATOR, "grpo", "adv_estimator")
+    """The baseline of rewards: their group with grpo, else the pools of their norms."""
+    mean_path = f"{A}reward_norm_mean"
+    deviation_path = f"{A}reward_norm_std"
+    if draft.source_value("adv_estimator") == "grpo" and not agents and draft.value(N) != 1:
+        for path in (mean_path, deviation_path):
+            draft.drop(path, "grpo compares a group's rewards by their mean and deviation")
+        if draft.value(ESTIMATOR) == "normalized":
+            draft.put(ESTIMATOR, "grpo", "adv_estimator")
     else:
         _rewards_of_agents(draft)
-        norms = (
-            *norm_types,
-            *(f"reward_normalization.{name}" for name in ("method", "grouping", *norm_types)),
-        )
-        has_norm = any(draft.given.get(name) not in (None, "identity") for name in norms)
-        if has_norm or draft.value(_ESTIMATOR) == "grpo":
-            draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator", *norms))
-            _without_norms(draft, *norm_types)
-    mean, deviation = (draft.value(f"{A}reward_norm_{end}") for end in ("mean", "std"))
-    if draft.value(_ESTIMATOR) == "normalized" and (mean, deviation) == ("group", "batch"):
-        origin = draft.origin(f"{A}reward_norm_std")
-        draft.put(
-            f"{A}extra.raw_std", True, *origin, note="the deviation of the rewards themselves"
-        )
+        values = [draft.source_keys.get(name) for name in _NORMS]
+        has_norm = any(value not in (None, "identity") for value in values)
+        if has_norm or draft.value(ESTIMATOR) == "grpo":
+            draft.put(ESTIMATOR, "normalized", *draft.present_names("adv_estimator", *_NORMS))
+            _disable_missing_norms(draft, *_NORM_TYPES)
+    pools = [draft.value(mean_path), draft.value(deviation_path)]
+    if draft.value(ESTIMATOR) == "normalized" and pools == ["group", "batch"]:
+        note = "the deviation of the rewards themselves"
+        draft.put(f"{A}extra.raw_std", True, *draft.origin(deviation_path), note=note)
     clip = draft.number(f"{A}reward_clip")
-    if clip and (draft.value(_ESTIMATOR) in ("grpo", "normalized")):
+    if clip and draft.value(ESTIMATOR) in ("grpo", "normalized"):
         draft.remarks.append(
             f"{A}reward_clip={clip:g} bounds the rewards; there what their norms make of them"
         )
 
 
 def _rewards_of_agents(draft: Draft) -> None:
-    """``method`` and ``grouping`` stand for the norms that are not given themselves."""
-    prefix = "reward_normalization."
-    method, grouping = (f"{prefix}{name}" for name in ("method", "grouping"))
-    if not draft.named(method, grouping):
+    """The norms that ``method`` and ``grouping`` stand for, if they are not set themselves."""
+    method_name = "reward_normalization.method"
+    grouping_name = "reward_normalization.grouping"
+    if not draft.present_names(method_name, grouping_name):
         return
-    pool = {"traj_group_id": "group", "batch": "batch"}.get(str(draft.given.get(grouping, "batch")))
-    kind = draft.given.get(method, "identity")
-    pools = {
-        "mean": kind in ("mean", "mean_std", "asym_clip"),
-        "std": kind in ("mean_std", "asym_clip"),
-    }
-    for end, normalized in pools.items():
-        if draft.given.get(f"{prefix}norm_{end}_type") is None and pool:
-            draft.put(f"{A}reward_norm_{end}", pool if normalized else "none", method, grouping)
+    grouping = str(draft.source_keys.get(grouping_name, "batch"))
+    pool = {"traj_group_id": "group", "batch": "batch"}.get(grouping)
+    if pool is None:
+        return
+    method = draft.source_keys.get(method_name, "identity")
+    # The methods that normalize by each statistic.
+    methods = {"mean": ("mean", "mean_std", "asym_clip"), "std": ("mean_std", "asym_clip")}
+    for statistic, normalizing in methods.items():
+        if draft.source_keys.get(f"reward_normalization.norm_{statistic}_type") is None:
+            level = pool if method in normalizing else "none"
+            draft.put(f"{A}reward_norm_{statistic}", level, method_name, grouping_name)
 
 
 def _whitening(draft: Draft) -> None:
-    """Advantages are whitened only where they say so; some estimators do it here by themselves."""
-    if draft.theirs("whiten_advantages"):
+    """Advantages are whitened only on request there; some estimators always do it here."""
+    if draft.source_value("whiten_advantages"):
         return
-    if draft.value(_ESTIMATOR) == "gae":
+    if draft.value(ESTIMATOR) == "gae":
         draft.put(f"{A}gae_whiten", False)
-    elif draft.value(_ESTIMATOR) == "reinforce++":
+    elif draft.value(ESTIMATOR) == "reinforce++":
         if draft.number(f"{A}gamma") == 1 and not draft.value(f"{A}use_kl_in_reward"):
-            draft.put(_ESTIMATOR, "normalized", *draft.named("adv_estimator"))
-            _without_norms(draft)
+            # Without discount and penalty each token's return is the reward.
+            draft.put(ESTIMATOR, "normalized", *draft.present_names("adv_estimator"))
+            _disable_missing_norms(draft)
         else:
             draft.put(f"{A}extra.scale", False, "adv_estimator")
             draft.remarks.append(
-                f"{_ESTIMATOR}=reinforce++ subtracts the batch's mean advantage; there nothing does"
+                f"{ESTIMATOR}=reinforce++ subtracts the batch's mean advantage; there nothing does"
             )
 
 
 def _updates(draft: Draft) -> None:
-    """Prompts per optimizer step, from responses per device, accumulation and the ranks that divide
-    the batch."""
-    size, accumulation = (
-        f"actor_train.training_args.{name}"
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps")
-    )
-    per_device = draft.theirs(size)
-    steps = draft.given.get(accumulation, 1)
+    """Prompts per optimizer step: responses per device, accumulation and data-parallel ranks."""
+    size = "actor_train.training_args.per_device_train_batch_size"
+    accumulation = "actor_train.training_args.gradient_accumulation_steps"
+    per_device = draft.source_value(size)
+    steps = draft.source_keys.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
         ranks = draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
-        for axis in ("tensor", "context", "pipeline"):
-            ranks //= draft.number(f"trainer.parallel.{axis}")
+        for dimension in ("tensor", "context", "pipeline"):
+            ranks //= draft.number(f"trainer.parallel.{dimension}")
         draft.set_prompts(MINI, int(per_device * steps * ranks), size, accumulation)
 
 
 def _validation(draft: Draft) -> None:
-    """A validation that is given has the usual defaults; without one nothing is evaluated."""
+    """The sampling of a validation; without its group there is none, and nothing to set."""
     prefix = "validation.generating_args."
-    ours = "generator.eval_sampling_params."
-    if not any(name.startswith(prefix) for name in draft.given):
+    if not any(name.startswith(prefix) for name in draft.source_keys):
         return
-    for name, value in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
-        if f"{prefix}{name}" not in draft.given:
-            draft.put(f"{ours}{name}", value, f"{prefix}{name}")
+    # ROLL's defaults of GeneratingArguments.
+    for name, default in (("temperature", 0.95), ("top_p", 0.7), ("top_k", 50)):
+        source = f"{prefix}{name}"
+        if source not in draft.source_keys:
+            draft.put(f"generator.eval_sampling_params.{name}", default, source)
 
 
-def _without_norms(draft: Draft, *names: str) -> None:
-    """Rewards are not normalised by what no key asks for; ``names`` are their keys for mean and
-    standard deviation."""
-    for at, end in enumerate(("mean", "std")):
-        if f"{A}reward_norm_{end}" not in draft.ours:
-            draft.put(f"{A}reward_norm_{end}", "none", *draft.named(*names[at : at + 1]))
+def _disable_missing_norms(draft: Draft, mean_name: str = "", deviation_name: str = "") -> None:
+    """Disable our norms that no key sets; the names are the source keys of mean and deviation."""
+    norms = {f"{A}reward_norm_mean": mean_name, f"{A}reward_norm_std": deviation_name}
+    for path, name in norms.items():
+        if path not in draft.settings:
+            draft.put(path, "none", *draft.present_names(name))

@@ -6,7 +6,7 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import Conversion
-from skyasync.interop.draft import MINI, PLAN, A, Draft
+from skyasync.interop.draft import ESTIMATOR, KL_COEFFICIENT, MINI, PLAN, REDUCTION, A, Draft
 
 CONVERSIONS: dict[str, Conversion] = {}
 _MASKS = f"{A}off_policy_masks"
@@ -20,20 +20,20 @@ def finish(draft: Draft) -> None:
         [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
     )
     for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
-        if any(f"{A}{prefix}_threshold_{end}" in draft.ours for end in ("low", "high")):
+        if any(f"{A}{prefix}_threshold_{end}" in draft.settings for end in ("low", "high")):
             chosen.append(mask)
     if chosen:
         draft.put(_MASKS, chosen, *draft.origin(_MASKS))
     evaluation = "generator.eval_sampling_params."
     if not any(
-        name.startswith(evaluation) for name in draft.given
+        name.startswith(evaluation) for name in draft.source_keys
     ):  # greedy there, with training's length
-        draft.ours.pop(f"{evaluation}max_generate_length", None)
+        draft.settings.pop(f"{evaluation}max_generate_length", None)
     elif (
-        f"{evaluation}temperature" not in draft.given
+        f"{evaluation}temperature" not in draft.source_keys
     ):  # a group that is given has the usual defaults
         draft.put(f"{evaluation}temperature", 1.0, f"{evaluation}temperature")
-    if PLAN not in draft.ours:
+    if PLAN not in draft.settings:
         if "fully_async" in draft.recipe.command:
             draft.put(PLAN, "fully_async")
         elif re.search(r"\.main_async\b|async\.main", draft.recipe.command):
@@ -42,7 +42,7 @@ def finish(draft: Draft) -> None:
         draft.put("environment.reward_funcs", ["gsm8k"], "environment.env_class")
         draft.put("environment.env_class_from_rows", False)  # SkyRL's data name gsm8k in each row
     if not draft.value(f"{A}use_kl_loss") and not draft.value(f"{A}use_kl_in_reward"):
-        draft.drop(f"{A}kl_loss_coef", "there is no KL term")
+        draft.drop(KL_COEFFICIENT, "there is no KL term")
         draft.drop(f"{A}kl_estimator_type", "there is no KL term")
     _terms(draft)
 
@@ -52,18 +52,18 @@ def _terms(draft: Draft) -> None:
     draft.set_kl_clamp("k3")
     draft.remark_filters()
     terms = [name for name in ("use_kl_loss", "use_entropy_loss") if draft.value(f"{A}{name}")]
-    reduction = draft.value(f"{A}loss_reduction")
+    reduction = draft.value(REDUCTION)
     if terms and reduction != "sequence_mean":
         draft.remarks.append(
             f"{A}{' and '.join(terms)}: reduced by {reduction}, as the policy's loss is; "
             f"there the mean over responses of each response's mean"
         )
-    if draft.theirs(f"{A}loss_reduction") == "token_mean_legacy":
+    if draft.source_value(REDUCTION) == "token_mean_legacy":
         draft.remarks.append(
             f"{A}loss_reduction: the mean over the tokens of all; there of each micro-batch's mean"
         )
-    critic = draft.theirs("trainer.critic_mini_batch_size") or 256
-    if draft.value(f"{A}advantage_estimator") == "gae" and critic != draft.theirs(
+    critic = draft.source_value("trainer.critic_mini_batch_size") or 256
+    if draft.value(ESTIMATOR) == "gae" and critic != draft.source_value(
         "trainer.policy_mini_batch_size"
     ):
         draft.remarks.append(
