@@ -9,30 +9,18 @@ from skyasync.interop.conversion import Conversion
 from skyasync.interop.draft import ESTIMATOR, KL_COEFFICIENT, MINI, PLAN, REDUCTION, A, Draft
 
 CONVERSIONS: dict[str, Conversion] = {}
-_MASKS = f"{A}off_policy_masks"
 
 
 def finish(draft: Draft) -> None:
-    """Masks that are on where a threshold is given, evaluation, the plan of the program, rewards of
-    environments."""
-    masks = draft.value(_MASKS)
-    chosen: list[Value] = (
-        [masks] if isinstance(masks, str) else list(masks) if isinstance(masks, list) else []
-    )
-    for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
-        if any(f"{A}{prefix}_threshold_{end}" in draft.settings for end in ("low", "high")):
-            chosen.append(mask)
-    if chosen:
-        draft.put(_MASKS, chosen, *draft.origin(_MASKS))
+    """Apply the rules for keys that depend on each other."""
+    _masks(draft)
     evaluation = "generator.eval_sampling_params."
-    if not any(
-        name.startswith(evaluation) for name in draft.source_keys
-    ):  # greedy there, with training's length
+    temperature = f"{evaluation}temperature"
+    if not any(name.startswith(evaluation) for name in draft.source_keys):
+        # By default SkyRL's evaluation is greedy, with the response length of training.
         draft.settings.pop(f"{evaluation}max_generate_length", None)
-    elif (
-        f"{evaluation}temperature" not in draft.source_keys
-    ):  # a group that is given has the usual defaults
-        draft.put(f"{evaluation}temperature", 1.0, f"{evaluation}temperature")
+    elif temperature not in draft.source_keys:
+        draft.put(temperature, 1.0, temperature)  # the default of a group that is written
     if PLAN not in draft.settings:
         if "fully_async" in draft.recipe.command:
             draft.put(PLAN, "fully_async")
@@ -47,8 +35,25 @@ def finish(draft: Draft) -> None:
     _terms(draft)
 
 
+def _masks(draft: Draft) -> None:
+    """Add the masks that a threshold switches on there."""
+    path = f"{A}off_policy_masks"
+    current = draft.value(path)
+    masks: list[Value] = []
+    if isinstance(current, list):
+        masks += current
+    elif isinstance(current, str):
+        masks.append(current)
+    for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
+        threshold = f"{A}{prefix}_threshold"
+        if f"{threshold}_low" in draft.settings or f"{threshold}_high" in draft.settings:
+            masks.append(mask)
+    if masks:
+        draft.put(path, masks, *draft.origin(path))
+
+
 def _terms(draft: Draft) -> None:
-    """How the KL and the entropy term are computed, the critic's updates, the warm-up."""
+    """The reduction of the KL and entropy terms, the critic's updates, the warm-up."""
     draft.set_kl_clamp("k3")
     draft.remark_filters()
     terms = [name for name in ("use_kl_loss", "use_entropy_loss") if draft.value(f"{A}{name}")]
@@ -60,14 +65,13 @@ def _terms(draft: Draft) -> None:
         )
     if draft.source_value(REDUCTION) == "token_mean_legacy":
         draft.remarks.append(
-            f"{A}loss_reduction: the mean over the tokens of all; there of each micro-batch's mean"
+            f"{REDUCTION}: the mean over the tokens of all; there of each micro-batch's mean"
         )
-    critic = draft.source_value("trainer.critic_mini_batch_size") or 256
-    if draft.value(ESTIMATOR) == "gae" and critic != draft.source_value(
-        "trainer.policy_mini_batch_size"
-    ):
+    # SkyRL's default is 256 prompts.
+    critic_prompts = draft.source_value("trainer.critic_mini_batch_size") or 256
+    if draft.value(ESTIMATOR) == "gae" and critic_prompts != draft.source_value(MINI):
         draft.remarks.append(
-            f"the critic is updated with {MINI}, as the policy is; there with {critic} prompts"
+            f"the critic is updated with {MINI}, as the policy is; there with {critic_prompts} prompts"
         )
-    for section in ("policy", "critic"):
-        draft.remark_warm_up(section)
+    draft.remark_warm_up("policy")
+    draft.remark_warm_up("critic")

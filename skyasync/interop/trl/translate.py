@@ -32,39 +32,53 @@ from skyasync.interop.draft import (
 
 
 def _rewards(value: Value, context: ConversionContext) -> list[Value]:
-    names = [str(name) for name in as_list(value)]
-    if any(":" not in name and "." not in name for name in names):
-        raise NoCounterpartError("name each function with its file: file.py:function")
-    return [[name if ":" in name else ":".join(name.rsplit(".", 1)) for name in names]]
+    """Reward functions as ``module:function`` or ``file.py:function``."""
+    functions: list[Value] = []
+    for name in map(str, as_list(value)):
+        if ":" not in name:
+            module, dot, function = name.rpartition(".")
+            if not dot:
+                raise NoCounterpartError("name each function with its file: file.py:function")
+            name = f"{module}:{function}"
+        functions.append(name)
+    return [functions]
 
 
 CONVERSIONS: dict[str, Conversion] = {"rewards": _rewards}
 
 
+_DEVICE_BATCH = "per_device_train_batch_size"
+
+
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+_GENERATION_STEPS = "steps_per_generation"
+
+
+_GENERATION_BATCH = "generation_batch_size"
+
+
+#: The reduction of each loss type; of all others it is ``token_mean``.
+_REDUCTIONS = {
+    "grpo": "sequence_mean",
+    "sapo": "sequence_mean",
+    "dr_grpo": "seq_mean_token_sum_norm",
+}
+
+
 def finish(draft: Draft) -> None:
-    """Batches from per-device sizes, the loss's reduction, what scales rewards, evaluation, other
-    trainers."""
-    loss = draft.source_value("loss_type")
+    """Apply the rules for keys that depend on each other, and those of TRL's other trainers."""
     if draft.source_value("importance_sampling_level") == "sequence":
         draft.put(LOSS, "gspo", "importance_sampling_level", "loss_type")
-    if draft.source_keys.get("use_peft"):
-        for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
-            if f"trainer.policy.lora.{name}" not in draft.settings:
-                draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
-        targets = "trainer.policy.lora.target_modules"
-        if targets not in draft.settings:
-            draft.put(
-                targets, ["q_proj", "v_proj"], "use_peft", note="peft's choice for most models"
-            )
-    else:
-        draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
+    _adapters(draft)
     rloo = re.search(r"RLOO|\brloo\b", draft.recipe.command) is not None
     if rloo:
         _rloo(draft)
-    samples = "generator.eval_n_samples_per_prompt"  # evaluation samples as training does
+    samples = "generator.eval_n_samples_per_prompt"
     if samples not in draft.settings:
         draft.put(samples, draft.value(N), *draft.origin(N))
-    draft.put("generator.eval_sampling_params.temperature", None)
+    draft.put("generator.eval_sampling_params.temperature", None)  # TRL evaluates as it trains
     asynchronous = "Async" in draft.recipe.command
     if asynchronous:
         _asynchronous(draft)
@@ -75,67 +89,27 @@ def finish(draft: Draft) -> None:
         draft.no_counterpart["eval_steps"] = "it has no effect there without eval_strategy=steps"
     if draft.value(LOSS) == "cispo":
         _cispo(draft)
-    reductions = {
-        "grpo": "sequence_mean",
-        "sapo": "sequence_mean",
-        "dr_grpo": "seq_mean_token_sum_norm",
-    }
-    if rloo:
-        reduction = "sequence_mean"
-    else:
-        reduction = reductions.get(str(loss), "token_mean")
+    loss_type = draft.source_value("loss_type")
+    # RLOO has no loss type: its loss is the mean over responses.
+    reduction = "sequence_mean" if rloo else _REDUCTIONS.get(str(loss_type), "token_mean")
     draft.put(REDUCTION, reduction, "loss_type")
-    if loss == "dr_grpo":
+    if loss_type == "dr_grpo":
         draft.put(f"{A}max_seq_len", draft.value(RESPONSE_LENGTH), "loss_type")
     if draft.value(ESTIMATOR) == "normalized":
         draft.put(f"{A}reward_norm_mean", "group")
-    corrects = bool(draft.source_value("vllm_importance_sampling_correction")) and bool(
-        draft.source_value("use_vllm")
-    )
-    enabled = corrects and not rloo and not asynchronous
-    mode, low, high, cap = (
-        f"vllm_importance_sampling_{end}" for end in ("mode", "clip_min", "clip_max", "cap")
-    )
-    bounds: list[Value] = [
-        draft.source_value(low) or 0.0,
-        draft.source_keys.get(cap, draft.source_keys.get(high, 3.0)),
-    ]
-    draft.set_correction(enabled, bounds, mode, low, high, cap)
-    device = "per_device_train_batch_size"
-    generation = "steps_per_generation"
-    accumulation = "gradient_accumulation_steps"
-    per_device = draft.source_value(device)
-    steps = draft.source_keys.get(accumulation, 1)
-    if isinstance(per_device, int) and isinstance(steps, int):
-        per_device *= _processes(draft)
-        generations = draft.source_value(generation) or steps
-        if "generation_batch_size" not in draft.source_keys and isinstance(generations, int):
-            draft.set_prompts(BATCH, per_device * generations, device, generation)
-        draft.set_prompts(MINI, per_device * steps, device, accumulation)
-    elif not any(
-        isinstance(draft.source_keys.get(name), int)
-        for name in (generation, "generation_batch_size")
-    ):
-        draft.no_counterpart[accumulation] = f"write {BATCH} and {MINI} by hand, in prompts"
+    _correction(draft, has_correction=not rloo and not asynchronous)
+    _batches(draft)
     _count_steps(draft)
-    if draft.number("trainer.max_training_steps") > 0:  # which has precedence over epochs there
+    if draft.number("trainer.max_training_steps") > 0:
         draft.drop("trainer.epochs", "it has no effect there: max_steps decides")
-    if {"environment_factory", "reward_funcs"} <= {*draft.source_keys}:
+    if "environment_factory" in draft.source_keys and "reward_funcs" in draft.source_keys:
+        # Either of them gives the reward here.
         draft.not_needed.pop("environment_factory", None)
         draft.first_targets.pop("environment_factory", None)
         draft.no_counterpart["environment_factory"] = (
             "write it as environment.env_class, which judges as well: module:Class"
         )
-    config = draft.source_keys.get("dataset_config")
-    if config and isinstance(sources := draft.value("data.train_data"), list):
-        draft.put(
-            "data.train_data",
-            [f"{name}#{config}" for name in sources],
-            "dataset_name",
-            "dataset_config",
-        )
-        draft.no_counterpart.pop("dataset_config", None)
-    draft.set_split("data.train_data", "dataset_train_split")
+    _data(draft)
     draft.remark_filters()
     if "max_prompt_length" not in draft.source_keys:
         longest = int(draft.number("trainer.max_prompt_length"))
@@ -145,9 +119,69 @@ def finish(draft: Draft) -> None:
     _scale(draft, asynchronous)
 
 
+def _adapters(draft: Draft) -> None:
+    """LoRA, which has an effect with ``use_peft`` alone; the defaults are those of ModelConfig."""
+    if not draft.source_keys.get("use_peft"):
+        draft.drop_group("trainer.policy.lora.", "it has no effect there without use_peft")
+        return
+    for name, default in (("rank", 16), ("alpha", 32), ("dropout", 0.05)):
+        if f"trainer.policy.lora.{name}" not in draft.settings:
+            draft.put(f"trainer.policy.lora.{name}", default, "use_peft")
+    targets = "trainer.policy.lora.target_modules"
+    if targets not in draft.settings:
+        note = "peft's choice for most models"
+        draft.put(targets, ["q_proj", "v_proj"], "use_peft", note=note)
+
+
+def _correction(draft: Draft, *, has_correction: bool) -> None:
+    """The importance sampling correction of GRPO, which is on by default with vLLM.
+
+    Args:
+        has_correction: TRL's trainer has one.
+    """
+    prefix = "vllm_importance_sampling"
+    low = f"{prefix}_clip_min"
+    high = f"{prefix}_clip_max"
+    cap = f"{prefix}_cap"  # the bound in earlier releases
+    enabled = draft.source_value(f"{prefix}_correction") and draft.source_value("use_vllm")
+    upper = draft.source_keys.get(cap, draft.source_keys.get(high, 3.0))
+    bounds: list[Value] = [draft.source_value(low) or 0.0, upper]
+    names = (f"{prefix}_mode", low, high, cap)
+    draft.set_correction(bool(enabled) and has_correction, bounds, *names)
+
+
+def _batches(draft: Draft) -> None:
+    """Batch and mini-batch in prompts, from responses per device, steps and processes."""
+    responses = draft.source_value(_DEVICE_BATCH)
+    steps = draft.source_keys.get(_ACCUMULATION, 1)
+    if isinstance(responses, int) and isinstance(steps, int):
+        responses *= _processes(draft)
+        generations = draft.source_value(_GENERATION_STEPS) or steps
+        if _GENERATION_BATCH not in draft.source_keys and isinstance(generations, int):
+            draft.set_prompts(BATCH, responses * generations, _DEVICE_BATCH, _GENERATION_STEPS)
+        draft.set_prompts(MINI, responses * steps, _DEVICE_BATCH, _ACCUMULATION)
+        return
+    sizes = [draft.source_keys.get(name) for name in (_GENERATION_STEPS, _GENERATION_BATCH)]
+    if not any(isinstance(size, int) for size in sizes):
+        draft.no_counterpart[_ACCUMULATION] = f"write {BATCH} and {MINI} by hand, in prompts"
+
+
+def _data(draft: Draft) -> None:
+    """The configuration and the split of data sets, which are parts of their names here."""
+    config = draft.source_keys.get("dataset_config")
+    datasets = draft.value("data.train_data")
+    if config and isinstance(datasets, list):
+        names: list[Value] = [f"{name}#{config}" for name in datasets]
+        draft.put("data.train_data", names, "dataset_name", "dataset_config")
+        draft.no_counterpart.pop("dataset_config", None)
+    draft.set_split("data.train_data", "dataset_train_split")
+
+
 def _processes(draft: Draft) -> int:
-    """How many processes the launcher starts, each with its share of a batch and, colocated, of the
-    engines."""
+    """The number of processes that the launcher starts; each computes a part of the batch.
+
+    Colocated, the processes are also divided among the engines.
+    """
     per_node = f"{PLACEMENT}policy_num_gpus_per_node"
     nodes = int(draft.number(f"{PLACEMENT}policy_num_nodes"))
     processes = int(draft.number(per_node))
@@ -156,7 +190,8 @@ def _processes(draft: Draft) -> int:
         draft.no_counterpart["num_processes"] = (
             "the recipe names no number: batch sizes are those of one process"
         )
-    if "num_processes" in names:  # of all machines
+    if "num_processes" in names:
+        # accelerate counts the processes of all machines, torchrun those of each.
         draft.put(per_node, max(processes // max(nodes, 1), 1), *names)
     else:
         processes *= nodes
@@ -167,26 +202,27 @@ def _processes(draft: Draft) -> int:
 
 
 def _cispo(draft: Draft) -> None:
-    """The upper bound of a weight there is 1 + ours; a lower bound is in neither."""
-    if draft.source_value("epsilon_high") is None:
-        name = "epsilon"
-    else:
-        name = "epsilon_high"
+    """CISPO: the upper bound of a weight there is 1 + ours; neither has a lower bound."""
+    name = "epsilon" if draft.source_value("epsilon_high") is None else "epsilon_high"
     bound = draft.source_value(name)
-    for end in ("low", "high"):
-        draft.settings.pop(f"{A}eps_clip_{end}", None)
-    if isinstance(bound, int | float) and bound > 1:
+    draft.settings.pop(f"{A}eps_clip_low", None)
+    draft.settings.pop(f"{A}eps_clip_high", None)
+    if not isinstance(bound, int | float):
+        return
+    if bound > 1:
+        # Rounded, because 1.2 - 1 is not exact.
         draft.put(f"{A}cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
-    elif isinstance(bound, int | float):
+    else:
         draft.no_counterpart[name] = (
             f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
         )
 
 
 def _rloo(draft: Draft) -> None:
-    """TRL's RLOO: the ratio of whole responses, and defaults that are not GRPO's."""
+    """TRL's RLOO: the ratio of full responses, and defaults that differ from GRPO's."""
     draft.put(ESTIMATOR, "rloo")
     draft.put(LOSS, "gspo")
+    # The ratio is the product of the tokens' ratios, not their geometric mean.
     draft.put(f"{A}extra", {"product": True})
     for name in ("reward_norm_std", "use_kl_loss", "kl_loss_coef"):
         draft.settings.pop(f"{A}{name}", None)
@@ -199,7 +235,7 @@ def _rloo(draft: Draft) -> None:
         draft.put(f"{A}kl_estimator_type", "k1")
 
 
-#: Defaults of AsyncGRPOConfig that are not GRPOConfig's.
+#: Defaults of AsyncGRPOConfig that differ from GRPOConfig's.
 _ASYNC_DEFAULTS: dict[str, Value] = {
     "trainer.policy.optimizer_config.scheduler": "constant",
     RESPONSE_LENGTH: 2048,
@@ -208,32 +244,28 @@ _ASYNC_DEFAULTS: dict[str, Value] = {
 
 
 def _asynchronous(draft: Draft) -> None:
-    """TRL's asynchronous GRPO: the ratio is to the engine's log-probabilities, its engines are
-    servers."""
+    """TRL's asynchronous GRPO: its engines are servers.
+
+    The ratio is to the engine's log-probabilities.
+    """
     draft.put(PLAN, "fully_async")
     draft.put("generator.backend", "vllm")
     draft.put(ANCHOR, "behaviour")
     for path, value in _ASYNC_DEFAULTS.items():
-        if path not in draft.settings or not draft.settings[path].given:
+        if path not in draft.settings or not draft.settings[path].explicit:
             draft.put(path, value, *draft.origin(path))
-    for path in (
-        "generator.gpu_memory_utilization",
-        ENGINE_SIZE,
-    ):
-        if not draft.present_names(*draft.origin(path)):
-            draft.settings.pop(path, None)
+    # Defaults for colocated engines.
+    draft.drop_default("generator.gpu_memory_utilization")
+    draft.drop_default(ENGINE_SIZE)
 
 
 def _passes(draft: Draft) -> None:
-    """The type of the passes: without mixed precision it is that of the weights."""
+    """The dtype of forward and backward: without mixed precision it is that of the weights."""
     weights = draft.source_value(
         "model_init_kwargs.dtype", "model_init_kwargs.torch_dtype", "dtype", "torch_dtype"
     )
-    if (
-        draft.source_keys.get("bf16") is False
-        and not draft.source_keys.get("fp16")
-        and weights == "bfloat16"
-    ):
+    mixed = draft.source_keys.get("bf16") is not False or draft.source_keys.get("fp16")
+    if weights == "bfloat16" and not mixed:
         draft.put("trainer.policy.model.dtype", "bfloat16", "bf16")
 
 
@@ -247,7 +279,7 @@ def _warm_up(draft: Draft) -> None:
     draft.remark_warm_up()
 
 
-#: Keys that count optimizer steps there, and steps of a whole batch here.
+#: Settings that count optimizer steps there, and batches here.
 _STEPS = (
     "trainer.max_training_steps",
     "trainer.ckpt_interval",
@@ -256,13 +288,11 @@ _STEPS = (
 
 
 def _count_steps(draft: Draft) -> None:
-    """A step here is a batch of generated responses, with several optimizer steps where it has
-    mini-batches."""
-    mini = draft.number(MINI) or draft.number(BATCH)
-    updates = ceil(draft.number(BATCH) / mini) * int(
-        draft.number("trainer.update_epochs_per_batch")
-    )
-    for path in _STEPS if updates > 1 else ():
+    """Convert optimizer steps to steps: a step here is a batch, with several optimizer steps."""
+    updates = draft.updates_per_batch()
+    if updates <= 1:
+        return
+    for path in _STEPS:
         steps = draft.value(path)
         if path in draft.settings and isinstance(steps, int) and steps > 0:
             note = f"{steps} optimizer steps, {updates} of them in a step here"
@@ -271,12 +301,15 @@ def _count_steps(draft: Draft) -> None:
 
 
 def _scale(draft: Draft, asynchronous: bool) -> None:
-    """What is added to the standard deviation that divides the advantages: 1e-4, and 1e-8 in the
-    asynchronous GRPO."""
-    estimator = draft.value(ESTIMATOR)
-    if estimator not in ("grpo", "normalized") or draft.value(f"{A}reward_norm_std") == "none":
+    """The epsilon that is added to the standard deviation of a group's rewards."""
+    if draft.value(ESTIMATOR) not in ("grpo", "normalized"):
         return
-    draft.put(f"{A}extra.eps", 1e-8 if asynchronous else 1e-4)
-    if asynchronous:  # whose standard deviation is the population's
+    if draft.value(f"{A}reward_norm_std") == "none":
+        return
+    if asynchronous:
+        # The asynchronous GRPO divides by the standard deviation of the population.
+        draft.put(f"{A}extra.eps", 1e-8)
         draft.put(ESTIMATOR, "normalized")
         draft.put(f"{A}extra.unbiased", False)
+    else:
+        draft.put(f"{A}extra.eps", 1e-4)
