@@ -142,7 +142,7 @@ def _correction(draft: Draft, *, has_correction: bool) -> None:
     prefix = "vllm_importance_sampling"
     low = f"{prefix}_clip_min"
     high = f"{prefix}_clip_max"
-    cap = f"{prefix}_cap"  # the bound in earlier releases
+    cap = f"{prefix}_cap"  # another name of clip_max, with precedence
     enabled = draft.source_value(f"{prefix}_correction") and draft.source_value("use_vllm")
     upper = draft.source_keys.get(cap, draft.source_keys.get(high, 3.0))
     bounds: list[Value] = [draft.source_value(low) or 0.0, upper]
