@@ -8,6 +8,7 @@ any other condition set only variables that have no value yet.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import os
 import re
@@ -24,16 +25,16 @@ from skyasync.interop.limits import LARGEST_FILE, STATEMENT, Budget, read_limite
 #: The variables that a script may read from the environment. Others may be secrets, and would be printed.
 ENVIRONMENT = ("HOME", "PWD", "USER", "LOGNAME")
 _NAME = r"[A-Za-z_]\w*"
-#: What stands in braces: the length sign, a name, an index, an operator and its word.
+#: The text in braces: the length sign, a name, an index, an operator and its word.
 _PARAMETER = re.compile(
     rf"(#?)({_NAME}|\d+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?]|##?|%%?|//?|,,|\^\^|:)(.*))?", re.DOTALL
 )
-_PLACEHOLDER = re.compile(
-    r"(?<!<)<([A-Za-z][\w./-]*)>"
-)  # which a shell would take for two redirections
+#: ``<path>`` in documentation, which a shell would parse as two redirections.
+_PLACEHOLDER = re.compile(r"(?<!<)<([A-Za-z][\w./-]*)>")
 _PARSER = Parser(Language(tree_sitter_bash.language()))
 _EXPANSIONS = ("simple_expansion", "expansion", "command_substitution", "arithmetic_expansion")
 _LOOPS = ("for_statement", "while_statement", "c_style_for_statement")
+_CLAUSES = ("elif_clause", "else_clause")
 _SHELLS = ("bash", "sh", "zsh")
 _OPERATORS = {
     "+": operator.add,
@@ -43,7 +44,8 @@ _OPERATORS = {
     "%": operator.mod,
     "**": operator.pow,
 }
-_LARGEST_NUMBER = 2**63  # as of a shell's
+_LARGEST_NUMBER = 2**63  # a shell computes in 64 bits
+_MOST_NESTED = 8  # functions and scripts that call each other
 _COMPARISONS = {
     "-eq": operator.eq,
     "-ne": operator.ne,
@@ -53,13 +55,19 @@ _COMPARISONS = {
     "-le": operator.le,
 }
 
+#: Whether a condition holds or a branch runs; None if that is not known.
 Known = bool | None
-"""Whether a condition holds or a branch runs; None if that is not known."""
 
 
 @dataclass
 class Script:
-    """``commands``: the words of each. ``branches``: some condition was not evaluated."""
+    """The result of reading a script.
+
+    Args:
+        commands: the words of each command.
+        variables: the values after the script's end.
+        branches: a condition was not evaluated.
+    """
 
     commands: list[list[str]] = field(default_factory=list)
     variables: dict[str, str | list[str]] = field(default_factory=dict)
@@ -69,11 +77,11 @@ class Script:
 def read(
     text: str, environment: Mapping[str, str] | None = None, folder: Path | None = None
 ) -> Script:
-    """The whole script; scripts that it starts or sources are read with it if they are in
-    ``folder``.
+    """The commands and variables of a script.
 
     Args:
         environment: variables that the script may read; by default ``ENVIRONMENT`` of this process.
+        folder: the folder of scripts that it starts or sources; they are read as well.
 
     Raises:
         UserError: if the script expands to too much.
@@ -82,25 +90,28 @@ def read(
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
     reader = _Reader(Script(variables={**environment}), folder)
     reader.run(_parse(text), True)
-    while reader.functions:  # never called by name
-        reader.run(reader.functions.pop(next(iter(reader.functions))), True)
+    # Functions that are never called by name may be called in a way that was not understood.
+    while reader.functions:
+        name = next(iter(reader.functions))
+        reader.run(reader.functions.pop(name), True)
     return reader.script
 
 
 def _parse(text: str) -> Node:
+    """The syntax tree; placeholders are marked with characters for private use."""
     joined = re.sub(r"\\[ \t]*\n", " ", text.replace("\r\n", "\n"))
-    return _PARSER.parse(_PLACEHOLDER.sub("\ue000\\1\ue001", joined).encode()).root_node
+    marked = _PLACEHOLDER.sub("\ue000\\1\ue001", joined)
+    return _PARSER.parse(marked.encode()).root_node
 
 
 def _text(source: Node | bytes) -> str:
-    if isinstance(source, bytes):
-        encoded = source
-    else:
-        encoded = source.text or b""
+    """The source text, with its placeholders."""
+    encoded = source if isinstance(source, bytes) else source.text or b""
     return encoded.decode().replace("\ue000", "<").replace("\ue001", ">")
 
 
-def _parts(node: Node) -> list[Node]:
+def _statements(node: Node) -> list[Node]:
+    """The children of a node without its comments."""
     return [child for child in node.named_children if child.type != "comment"]
 
 
@@ -112,133 +123,149 @@ def _and(left: Known, right: Known) -> Known:
     return True
 
 
-def _not(known: Known) -> Known:
-    if known is None:
+def _or(left: Known, right: Known) -> Known:
+    return _not(_and(_not(left), _not(right)))
+
+
+def _not(condition: Known) -> Known:
+    if condition is None:
         return None
-    return not known
+    return not condition
 
 
 @dataclass
 class _Reader:
+    """Reads statements in their order.
+
+    Args:
+        functions: those that were defined and not called.
+        arguments: the positional parameters ``$1``, ``$2``, ...
+        sources: the scripts that are being read, the innermost last.
+        alternative: this branch or an earlier one of its condition runs, it is not known which.
+    """
+
     script: Script
     folder: Path | None
     functions: dict[str, Node] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)
     depth: int = 0
-    sources: list[Path] = field(
-        default_factory=list
-    )  # the scripts that are being read, the innermost last
-    alternative: bool = (
-        False  # it is not known whether this branch runs or an earlier one of its condition
-    )
+    sources: list[Path] = field(default_factory=list)
+    alternative: bool = False
     budget: Budget = field(default_factory=lambda: Budget("the script"))
 
-    # Statements: ``runs`` is whether the branch that they stand in is taken. Each returns whether
-    # it succeeds.
+    # Statements: ``runs`` is whether the branch around them is taken. The result is whether they
+    # succeed.
 
     def run(self, node: Node, runs: Known) -> Known:
         kind = node.type
-        children = _parts(node)
+        children = _statements(node)
         if runs is False:
             return None
         self.budget.spend(STATEMENT)
         if kind == "function_definition":
             self.functions[_text(children[0])] = children[-1]
         elif kind == "list":
-            sign = _text(node.children[1])
-            left = self.run(children[0], runs)
-            # Where it is not known whether the first succeeds, the second is no branch of the
-            # script's: it counts.
-            right = self.run(children[1], _and(runs, left if sign == "&&" else _not(left)))
-            if sign == "&&":
-                return _and(left, right)
-            return _not(_and(_not(left), _not(right)))
+            return self._list(node, runs)
         elif kind == "if_statement":
             self._if(node, runs)
         elif kind == "case_statement":
             self._case(node, runs)
         elif kind in _LOOPS:
+            # A loop counts once, with the first value of its variable.
             name = node.child_by_field_name("variable")
-            if name is not None and (value := node.child_by_field_name("value")) is not None:
+            value = node.child_by_field_name("value")
+            if name is not None and value is not None:
                 self.script.variables.setdefault(_text(name), self.joined(value))
             self.run(children[-1], None)
         elif kind in ("test_command", "negated_command"):
             return self.holds(node)
-        elif kind in ("variable_assignment", "declaration_command", "variable_assignments"):
-            for assignment in [node] if kind == "variable_assignment" else children:
+        elif kind == "variable_assignment":
+            self._assign(node, runs)
+        elif kind in ("declaration_command", "variable_assignments"):
+            for assignment in children:
                 self._assign(assignment, runs)
         elif kind == "command":
             return self._command(node, runs)
         elif kind == "redirected_statement":
             return self.run(children[0], runs)
-        else:  # a sequence, a pipeline, or what was not understood
+        else:  # a sequence, a pipeline, or a statement that was not understood
             for child in children:
                 self.run(child, runs)
         return None
 
+    def _list(self, node: Node, runs: Known) -> Known:
+        """``first && second`` or ``first || second``."""
+        first, second = _statements(node)[:2]
+        is_and = _text(node.children[1]) == "&&"
+        left = self.run(first, runs)
+        # If it is not known whether the first one succeeds, the second one counts.
+        right = self.run(second, _and(runs, left if is_and else _not(left)))
+        return _and(left, right) if is_and else _or(left, right)
+
     def _if(self, node: Node, runs: Known) -> None:
-        taken: Known = False
-        for branch in [
-            node,
-            *(child for child in node.children if child.type in ("elif_clause", "else_clause")),
-        ]:
-            parts = branch.children
-            then = next((at for at, child in enumerate(parts) if child.type in ("then", "else")), 0)
-            condition = [child for child in parts[:then] if child.is_named]
-            if len(condition) == 1:
-                known = self.holds(condition[-1])
-            elif condition:
-                known = None
-            else:
-                known = True
-            active = _and(_not(taken), known)
-            before = self.alternative
-            self.alternative = before or (active is None and taken is None)
-            taken = _not(_and(_not(taken), _not(active)))
-            for child in parts[then:]:
-                if child.is_named and child.type not in ("elif_clause", "else_clause"):
+        clauses = [child for child in node.children if child.type in _CLAUSES]
+        taken: Known = False  # an earlier branch was taken
+        for branch in (node, *clauses):
+            children = branch.children
+            begin = 0  # of the statements
+            for position, child in enumerate(children):
+                if child.type in ("then", "else"):
+                    begin = position
+                    break
+            condition = [child for child in children[:begin] if child.is_named]
+            holds: Known = True  # else has no condition
+            if condition:
+                holds = self.holds(condition[0]) if len(condition) == 1 else None
+            active = _and(_not(taken), holds)
+            outer_alternative = self.alternative
+            self.alternative = outer_alternative or (active is None and taken is None)
+            taken = _or(taken, active)
+            for child in children[begin:]:
+                if child.is_named and child.type not in _CLAUSES:
                     self.run(child, _and(runs, active))
-            self.alternative = before
+            self.alternative = outer_alternative
 
     def _case(self, node: Node, runs: Known) -> None:
         [word, *items] = node.named_children
         value = self.joined(word)
         taken = False
-        outer = self.alternative
-        first = True
+        outer_alternative = self.alternative
+        has_earlier_branch = False
         for item in items:
             if item.type != "case_item":
                 continue
             patterns = item.children_by_field_name("value")
-            matched = any(fnmatchcase(value, self.joined(pattern)) for pattern in patterns)
-            active = None if "$" in value else matched and not taken
-            taken = taken or matched
-            self.alternative = outer or (active is None and not first)
+            matches = any(fnmatchcase(value, self.joined(pattern)) for pattern in patterns)
+            active = None if "$" in value else matches and not taken
+            taken = taken or matches
+            self.alternative = outer_alternative or (active is None and has_earlier_branch)
             for child in item.named_children[len(patterns) :]:
                 self.run(child, _and(runs, active))
-                first = False
-        self.alternative = outer
+                has_earlier_branch = True
+        self.alternative = outer_alternative
 
     def _assign(self, node: Node, runs: Known) -> None:
+        """Assign to a variable; any other node is ignored."""
         if node.type != "variable_assignment" or node.named_children[0].type != "variable_name":
             return
         name = _text(node.named_children[0])
-        plus = node.children[1].type == "+="
+        appends = node.children[1].type == "+="
         variables = self.script.variables
         value = node.child_by_field_name("value")
         if runs is None:
             self.script.branches = True
-            if variables.get(name) and (self.alternative or not plus):
+            # A branch that may not run is not to overwrite a value.
+            if variables.get(name) and (self.alternative or not appends):
                 return
-        before = variables.get(name, "") if plus else ""
+        current = variables.get(name, "") if appends else ""
         if value is not None and value.type == "array":
-            entries = list(before) if isinstance(before, list) else []
-            for child in _parts(value):
+            entries = list(current) if isinstance(current, list) else []
+            for child in _statements(value):
                 entries += self.expanded(child)
             self._set(name, entries)
         else:
             text = self.joined(value) if value else ""
-            self._set(name, before + text if isinstance(before, str) else text)
+            self._set(name, current + text if isinstance(current, str) else text)
 
     def _set(self, name: str, value: str | list[str]) -> None:
         self.budget.check_length(_characters(value))
@@ -246,19 +273,25 @@ class _Reader:
         self.script.variables[name] = value
 
     def _command(self, node: Node, runs: Known) -> Known:
-        """A call of a function, another script, or a command, and the assignments in front of
-        it."""
-        self.script.branches |= runs is None
-        children = [child for child in _parts(node) if not child.type.endswith("_redirect")]
-        for child in children:
-            self._assign(child, runs)
-        raw = [child for child in children if child.type != "variable_assignment"]
-        words = [word for child in raw for word in self.expanded(child)]
-        if words[:1] == ["test"]:
-            return self.holds(self._parse(f"[ {' '.join(map(_text, raw[1:]))} ]").named_children[0])
-        while words and re.match(rf"env$|{_NAME}=", words[0]):
+        """A call of a function, another script or a command, after its assignments."""
+        if runs is None:
+            self.script.branches = True
+        word_nodes = []
+        for child in _statements(node):
+            if child.type == "variable_assignment":
+                self._assign(child, runs)
+            elif not child.type.endswith("_redirect"):
+                word_nodes.append(child)
+        words = []
+        for child in word_nodes:
+            words += self.expanded(child)
+        if words and words[0] == "test":
+            condition = " ".join(map(_text, word_nodes[1:]))
+            return self.holds(self._parse(f"[ {condition} ]").named_children[0])
+        while words and re.match(rf"env$|{_NAME}=", words[0]):  # env NAME=value command
             words.pop(0)
-        if words and words[0] != ":" and self.depth < 8:
+        # ":" does nothing, and its arguments are read for their assignments, ${NAME:=value}.
+        if words and words[0] != ":" and self.depth < _MOST_NESTED:
             self.depth += 1
             if not self._runs_statements(words):
                 self.script.commands.append(words)
@@ -266,27 +299,27 @@ class _Reader:
         return None
 
     def _runs_statements(self, words: list[str]) -> bool:
-        """Whether it starts statements that are read in its place: a function, another script,
-        ``eval``, ``-c``."""
+        """Read the statements that a command starts; whether they replace the command.
+
+        They are those of a function, another script, ``eval`` or ``-c``.
+        """
         name = words[0]
         arguments = words[1:]
         file: Path | None = None
+        inline = _inline_script(words)
         if name in self.functions:
             statements = self.functions.pop(name)
         elif name == "eval":
             statements = self._parse(" ".join(arguments))
             arguments = self.arguments
-        elif inline := [
-            words[at + 2]
-            for at, word in enumerate(words[:-2])
-            if word in _SHELLS and re.fullmatch(r"-\w*c", words[at + 1])
-        ]:
-            statements = self._parse(inline[0])
+        elif inline is not None:
+            statements = self._parse(inline)
             arguments = self.arguments
         else:
             if name not in (*_SHELLS, "source", ".") or not arguments or not self.folder:
                 return False
-            file = self.folder / arguments[0].rpartition("/")[2]
+            _, _, file_name = arguments[0].rpartition("/")
+            file = self.folder / file_name
             if file in self.sources:  # it starts itself again
                 return False
             text = self._script(file)
@@ -294,7 +327,7 @@ class _Reader:
                 return False
             statements = self._parse(text)
             arguments = arguments[1:]
-        before = self.arguments
+        outer_arguments = self.arguments
         count = len(self.script.commands)
         self.arguments = arguments
         if file is not None:
@@ -302,16 +335,16 @@ class _Reader:
         self.run(statements, True)
         if file is not None:
             self.sources.pop()
-        self.arguments = before
+        self.arguments = outer_arguments
+        # If they start no command, the recipe may be in the arguments: the command counts.
         return len(self.script.commands) > count or not arguments
 
     def _script(self, file: Path) -> str | None:
-        """The text of another script; None if there is none of this name, or it is a binary
-        file."""
+        """The text of another script; None if there is none of this name, or it is binary."""
         if not file.is_file():
             return None
-        with file.open("rb") as opened:
-            if b"\0" in opened.read(LARGEST_FILE):
+        with file.open("rb") as binary:
+            if b"\0" in binary.read(LARGEST_FILE):
                 return None
         return read_limited(file, errors="replace")
 
@@ -322,59 +355,59 @@ class _Reader:
     # Conditions.
 
     def holds(self, node: Node, patterns: bool = False) -> Known:
-        """Whether a condition holds. ``patterns``: it stands in ``[[``, where the right side of
-        ``==`` is one."""
-        parts = node.named_children
+        """Whether a condition holds.
+
+        Args:
+            patterns: it is in ``[[``, where the right side of ``==`` is a pattern.
+        """
+        children = node.named_children
         if node.type == "test_command":
-            if len(parts) == 1:
-                return self.holds(parts[0], node.children[0].type == "[[")
-            return None
-        if node.type in ("parenthesized_expression", "negated_command"):
-            known = self.holds(parts[-1], patterns)
-            if node.type == "negated_command":
-                return _not(known)
-            return known
-        if node.type == "command":
-            if _text(parts[0]) == "test":
-                return self._command(node, True)
-            return None
-        sign = next(
-            (
-                _text(child)
-                for child in node.children
-                if child not in parts or "operator" in child.type
-            ),
-            "",
-        )
-        if node.type == "unary_expression":
-            if sign == "!":
-                return _not(self.holds(parts[-1], patterns))
-            value = self.joined(parts[-1])
-            if "$" in value and re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(parts[-1])):
-                value = ""  # a variable that has no value is empty
-            if sign not in ("-z", "-n") or "$" in value:
+            if len(children) != 1:
                 return None
-            return (not value) is (sign == "-z")
+            return self.holds(children[0], node.children[0].type == "[[")
+        if node.type == "parenthesized_expression":
+            return self.holds(children[-1], patterns)
+        if node.type == "negated_command":
+            return _not(self.holds(children[-1], patterns))
+        if node.type == "command":
+            return self._command(node, True) if _text(children[0]) == "test" else None
+        sign = ""
+        for child in node.children:
+            if child not in children or "operator" in child.type:
+                sign = _text(child)
+                break
+        if node.type == "unary_expression":
+            return self._unary(sign, children[-1], patterns)
         if node.type not in ("binary_expression", "list"):
             return None
-        left = parts[0]
-        right = parts[-1]
         if sign in ("&&", "||"):
-            first = self.holds(left, patterns)
-            second = self.holds(right, patterns)
+            left_holds = self.holds(children[0], patterns)
+            right_holds = self.holds(children[-1], patterns)
             if sign == "&&":
-                return _and(first, second)
-            return _not(_and(_not(first), _not(second)))
-        one = self.joined(left)
-        other = self.joined(right)
-        if "$" in one + other:
+                return _and(left_holds, right_holds)
+            return _or(left_holds, right_holds)
+        left = self.joined(children[0])
+        right = self.joined(children[-1])
+        if "$" in left or "$" in right:
             return None
         if sign in ("=", "==", "!="):
-            return (fnmatchcase(one, other) if patterns else one == other) is (sign != "!=")
+            equal = fnmatchcase(left, right) if patterns else left == right
+            return equal is (sign != "!=")
         try:
-            return bool(_COMPARISONS[sign](int(one), int(other)))
+            return bool(_COMPARISONS[sign](int(left), int(right)))
         except (KeyError, ValueError):
+            return None  # -nt and the like, or no whole number
+
+    def _unary(self, sign: str, operand: Node, patterns: bool) -> Known:
+        """``! condition``, or ``-z`` and ``-n`` of a text; others ask the file system."""
+        if sign == "!":
+            return _not(self.holds(operand, patterns))
+        value = self.joined(operand)
+        if "$" in value and re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(operand)):
+            value = ""  # a variable without a value is empty
+        if sign not in ("-z", "-n") or "$" in value:
             return None
+        return (not value) is (sign == "-z")
 
     # Words.
 
@@ -383,50 +416,45 @@ class _Reader:
         return " ".join(self.expanded(node))
 
     def expanded(self, node: Node) -> list[str]:
-        """A word as words: quotes off, variables put in, split where they are not quoted."""
-        # an empty word that is quoted counts
+        """A word as words: without quotes, with its variables, split where it is not quoted."""
         fields = [""]
-        solid = False
+        has_quotes = False  # an empty word that is quoted counts
         length = 0
         for value, quoted in self._fragments(node):
             characters = _characters(value)
             self.budget.spend(characters)
             length += characters
             self.budget.check_length(length)
-            if isinstance(value, list):
-                if quoted:
-                    parts = value
-                else:
-                    parts = [part for entry in value for part in _split(entry)]
-            else:
-                if quoted or value.startswith("$"):
-                    parts = [value]
-                else:
-                    parts = _split(value)
-            solid = solid or (quoted and bool(parts))
-            fields[-1] += parts[0] if parts else ""
-            fields += parts[1:]
-        return [word for word in fields if word or solid]
+            values = value if isinstance(value, list) else [value]
+            # An expression that was not understood is one word.
+            if not quoted and not (isinstance(value, str) and value.startswith("$")):
+                values = list(itertools.chain.from_iterable(map(_split, values)))
+            if values:
+                has_quotes = has_quotes or quoted
+                fields[-1] += values[0]  # it continues the previous fragment
+                fields += values[1:]
+        return [word for word in fields if word or has_quotes]
 
     def _fragments(self, node: Node) -> Iterator[tuple[str | list[str], bool]]:
-        """The fragments of a word, and whether each is quoted or written out, so that it is not
-        split."""
+        """The fragments of a word. Those that are quoted or written out are not to be split."""
         text = _text(node)
         if node.type in ("concatenation", "command_name"):
             for child in node.children:
                 yield from self._fragments(child)
         elif node.type == "string":
+            # Between the expansions, tree-sitter has no nodes for blanks: the text is cut by bytes.
             source = node.text or b""
             begin = 1
             expansions = [child for child in node.children if child.type in _EXPANSIONS]
             for child in expansions:
-                before = source[begin : child.start_byte - node.start_byte]
-                if before:
-                    yield re.sub(r'\\(["\\$`])', r"\1", _text(before)), True
+                literal = source[begin : child.start_byte - node.start_byte]
+                if literal:
+                    yield _unescaped(literal), True
                 yield self._value(child), True
                 begin = child.end_byte - node.start_byte
-            if source[begin:-1] or not expansions:
-                yield re.sub(r'\\(["\\$`])', r"\1", _text(source[begin:-1])), True
+            literal = source[begin:-1]
+            if literal or not expansions:
+                yield _unescaped(literal), True
         elif node.type == "raw_string":
             yield text[1:-1], True
         elif node.type in _EXPANSIONS:
@@ -435,48 +463,30 @@ class _Reader:
             yield re.sub(r"\\(.)", r"\1", text), True
 
     def _value(self, node: Node) -> str | list[str]:
-        """The value that a ``$`` stands for; the text itself if it is not known."""
+        """The value of an expansion; its source text if the value is not known."""
         text = _text(node)
-        if node.type == "command_substitution":
-            return text
+        value: str | list[str] | None = None
         if node.type == "arithmetic_expansion":
             if node.named_child_count == 1:
                 number = self._number(node.named_children[0])
-            else:
-                number = None
-            if number is None:
-                return text
-            return str(number)
-        value = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
-        if value is None:
-            return text
-        return value
+                value = None if number is None else str(number)
+        elif node.type != "command_substitution":
+            value = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
+        return text if value is None else value
 
     def _number(self, node: Node) -> int | None:
         """Whole numbers added, subtracted, multiplied and divided; None for anything else."""
-        parts = node.named_children
+        children = node.named_children
         if node.type == "parenthesized_expression":
-            return self._number(parts[0])
-        if node.type == "binary_expression" and _text(node.children[1]) in _OPERATORS:
-            left = self._number(parts[0])
+            return self._number(children[0])
+        if node.type == "binary_expression":
             sign = _text(node.children[1])
-            right = self._number(parts[1])
-            if (
-                left is None
-                or right is None
-                or (sign in "/%" and not right)
-                or (sign == "**" and not 0 <= right < 65)
-            ):
-                return None
-            result = int(_OPERATORS[sign](left, right))
-            if abs(result) < _LARGEST_NUMBER:
-                return result
-            return None
+            if sign in _OPERATORS:
+                return _computed(sign, self._number(children[0]), self._number(children[1]))
         if node.type == "unary_expression" and _text(node).startswith("-"):
-            negated = self._number(parts[-1])
-            if negated is None:
-                return None
-            return -negated
+            operand = self._number(children[-1])
+            return None if operand is None else -operand
+        value: str | list[str] | None
         if node.type == "variable_name":
             value = self.script.variables.get(_text(node))
         else:
@@ -493,30 +503,11 @@ class _Reader:
         if not match:
             return None
         length, name, index, sign, word = match.groups()
-        sign = sign or ""
-        value: str | list[str] | None = self.script.variables.get(name)
-        if name in "@*":
-            value = self.arguments
-        elif name.isdigit():
-            value = dict(enumerate(self.arguments, start=1)).get(int(name))
-        elif index is None:
-            if isinstance(value, list):
-                value = " ".join(value)
-            else:
-                value = value
-        elif value is not None:
-            entries = value if isinstance(value, list) else [value]
-            at = int(index) if index.isdigit() else len(entries)
-            if index in ("@", "*"):
-                value = entries
-            elif at < len(entries):
-                value = entries[at]
-            else:
-                value = None
+        value = self._variable(name, index)
         if length:
-            if value is None:
-                return None
-            return str(len(value))
+            return None if value is None else str(len(value))
+        sign = sign or ""
+        # With a colon, an empty value counts as a missing one.
         missing = value is None or (not value and sign.startswith(":"))
         if sign in (":-", "-", ":=", "="):
             if not missing:
@@ -526,61 +517,121 @@ class _Reader:
                 self.script.variables[name] = value
             return value
         if sign in (":+", "+"):
-            if missing:
-                return ""
-            return self._word(word)
-        if value is None or not sign or sign in (":?", "?"):
+            return "" if missing else self._word(word)
+        if value is None or sign in ("", ":?", "?"):
             return value
         if isinstance(value, list):
             if sign == ":" and word.isdigit():
-                return value[int(word.partition(":")[0]) - (name == "@") :]
+                # ${@:2} counts from 1, ${array[@]:2} from 0.
+                return value[int(word) - (name == "@") :]
             return value
         return self._changed(value, sign, self._word(word))
 
+    def _variable(self, name: str, index: str | None) -> str | list[str] | None:
+        """The value of a variable, a positional parameter, or an entry of an array."""
+        if name in "@*":
+            return self.arguments
+        if name.isdigit():
+            position = int(name)
+            if 1 <= position <= len(self.arguments):
+                return self.arguments[position - 1]
+            return None
+        value = self.script.variables.get(name)
+        if index is None:
+            return " ".join(value) if isinstance(value, list) else value
+        if value is None:
+            return None
+        entries = value if isinstance(value, list) else [value]
+        if index in ("@", "*"):
+            return entries
+        if index.isdigit() and int(index) < len(entries):
+            return entries[int(index)]
+        return None
+
     def _changed(self, value: str, sign: str, word: str) -> str | None:
-        """A value without the part that a pattern matches, with one text replaced, or in upper or
-        lower case."""
+        """A value after ``#``, ``%``, ``/``, ``,,`` or ``^^``; None for another operator."""
         if sign in ("#", "##", "%", "%%"):
             self.budget.spend(len(value) ** 2 // 64)  # the pattern is tried at every character
             return _cut(value, sign, word)
         if sign in ("/", "//"):
             old, _, new = word.partition("/")
-            count = value.count(old) if old else 0
-            self.budget.check_length(len(value) + count * len(new))
-            if old:
-                return value.replace(old, new, -1 if sign == "//" else 1)
-            return value
-        return {",,": value.lower(), "^^": value.upper()}.get(sign)
+            if not old:
+                return value
+            self.budget.check_length(len(value) + value.count(old) * len(new))
+            return value.replace(old, new, -1 if sign == "//" else 1)
+        if sign == ",,":
+            return value.lower()
+        if sign == "^^":
+            return value.upper()
+        return None
 
     def _word(self, word: str) -> str:
-        command = self._parse(f": {word}" if '"' in word else f': "{word}"').named_children
-        if command:
-            return " ".join(self.joined(child) for child in command[0].named_children[1:])
-        return word
+        """The word of an operator, expanded as the argument of a command."""
+        commands = self._parse(f": {word}" if '"' in word else f': "{word}"').named_children
+        if not commands:
+            return word
+        return " ".join(map(self.joined, commands[0].named_children[1:]))
+
+
+def _inline_script(words: list[str]) -> str | None:
+    """The script of ``bash -c script``, which another program may start; None if there is none."""
+    for position, word in enumerate(words[:-2]):
+        if word in _SHELLS and re.fullmatch(r"-\w*c", words[position + 1]):
+            return words[position + 2]
+    return None
+
+
+def _computed(sign: str, left: int | None, right: int | None) -> int | None:
+    """The result of an operator; None if it is not known or would be too large."""
+    if left is None or right is None:
+        return None
+    if sign in "/%" and right == 0:
+        return None
+    if sign == "**" and not 0 <= right < 65:  # a power of 2 has 64 bits at most
+        return None
+    result = int(_OPERATORS[sign](left, right))
+    return result if abs(result) < _LARGEST_NUMBER else None
+
+
+def _unescaped(literal: bytes) -> str:
+    """Text in double quotes without its backslashes."""
+    return re.sub(r'\\(["\\$`])', r"\1", _text(literal))
 
 
 def _split(value: str) -> list[str]:
-    """An unquoted value, split at its blanks, also those at its ends; quotes and commands hold
-    together."""
+    """An unquoted value, split at its blanks; quotes and commands hold together.
+
+    A blank at its begin or end separates it from the fragment next to it: it gives an empty word.
+    """
     words = re.findall(r"""(?:"[^"]*"|'[^']*'|\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`|\S)+""", value)
-    return [*([""] if value[:1].isspace() else []), *words, *([""] if value[-1:].isspace() else [])]
+    if value[:1].isspace():
+        words.insert(0, "")
+    if value[-1:].isspace():
+        words.append("")
+    return words
 
 
 def _characters(value: str | list[str]) -> int:
-    """How long a value is; an entry of a list counts for one more character."""
+    """The length of a value; an entry of a list counts for one more character."""
     if isinstance(value, str):
         return len(value)
     return sum(map(len, value)) + len(value)
 
 
 def _cut(value: str, sign: str, word: str) -> str:
-    """A value without the shortest or longest beginning (``#``, ``##``) or end (``%``, ``%%``) that
-    matches."""
-    cuts: Sequence[int] = (
-        range(len(value) + 1) if sign in ("#", "%%") else range(len(value), -1, -1)
-    )
+    """A value without a beginning (``#``, ``##``) or an end (``%``, ``%%``) that matches.
+
+    A doubled sign cuts the longest one, a single sign the shortest one.
+    """
+    cuts: Sequence[int] = range(len(value) + 1)
+    if sign in ("##", "%"):
+        cuts = range(len(value), -1, -1)
     for cut in cuts:
-        part, rest = (value[:cut], value[cut:]) if "#" in sign else (value[cut:], value[:cut])
-        if fnmatchcase(part, word):
-            return rest
+        beginning = value[:cut]
+        end = value[cut:]
+        if "#" in sign:
+            if fnmatchcase(beginning, word):
+                return end
+        elif fnmatchcase(end, word):
+            return beginning
     return value

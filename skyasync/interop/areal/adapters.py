@@ -23,10 +23,10 @@ from skyasync.rewards.signature import Signature
 
 
 class ArealSignature(Signature):
-    """``(prompt, completions, prompt_ids, completion_ids, answer)`` give a number.
+    """``(prompt, completions, prompt_ids, completion_ids, answer)``.
 
-    ``prompt`` is all that the model read, ``completions`` the response, ``answer`` the row's
-    column, or else its label.
+    The function returns a number. ``prompt`` is all the text that the model read, ``completions``
+    the response, ``answer`` the row's column, or else its label.
     """
 
     name = "areal"
@@ -35,19 +35,19 @@ class ArealSignature(Signature):
     def matches(self, parameters: Mapping[str, Parameter]) -> bool:
         if "completions" not in parameters or parameters.keys() & {"response", "queries"}:
             return False
+        # TRL's functions have completions, too, but no prompt, and as lists.
         return "prompt" in parameters or parameters["completions"].annotation in (str, "str")
 
-    def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
-        prompts = known.get("prompts")
+    def arguments(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        prompt = inputs.get("prompt")
+        prompts = inputs.get("prompts")
         if isinstance(prompts, list):
             prompt = prompts[0]
-        else:
-            prompt = known.get("prompt")
         return {
-            "answer": known.get("label"),
-            **known,
+            "answer": inputs.get("label"),
+            **inputs,
             "prompt": prompt,
-            "completions": known.get("response"),
+            "completions": inputs.get("response"),
         }
 
 
@@ -57,20 +57,24 @@ def program_of(
     """The program that plays an episode with the class's one object."""
     agent = agent_class(**accepted(agent_class, settings))
     run: Callable[..., object] = agent.run  # type: ignore[attr-defined]
-    client: object = None  # of all episodes; an agent may close it
+    client: object = None  # shared by all episodes
 
     async def program(data: dict[str, object], base_url: str, api_key: str) -> object:
         nonlocal client
-        offered: dict[str, object] = {"base_url": base_url, "api_key": api_key}
+        optional: dict[str, object] = {"base_url": base_url, "api_key": api_key}
         if find_spec("httpx") is not None:
             import httpx
 
+            # An agent may close the client: the next episode has a new one.
             if not isinstance(client, httpx.AsyncClient) or client.is_closed:
-                client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
-            offered["http_client"] = client
-        extra = accepted(run, offered)
+                # httpx's defaults, 100 connections and 5 s, are too low for all episodes at once.
+                limits = httpx.Limits(max_connections=None)
+                client = httpx.AsyncClient(timeout=None, limits=limits)
+            optional["http_client"] = client
+        extra = accepted(run, optional)
         if inspect.iscoroutinefunction(run):
             return await run(data, **extra)
+        # In a thread, so that a blocking agent does not stop the other episodes.
         return await asyncio.to_thread(run, data, **extra)
 
     return program

@@ -21,10 +21,10 @@ from typing import Any
 
 from skyasync.rewards.signature import Signature, single_value
 
-# OpenRLHF's; environment.reward_timeout_s ends them all
+# OpenRLHF's values. environment.reward_timeout_s limits the tries together.
 TRIES = 5
-PAUSE_S = 1.0
-LIMIT_S = 180.0
+PAUSE_S = 1.0  # between two tries
+LIMIT_S = 180.0  # for one try
 
 
 class OpenRLHFSignature(Signature):
@@ -35,47 +35,47 @@ class OpenRLHFSignature(Signature):
         return "queries" in parameters
 
     def answer(self, returned: object) -> object:
-        """``rewards`` is the reward, ``scores`` the metric ``score``, and each number in
-        ``extra_logs`` a metric."""
+        """``rewards`` is the reward; ``scores`` and the numbers in ``extra_logs`` are metrics."""
         if not isinstance(returned, Mapping):
             return single_value(returned)
         if "rewards" not in returned:
-            return returned  # for the error that names what is missing
-        score = {"reward": single_value(returned["rewards"])}
+            return returned  # the caller's error names the missing reward
+        answer = {"reward": single_value(returned["rewards"])}
         if returned.get("scores") is not None:
-            score["score"] = single_value(returned["scores"])
+            answer["score"] = single_value(returned["scores"])
         logs = returned.get("extra_logs") or {}
-        return score | {
-            str(n): value
-            for n, log in logs.items()
-            if isinstance(value := single_value(log), int | float)
-        }
+        for name, entry in logs.items():
+            value = single_value(entry)
+            if isinstance(value, int | float):
+                answer[str(name)] = value
+        return answer
 
 
 @cache
 def remote(name: str) -> Callable[..., Coroutine[Any, Any, object]]:
-    """The function that asks the servers of this name."""
+    """The reward function that sends requests to the servers of this name, in turn."""
     servers = [server.strip() for server in name.split(",")]
     turns = itertools.cycle(range(len(servers)))
 
     async def remote_reward(queries: list[str], prompts: list[str], labels: list[object]) -> object:
         import aiohttp
 
-        first = next(turns)
+        turn = next(turns)
         timeout = aiohttp.ClientTimeout(total=LIMIT_S)
         request = {"query": queries, "prompts": prompts, "labels": labels}
-        for number in range(TRIES):
-            server = servers[(first + number) % len(servers)]
+        for attempt in range(TRIES):
+            server = servers[(turn + attempt) % len(servers)]
             try:
                 async with (
                     aiohttp.ClientSession(timeout=timeout) as session,
                     session.post(server, json=request) as response,
                 ):
                     response.raise_for_status()
+                    # The content type is not checked: a server may declare JSON as text.
                     return await response.json(content_type=None)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
                 problem = f"{server}: {str(error) or type(error).__name__}"
-            await asyncio.sleep(PAUSE_S if number + 1 < TRIES else 0)
+            await asyncio.sleep(PAUSE_S if attempt + 1 < TRIES else 0)
         raise RuntimeError(f"the reward model did not answer in {TRIES} tries; the last: {problem}")
 
     return remote_reward

@@ -37,12 +37,9 @@ class AttributeDict(dict[str, Any]):
     """A mapping whose entries are attributes as well, at every depth."""
 
     def __init__(self, values: Mapping[str, object] | None = None) -> None:
-        super().__init__(
-            {
-                k: AttributeDict(v) if isinstance(v, Mapping) else v
-                for k, v in (values or {}).items()
-            }
-        )
+        super().__init__()
+        for name, value in (values or {}).items():
+            self[name] = AttributeDict(value) if isinstance(value, Mapping) else value
 
     def __getattr__(self, name: str) -> Foreign:
         try:
@@ -54,7 +51,7 @@ class AttributeDict(dict[str, Any]):
 
 
 class tool:
-    """Marks a method of a tool group."""
+    """Decorator for a method of a tool group."""
 
     def __init__(self, func: Callable[..., object]) -> None:
         self.func = func
@@ -109,27 +106,24 @@ class SkyRLEnv(envs.BaseTextEnv):
 
     def init_tool_groups(self, tool_groups: list[ToolGroup] | None = None) -> None:
         self.tool_groups = list(tool_groups or ())
-        groups = [group.get_tool_to_group_mapping() for group in self.tool_groups]
-        self.tool_to_toolgroup = {
-            name: group for mapping in groups for name, group in mapping.items()
-        }
+        self.tool_to_toolgroup = {}
+        for group in self.tool_groups:
+            self.tool_to_toolgroup |= group.get_tool_to_group_mapping()
 
     def _execute_tool(self, tool_group_name: str, tool_name: str, tool_input: Foreign) -> Foreign:
         for group in self.tool_groups:
             if group.name == tool_group_name:
                 return group.execute_tool(tool_name, *tool_input)
-        raise ValueError(
-            f"there is no tool group {tool_group_name!r}: {', '.join(g.name for g in self.tool_groups)}"
-        )
+        names = ", ".join(group.name for group in self.tool_groups)
+        raise ValueError(f"there is no tool group {tool_group_name!r}: {names}")
 
     @staticmethod
     def aggregate_metrics(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-        """Means of the numbers, which is what happens to all metrics here."""
-        episodes = [numbers(episode) for episode in metrics]
-        names = dict.fromkeys(name for episode in episodes for name in episode)
-        columns = {
-            name: [episode[name] for episode in episodes if name in episode] for name in names
-        }
+        """Means of the numbers, as all metrics are aggregated here."""
+        columns: dict[str, list[float]] = {}
+        for episode in metrics:
+            for name, value in numbers(episode).items():
+                columns.setdefault(name, []).append(value)
         return {name: sum(values) / len(values) for name, values in columns.items()}
 
     @classmethod
@@ -140,16 +134,15 @@ class SkyRLEnv(envs.BaseTextEnv):
                 "%s.aggregate_metrics is not called: an environment's metrics are averaged",
                 cls.__name__,
             )
-        return type(
-            cls.__name__, (_GymEpisode, cls), {"spec_name": name, "spec_kwargs": dict(kwargs)}
-        )
+        attributes = {"spec_name": name, "spec_kwargs": dict(kwargs)}
+        return type(cls.__name__, (_GymEpisode, cls), attributes)
 
 
 BaseTextEnv = Env = SkyRLEnv
 
 
 class _GymEpisode:
-    """In front of a user's class: its arguments, and what it returns."""
+    """The base class before a user's class: it adapts its arguments and its results."""
 
     spec_name: ClassVar[str] = ""
     spec_kwargs: ClassVar[dict[str, object]] = {}
@@ -158,18 +151,19 @@ class _GymEpisode:
         self, env_config: Mapping[str, Any] | None = None, extras: dict[str, Any] | None = None
     ) -> None:
         config = env_config or {}
+        # The settings of an environment may be a group with its name.
         if isinstance(config.get(self.spec_name), Mapping):
-            own = config.get(self.spec_name)
-        else:
-            own = config
-        given = {"env_config": AttributeDict(own), "extras": dict(extras or {}), **self.spec_kwargs}
-        super().__init__(**given)
-        for name in (
-            "env_config",
-            "extras",
-        ):  # of a class that does not pass them to super().__init__
+            config = config[self.spec_name]
+        arguments = {
+            "env_config": AttributeDict(config),
+            "extras": dict(extras or {}),
+            **self.spec_kwargs,
+        }
+        super().__init__(**arguments)
+        # A user's class may not pass them to super().__init__.
+        for name in ("env_config", "extras"):
             if not getattr(self, name, None):
-                setattr(self, name, given[name])
+                setattr(self, name, arguments[name])
 
     def step(self, action: str) -> Foreign:
         output = super().step(action)  # type: ignore[misc]
@@ -193,5 +187,9 @@ def make(id: str, **kwargs: Foreign) -> envs.BaseTextEnv:
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """The metrics that are numbers or truth values, also arrays and tensors of one."""
-    values = {str(name): single_value(value) for name, value in metrics.items()}
-    return {name: value for name, value in values.items() if isinstance(value, float)}
+    values = {}
+    for name, entry in metrics.items():
+        value = single_value(entry)
+        if isinstance(value, float):
+            values[str(name)] = value
+    return values

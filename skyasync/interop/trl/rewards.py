@@ -10,12 +10,11 @@ from skyasync.rewards.signature import CONVERSATION, SEEN, Signature, single_val
 
 
 class TrlSignature(Signature):
-    """``(prompts, completions, completion_ids, every column, log_metric, log_extra)`` give one
-    number per completion.
+    """``(prompts, completions, completion_ids, each column, log_metric, log_extra)``.
 
-    All are lists, of one entry here; prompts and completions are lists of messages if the row's
-    prompt is one, and text otherwise. None is the answer for a row without a reward by this
-    function.
+    The function returns one number per completion. All arguments are lists, with one entry here;
+    prompts and completions are lists of messages if the row's prompt is one, and text by default.
+    It returns None for a row without a reward by this function.
     """
 
     name = "trl"
@@ -27,30 +26,33 @@ class TrlSignature(Signature):
             return False
         return parameters["completions"].annotation not in (str, "str")
 
-    def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
-        values = {
-            name: value
-            for name, value in known.items()
-            if name not in SEEN | {CONVERSATION, "messages"}
-        }
-        values |= {name: known[name] for name in ("prompt_ids", "completion_ids") if name in known}
-        prompt = known.get("prompt")
-        response = known.get("response")
-        if known.get(CONVERSATION):
-            prompt = known.get("messages")
-            response = [{"role": "assistant", "content": response}]
-        values |= {"prompts": prompt, "completions": response}
-        return {"log_metric": None, "log_extra": None} | {
-            name: [value] for name, value in values.items()
-        }
+    def arguments(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        response = inputs.get("response")
+        arguments: dict[str, Any] = {"log_metric": None, "log_extra": None}
+        for name, value in inputs.items():
+            # TRL passes columns and tokens; the other inputs have names of their own there.
+            if name not in SEEN | {CONVERSATION, "messages"}:
+                arguments[name] = [value]
+        for name in ("prompt_ids", "completion_ids"):
+            if name in inputs:
+                arguments[name] = [inputs[name]]
+        if inputs.get(CONVERSATION):
+            arguments["prompts"] = [inputs.get("messages")]
+            arguments["completions"] = [[{"role": "assistant", "content": response}]]
+        else:
+            arguments["prompts"] = [inputs.get("prompt")]
+            arguments["completions"] = [response]
+        return arguments
 
     def with_logs(self, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
         metrics: dict[str, float] = {}
+        # log_extra is for a table of completions, which there is not: its calls have no effect.
         logs = {"log_metric": metrics.__setitem__, "log_extra": lambda column, values: None}
-        return {
-            **arguments,
-            **{name: logs[name] for name in logs.keys() & arguments.keys()},
-        }, metrics
+        with_logs = dict(arguments)
+        for name, function in logs.items():
+            if name in arguments:
+                with_logs[name] = function
+        return with_logs, metrics
 
     def answer(self, returned: object) -> object:
         return single_value(returned)
