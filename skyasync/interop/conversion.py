@@ -312,7 +312,6 @@ def value_hint(path: str, value: Value) -> str:
 
 def _and(titles: list[str]) -> str:
     """Titles as words: ``A, B and C``."""
-    *others, final = titles
-    if others:
-        return f"{', '.join(others)} and {final}"
-    return final
+    if len(titles) == 1:
+        return titles[0]
+    return f"{', '.join(titles[:-1])} and {titles[-1]}"

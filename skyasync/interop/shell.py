@@ -194,12 +194,12 @@ class _Reader:
         return None
 
     def _list(self, node: Node, runs: Known) -> Known:
-        """``first && second`` or ``first || second``."""
-        first, second = _statements(node)[:2]
+        """``left && right`` or ``left || right``."""
+        commands = _statements(node)
         is_and = _text(node.children[1]) == "&&"
-        left = self.run(first, runs)
-        # If it is not known whether the first one succeeds, the second one counts.
-        right = self.run(second, _and(runs, left if is_and else _not(left)))
+        left = self.run(commands[0], runs)
+        # If it is not known whether the left one succeeds, the right one counts.
+        right = self.run(commands[1], _and(runs, left if is_and else _not(left)))
         return _and(left, right) if is_and else _or(left, right)
 
     def _if(self, node: Node, runs: Known) -> None:

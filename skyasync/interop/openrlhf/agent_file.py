@@ -42,31 +42,33 @@ from skyasync.interop.openrlhf import SYSTEM
 from skyasync.interop.openrlhf.user_modules import (
     Foreign,
     SingleTurnAgentExecutor,
-    awaited,
     new_instance,
     refuse_images,
+    result_of,
     stand_ins,
 )
 from skyasync.rewards.signature import single_value
 
 PATH_KEY = "agent_func_path"  # the file's path in the environment's env_config
 SAMPLING_KEY = "agent_sampling"  # the run's sampling parameters there
-_LOADED: dict[str, dict[str, Any]] = {}
-_LOADING = threading.RLock()
+#: Path -> the globals of a file that defines classes, which is run once per process.
+_LOADED_FILES: dict[str, dict[str, Any]] = {}
+_LOAD_LOCK = threading.RLock()
 FEEDBACK = ("environment_feedback", "next_state", "next_observation")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @ENVS.register("openrlhf")
 class OpenRLHFAgent(BaseTextEnv):
     """One episode of an agent file.
 
-    The rewards of the steps are the rewards of the turns; ``scores`` and ``extra_logs`` of the last
-    step that gave them are metrics; ``trainer.algorithm.dynamic_sampling.metric=score`` filters
-    groups by the score.
+    The rewards of the steps are the rewards of the turns. ``scores`` and ``extra_logs`` are
+    metrics, with their values from the last step that has them;
+    ``trainer.algorithm.dynamic_sampling.metric=score`` filters groups by the score.
 
     Args:
         env_config: the file's path under ``agent_func_path``.
-        extras: the row's columns; ``label`` is given to the agent.
+        extras: the row's columns; the agent gets ``label``.
 
     Raises:
         UserError: if the file is missing or defines no agent.
@@ -85,12 +87,12 @@ class OpenRLHFAgent(BaseTextEnv):
     ) -> None:
         super().__init__(env_config, extras)
         self._file = self.env_config.get(PATH_KEY, "")
-        self._agent = load_agent(self._file)  # a function step has these globals to itself
+        self._agent = load_agent(self._file)  # globals; a function step has new ones per episode
         self._agent_class = instance_class(self._file)
         self._instance: Any = None
         self._label = self.extras.get("label")
         self._sampling = sampling_object(self.env_config.get(SAMPLING_KEY, {}))
-        self._text = ""  # everything read and written so far
+        self._text = ""  # all that the model has read and written
         self._logs: dict[str, float] = {}
 
     async def init(self, prompt: str) -> tuple[str, dict[str, Any]]:
@@ -100,63 +102,71 @@ class OpenRLHFAgent(BaseTextEnv):
             self._instance = await new_instance(self._agent_class)
         if hasattr(self._instance, "reset"):
             states = {"observation": prompt, "prompt": prompt, "label": self._label}
-            first = await awaited(self._instance.reset(states))
-            if isinstance(first, Mapping):
-                self._text = first["observation"]
-            else:
-                self._text = first
+            start = await result_of(self._instance.reset(states))
+            # Older agents return the text itself.
+            self._text = start["observation"] if isinstance(start, Mapping) else start
         return self._text, {}
 
     async def step(self, action: str) -> dict[str, Any]:
         if self._instance is not None:
-            states = {"observation_text": self._text, "action_text": action, "label": self._label}
-            answer = await awaited(
-                self._instance.step({**states, "sampling_params": self._sampling})
-            )
+            states = {
+                "observation_text": self._text,
+                "action_text": action,
+                "label": self._label,
+                "sampling_params": self._sampling,
+            }
+            answer = await result_of(self._instance.step(states))
         else:
             step = self._agent["step"]
+            options: dict[str, object] = {}
             if takes_sampling(inspect.signature(step), self._file):
-                more = {"sampling_params": self._sampling}
-            else:
-                more = {}
-            answer = await awaited(step(self._text, action, self._label, **more))
+                options["sampling_params"] = self._sampling
+            answer = await result_of(step(self._text, action, self._label, **options))
         result, feedback = _read_answer(answer, self._text + action)
         refuse_images(result.get("environment_images"))
         self._text += action + feedback
         logs = {"score": result.get("scores"), **(result.get("extra_logs") or {})}
-        values = {str(name): single_value(log) for name, log in logs.items()}
-        self._logs |= {
-            name: float(value) for name, value in values.items() if isinstance(value, int | float)
-        }
-        sampling = result.get("sampling_params")
-        if isinstance(sampling, Mapping):
-            changes = dict(sampling)
-        elif (
-            sampling is None or sampling is self._sampling
-        ):  # which the agent may have changed in place
-            before = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
-            known = {
-                name: value for name, value in vars(self._sampling).items() if name in SAMPLING
-            }
-            changes = {name: value for name, value in known.items() if value != before[name]}
-        else:  # an object with vLLM's names
-            self._sampling = sampling
-            known = {name: getattr(sampling, name, None) for name in SAMPLING}
-            changes = {name: value for name, value in known.items() if value is not None}
+        for name, log in logs.items():
+            value = single_value(log)
+            if isinstance(value, int | float):
+                self._logs[str(name)] = float(value)
         return {
             "observations": feedback,
             "reward": single_value(result["rewards"]),
             "done": bool(result["done"]),
             "metadata": {},
-            "sampling_params": changes,
+            "sampling_params": self._sampling_changes(result.get("sampling_params")),
         }
+
+    def _sampling_changes(self, sampling: Any) -> dict[str, Any]:
+        """The sampling parameters that the next turn changes.
+
+        Args:
+            sampling: what a step returned: a mapping, an object with vLLM's names, or None.
+        """
+        if isinstance(sampling, Mapping):
+            return dict(sampling)
+        changes = {}
+        if sampling is None or sampling is self._sampling:
+            # The agent may have changed the object in place.
+            original = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
+            for name, value in vars(self._sampling).items():
+                if name in SAMPLING and value != original[name]:
+                    changes[name] = value
+            return changes
+        self._sampling = sampling
+        for name in SAMPLING:
+            value = getattr(sampling, name, None)
+            if value is not None:
+                changes[name] = value
+        return changes
 
     def get_metrics(self) -> dict[str, float]:
         return self._logs
 
 
 def settle_agent_file(cfg: Any) -> None:
-    """If ``generator.agent_func_path`` names a file, it plays the rows that name no environment."""
+    """Let ``generator.agent_func_path``, if it is set, play the rows that name no environment."""
     if not cfg.generator.agent_func_path:
         return
     file = agent_file(cfg.generator.agent_func_path)
@@ -170,16 +180,18 @@ def settle_agent_file(cfg: Any) -> None:
 
 
 def sampling_object(sampling: Mapping[str, Any]) -> SimpleNamespace:
-    """Sampling parameters as agents know them: an object with vLLM's names, which may be changed
-    and handed back."""
-    known = {name: value for name, value in sampling.items() if name in SAMPLING}
+    """Sampling parameters as an object with vLLM's names, which an agent may change and return."""
+    values = asdict(SamplingParams())
+    for name, value in sampling.items():
+        if name in SAMPLING:
+            values[name] = value
     if "max_generate_length" in sampling:
-        known["max_tokens"] = sampling["max_generate_length"]
-    return SimpleNamespace(**{**asdict(SamplingParams()), **known}, n=1, logprobs=1)
+        values["max_tokens"] = sampling["max_generate_length"]
+    return SimpleNamespace(**values, n=1, logprobs=1)
 
 
 def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
-    """Raises ``UserError`` for a row that brings images."""
+    """Raises ``UserError`` for a row with images."""
     name = image_column(extras)
     if name:
         raise UserError(
@@ -188,8 +200,14 @@ def refuse_row_with_images(extras: Mapping[str, Any]) -> None:
 
 
 def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
-    """A step's answer in its dictionary form, and what it appends to ``text``, the state and the
-    action."""
+    """A step's answer as a dictionary, and the text that it appends.
+
+    Args:
+        text: the state and the action.
+
+    Raises:
+        InvalidEnvOutputError: for an answer of another form, or one that changes ``text``.
+    """
     if isinstance(answer, tuple) and len(answer) in (3, 4):
         reward, state, done, *extra = answer
         answer = {
@@ -214,13 +232,13 @@ def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
         raise InvalidEnvOutputError(
             f"step's dictionary has none of {', '.join(FEEDBACK)}, and the episode is not done"
         )
-    new = answer[name]
-    if not isinstance(new, str):
-        raise InvalidEnvOutputError(f"step's {name} must be text; found {new!r:.80}")
+    feedback = answer[name]
+    if not isinstance(feedback, str):
+        raise InvalidEnvOutputError(f"step's {name} must be text; found {feedback!r:.80}")
     if name == "environment_feedback":
-        return answer, new
-    if new.startswith(text):
-        return answer, new[len(text) :]
+        return answer, feedback
+    if feedback.startswith(text):
+        return answer, feedback[len(text) :]
     if answer["done"]:
         return answer, ""  # the model does not read it
     raise InvalidEnvOutputError(
@@ -230,10 +248,10 @@ def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
 
 
 def agent_file(path: str) -> Path:
-    """The file behind ``generator.agent_func_path``.
+    """The file of ``generator.agent_func_path``.
 
     Raises:
-        UserError: if there is none.
+        UserError: if there is none, or it is not a Python file.
     """
     file = Path(path).expanduser().resolve()
     if not file.exists():
@@ -244,8 +262,9 @@ def agent_file(path: str) -> Path:
 
 
 def has_own_loop(path: Path) -> bool:
-    """Whether its ``AgentExecutor`` plays episodes itself, in tokens; read from the source, without
-    running it.
+    """Whether the file's ``AgentExecutor`` plays episodes by itself, in tokens.
+
+    The source is parsed, not run: this is part of the checks before a run.
 
     Raises:
         UserError: if the file is not Python, or has only a function ``step`` with the wrong
@@ -256,53 +275,53 @@ def has_own_loop(path: Path) -> bool:
     except SyntaxError as error:
         raise UserError(f"generator.agent_func_path={path}:{error.lineno}: {error.msg}") from error
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
-    if not classes.keys() & {"AgentExecutor", "AgentInstance"}:
+    if "AgentExecutor" not in classes and "AgentInstance" not in classes:
         for node in tree.body:
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name != "step":
-                continue
-            if node.decorator_list:  # which may change its parameters
-                continue
-            # a function with its parameters, whatever their defaults and types
-            arguments = deepcopy(node.args)
-            for argument in ast.walk(arguments):
-                if isinstance(argument, ast.arg):
-                    argument.annotation = None
-            arguments.defaults = [ast.Constant(None) for _ in arguments.defaults]
-            arguments.kw_defaults = [
-                default and ast.Constant(None) for default in arguments.kw_defaults
-            ]
-            function = ast.fix_missing_locations(
-                ast.Expression(ast.Lambda(arguments, ast.Constant(None)))
-            )
-            takes_sampling(inspect.signature(eval(compile(function, "step", "eval"))), str(path))
+            if isinstance(node, _FUNCTIONS) and node.name == "step":
+                _check_step(node, str(path))
     executor = classes.get("AgentExecutor")
     while executor is not None:
-        if any(
-            isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name == "execute"
-            for n in executor.body
-        ):
-            return True
+        for node in executor.body:
+            if isinstance(node, _FUNCTIONS) and node.name == "execute":
+                return True
         bases = [ast.unparse(base).rpartition(".")[2] for base in executor.bases]
-        if {"MultiTurnAgentExecutor", "AgentExecutorBase"} & {*bases}:
+        if "MultiTurnAgentExecutor" in bases or "AgentExecutorBase" in bases:
             return False
         base = next((name for name in bases if name in classes), None)
         if base is None:
-            return True  # one of another file, or the one for a single turn
+            return True  # a class of another file, or SingleTurnAgentExecutor
         executor = classes[base]
     return False
 
 
+def _check_step(step: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> None:
+    """Raises ``UserError`` if ``step`` cannot be called. The function is not run."""
+    if step.decorator_list:  # a decorator may change its parameters
+        return
+    # A lambda with the same parameters, without their defaults and types, which may need imports.
+    arguments = deepcopy(step.args)
+    for node in ast.walk(arguments):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    placeholder = ast.Constant(None)
+    arguments.defaults = [placeholder for _ in arguments.defaults]
+    arguments.kw_defaults = [default and placeholder for default in arguments.kw_defaults]
+    expression = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, placeholder)))
+    function = eval(compile(expression, "step", "eval"))
+    takes_sampling(inspect.signature(function), path)
+
+
 def takes_sampling(step: inspect.Signature, path: str) -> bool:
-    """Whether a function ``step`` takes ``sampling_params`` in addition to state, action and label.
+    """Whether a function ``step`` takes ``sampling_params`` after state, action and label.
 
     Raises:
-        UserError: if it cannot be called at all.
+        UserError: if it cannot be called with these.
     """
     try:
         step.bind("", "", None, sampling_params=None)
         return True
     except TypeError:
-        pass
+        pass  # without sampling_params, then
     try:
         step.bind("", "", None)
         return False
@@ -317,9 +336,9 @@ def load_agent(path: str) -> dict[str, Any]:
     Raises:
         UserError: if it defines no agent.
     """
-    with _LOADING:
-        if path in _LOADED:
-            return _LOADED[path]
+    with _LOAD_LOCK:
+        if path in _LOADED_FILES:
+            return _LOADED_FILES[path]
         module = ModuleType(f"agent_func@{path}")
         module.__file__ = path
         folder = str(Path(path).parent)
@@ -333,7 +352,7 @@ def load_agent(path: str) -> dict[str, Any]:
             sys.modules.pop(module.__name__, None)
         agent = module.__dict__
         if any(isinstance(agent.get(name), type) for name in ("AgentExecutor", "AgentInstance")):
-            _LOADED[path] = agent
+            _LOADED_FILES[path] = agent
         elif not callable(agent.get("step")):
             raise UserError(
                 f"generator.agent_func_path={path} defines neither AgentInstance nor step(state, action, label), "
@@ -344,19 +363,20 @@ def load_agent(path: str) -> dict[str, Any]:
 
 @cache
 def instance_class(path: str) -> Foreign:
-    """The class whose instances are played turn by turn; None if the file has only the function
-    ``step``.
+    """The class whose instances are played turn by turn; None for a file with a function ``step``.
 
     Raises:
-        UserError: if its executor wants to play them itself.
+        UserError: if its executor has a loop of its own.
     """
     agent = load_agent(path)
     executor_class = agent.get("AgentExecutor")
     if executor_class is None:
         return agent.get("AgentInstance")
-    executor = made(executor_class, {})
-    own = type(executor).execute.__module__.partition(".")[0] not in ("skyasync", "openrlhf")
-    if own or isinstance(executor, SingleTurnAgentExecutor) or executor.agent_instance_cls is None:
+    executor = new_executor(executor_class, {})
+    package, _, _ = type(executor).execute.__module__.partition(".")
+    has_loop = package not in ("skyasync", "openrlhf")
+    has_loop = has_loop or isinstance(executor, SingleTurnAgentExecutor)
+    if has_loop or executor.agent_instance_cls is None:
         raise UserError(
             f"generator.agent_func_path={path}: its AgentExecutor has an execute of its own, which plays as an agent "
             f"program (generator.agent_program) and not in environment.env_class=openrlhf: name no env_class, and "
@@ -365,17 +385,20 @@ def instance_class(path: str) -> Foreign:
     return executor.agent_instance_cls
 
 
-def made(executor_class: Foreign, parts: Mapping[str, object]) -> Foreign:
-    """An executor; executors of older files take parts by name in ``__init__``."""
-    parameters = list(inspect.signature(executor_class).parameters.values())
-    required = [
-        p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD
-    ]
-    given = {name: parts.get(name) for name in required}
-    given |= {
-        p.name: parts[p.name] for p in parameters if p.name in parts and p.kind is not p.VAR_KEYWORD
-    }
-    return executor_class(**given)
+def new_executor(executor_class: Foreign, optional: Mapping[str, object]) -> Foreign:
+    """An executor; the constructors of older files take ``optional`` arguments by name.
+
+    A required argument that is not among them is None.
+    """
+    arguments = {}
+    for parameter in inspect.signature(executor_class).parameters.values():
+        name = parameter.name
+        has_default = parameter.default is not parameter.empty
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and not has_default:
+            arguments[name] = optional.get(name)
+        elif name in optional and parameter.kind is not parameter.VAR_KEYWORD:
+            arguments[name] = optional[name]
+    return executor_class(**arguments)
 
 
 @cache

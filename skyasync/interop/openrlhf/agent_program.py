@@ -1,13 +1,12 @@
-"""Plays OpenRLHF's agent files whose ``AgentExecutor`` has an ``execute`` of its own, as agent
-programs.
+"""The agent program for OpenRLHF's agent files whose ``AgentExecutor`` has its own ``execute``.
 
-The executor is given a prompt's text, sampling parameters that it may change, the model's
-tokenizer, and an ``llm_engine`` with ``generate(token_ids, sampling_params)``. The engine's calls
-go to the endpoint, whose record is trained on.
+The executor gets a prompt's text, sampling parameters that it may change, the model's tokenizer,
+and an ``llm_engine`` with ``generate(token_ids, sampling_params)``. The engine's calls go to the
+endpoint, whose record is trained on.
 
-Invariant: the ``action_ranges`` of a result are actions that the engine wrote, after the tokens
-that it had read; else the episode fails with an error. A call of the engine that is in none of them
-is not trained on.
+Invariant: the ``action_ranges`` of a result are actions that the engine wrote after the tokens that
+it had read. Otherwise the episode fails with an error. A call of the engine that is in no range is
+not trained on.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from skyasync.envs.base import Conversation
 from skyasync.interop.openrlhf.agent_file import (
     PATH_KEY,
     load_agent,
-    made,
+    new_executor,
     refuse_row_with_images,
     sampling_object,
 )
@@ -41,7 +40,8 @@ if TYPE_CHECKING:
 
 _EPISODE: ContextVar[_ExecutorEpisode] = ContextVar("episode")
 NOTHING: dict[str, object] = {}
-#: Sampling parameters that are not fields of the endpoint: fixed ones, and those of the text, which is decoded here.
+#: Sampling parameters that are no fields of the endpoint. Two are fixed; two are about the text,
+#: which is decoded here.
 _NOT_SENT = frozenset({"n", "logprobs", "skip_special_tokens", "include_stop_str_in_output"})
 
 
@@ -57,46 +57,44 @@ async def play(
 
     refuse_row_with_images(data)
     path = str(config[PATH_KEY])
-    named = cast("tuple[str, str, str]", config["tokenizer"])
-    tokenizer = _tokenizer(*named)
+    tokenizer_key = cast("tuple[str, str, str]", config["tokenizer"])
+    tokenizer = _tokenizer(*tokenizer_key)
+    sampling = cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval]
+    max_length = cast(int, config["max_length"])
     headers = {"Authorization": f"Bearer {api_key}"}
-    async with aiohttp.ClientSession(
-        headers=headers, timeout=aiohttp.ClientTimeout(total=None)
-    ) as http:
-        episode = _ExecutorEpisode(
-            http,
-            base_url,
-            tokenizer,
-            cast("dict[bool, dict[str, object]]", config["sampling"])[is_eval],
-        )
+    timeout = aiohttp.ClientTimeout(total=None)  # a response may wait long for an engine
+    async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
+        episode = _ExecutorEpisode(http, base_url, tokenizer, sampling)
         _EPISODE.set(episode)
-        max_length = cast(int, config["max_length"])
-        executor = _executor(path, named, max_length)
-        prompt = PlainText(tokenizer, bool(config["chat_template"])).opening(
-            cast(Conversation, data["prompt"])
-        )
-        known = {
-            "prompt": prompt,
+        executor = _executor(path, tokenizer_key, max_length)
+        text = PlainText(tokenizer, bool(config["chat_template"]))
+        optional = {
+            "prompt": text.opening(cast(Conversation, data["prompt"])),
             "label": data.get("label"),
-            "sampling_params": sampling_object(episode.sampling),
+            "sampling_params": sampling_object(sampling),
             "max_length": max_length,
             "hf_tokenizer": tokenizer,
             "llm_engine": ENGINE,
             "images": None,
         }
-        result = await executor.execute(**accepted(executor.execute, known))
-        return episode.score(result if result is not None else episode.queued)
+        result = await executor.execute(**accepted(executor.execute, optional))
+        if result is None:
+            result = episode.queued_result
+        return episode.score(result)
 
 
 class _CurrentEpisode:
-    """``llm_engine``, and ``result_queue`` of older files: each call is for the episode that it is
-    made in."""
+    """The engine and the result queue for all episodes of the process.
+
+    It is ``llm_engine``, and ``result_queue`` of older files. A call is for the episode of its
+    task.
+    """
 
     async def generate(
         self,
         prompt_token_ids: object,
         sampling_params: object,
-        *more: object,
+        *args: object,
         multi_modal_data: object = None,
     ) -> SimpleNamespace:
         refuse_images(multi_modal_data)
@@ -106,14 +104,13 @@ class _CurrentEpisode:
                 "llm_engine.generate was called outside of the episode that it belongs to (from a server's thread, "
                 "say): an agent behind a server of its own is a program, generator.agent_program"
             )
+        # Newer files pass vLLM's TokensPrompt.
         if isinstance(prompt_token_ids, Mapping):
-            given = prompt_token_ids["prompt_token_ids"]
-        else:
-            given = prompt_token_ids
-        return await episode.generate(list(cast("list[int]", given)), sampling_params)
+            prompt_token_ids = prompt_token_ids["prompt_token_ids"]
+        return await episode.generate(list(cast("list[int]", prompt_token_ids)), sampling_params)
 
     async def put(self, result: Mapping[str, object]) -> None:
-        _EPISODE.get().queued = result
+        _EPISODE.get().queued_result = result
 
 
 ENGINE = _CurrentEpisode()
@@ -128,26 +125,26 @@ class _ExecutorEpisode:
         self._http = http
         self._url = f"{base_url}/completions"
         self._tokenizer = tokenizer
-        self.sampling = sampling
-        self._calls: list[tuple[str, list[int], list[int]]] = []  # id, read, wrote
-        self.queued: Mapping[str, object] | None = None
+        self._sampling = sampling
+        self._calls: list[tuple[str, list[int], list[int]]] = []  # id, tokens read, tokens written
+        self.queued_result: Mapping[str, object] | None = None
 
     async def generate(self, tokens: list[int], sampling_params: object) -> SimpleNamespace:
+        """The engine's response, with the names of vLLM's ``RequestOutput``."""
         body: dict[str, object] = {"prompt": tokens, "return_token_ids": True, "logprobs": 1}
-        for name, usual in vars(sampling_object(self.sampling)).items():
-            value = getattr(sampling_params, name, usual)
+        for name, default in vars(sampling_object(self._sampling)).items():
+            value = getattr(sampling_params, name, default)
             if name == "max_tokens":
-                body |= {name: value} if value else {}
-            elif name not in _NOT_SENT and value != usual and value is not None:
+                if value:
+                    body[name] = value
+            elif name not in _NOT_SENT and value != default and value is not None:
+                # The endpoint has the run's sampling parameters: only changes are sent.
                 if name not in COMPLETION_FIELDS:
                     raise ValueError(
                         f"the executor has changed sampling_params.{name} to {value!r}, which is not changed call by "
                         f"call: set generator.sampling_params.{name}"
                     )
-                if isinstance(value, tuple):
-                    body[name] = list(value)
-                else:
-                    body[name] = value
+                body[name] = list(value) if isinstance(value, tuple) else value
         async with self._http.post(self._url, json=body) as response:
             answer = await response.json()
         if response.status != 200:
@@ -155,14 +152,11 @@ class _ExecutorEpisode:
         (choice,) = answer["choices"]
         wrote: list[int] = choice["token_ids"]
         self._calls.append((answer["id"], tokens, wrote))
-        text = self._tokenizer.decode(
-            wrote, skip_special_tokens=getattr(sampling_params, "skip_special_tokens", False)
-        )
-        known = choice["logprobs"]["token_logprobs"]
-        logprobs = [
-            {token: SimpleNamespace(logprob=value)}
-            for token, value in zip(wrote, known, strict=True)
-        ]
+        skip_special_tokens = getattr(sampling_params, "skip_special_tokens", False)
+        text = self._tokenizer.decode(wrote, skip_special_tokens=skip_special_tokens)
+        logprobs = []
+        for token, value in zip(wrote, choice["logprobs"]["token_logprobs"], strict=True):
+            logprobs.append({token: SimpleNamespace(logprob=value)})
         output = SimpleNamespace(
             token_ids=wrote,
             text=text,
@@ -175,10 +169,10 @@ class _ExecutorEpisode:
         )
 
     def score(self, result: Mapping[str, object] | None) -> AgentScore:
-        """What ``execute`` has returned.
+        """The score of what ``execute`` has returned.
 
         Raises:
-            ValueError: naming what is missing in it, or what the engine did not write.
+            ValueError: if it lacks a reward, or has ranges that the engine did not write.
         """
         if not isinstance(result, Mapping) or result.get("reward") is None:
             raise ValueError(
@@ -192,29 +186,28 @@ class _ExecutorEpisode:
         }
         score = as_score("execute", OpenRLHFSignature().answer(answer))
         ranges = result.get("action_ranges")
-        tokens = result.get("observation_tokens")
-        if ranges is None or tokens is None:
-            return AgentScore(score.reward, score.metrics)
-        whole = [int(token) for token in cast("list[int]", tokens)]
-        trained = set()
+        observation_tokens = result.get("observation_tokens")
+        if ranges is None or observation_tokens is None:
+            return AgentScore(score.reward, score.metrics)  # all calls are trained on
+        tokens = [int(token) for token in cast("list[int]", observation_tokens)]
+        untrained = {call_id for call_id, _, _ in self._calls}
         for start, end in cast("list[tuple[int, int]]", ranges):
-            read = whole[:start]
-            wrote = whole[start:end]
-            call = next(
-                (call_id for call_id, *texts in self._calls if texts == [read, wrote]), None
-            )
-            if call is None:
+            call_id = self._call_id(tokens[:start], tokens[start:end])
+            if call_id is None:
                 raise ValueError(
                     f"execute returned action_ranges with {(start, end)}, tokens that the engine did not generate: "
                     f"only generated tokens can be trained; check the offsets (they index observation_tokens, "
                     f"prompt included)"
                 )
-            trained.add(call)
-        return AgentScore(
-            score.reward,
-            score.metrics,
-            left_out=frozenset(call[0] for call in self._calls) - trained,
-        )
+            untrained.discard(call_id)
+        return AgentScore(score.reward, score.metrics, left_out=frozenset(untrained))
+
+    def _call_id(self, read: list[int], wrote: list[int]) -> str | None:
+        """The call that read and wrote these tokens; None if there was none."""
+        for call_id, call_read, call_wrote in self._calls:
+            if call_read == read and call_wrote == wrote:
+                return call_id
+        return None
 
 
 @cache
@@ -225,10 +218,11 @@ def _tokenizer(path: str, template: str, arguments: str) -> Tokenizer:
 @cache
 def _executor(path: str, tokenizer: tuple[str, str, str], max_length: int) -> SimpleNamespace:
     """The process's one executor."""
-    parts = {
+    optional = {
         "max_length": max_length,
         "hf_tokenizer": _tokenizer(*tokenizer),
         "llm_engine": ENGINE,
         "result_queue": ENGINE,
     }
-    return cast(SimpleNamespace, made(load_agent(path)["AgentExecutor"], parts))
+    executor_class = load_agent(path)["AgentExecutor"]
+    return cast(SimpleNamespace, new_executor(executor_class, optional))

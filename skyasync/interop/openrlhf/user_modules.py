@@ -1,16 +1,15 @@
-"""The names of ``openrlhf.utils`` that users' reward and agent files import, if OpenRLHF is not
-installed.
+"""The names of ``openrlhf.utils`` that users' files import, for machines without OpenRLHF.
 
 ``MultiTurnAgentExecutor.execute`` plays an ``AgentInstance`` turn by turn.
-``SingleTurnAgentExecutor.execute`` takes one answer and its reward. Both work in tokens, through
-the ``llm_engine`` that they are given. The older ``AgentExecutorBase`` also plays turn by turn; it
-is given its parts (``agent_instance_cls``, ``max_steps``, ``max_length``, ``llm_engine``,
-``hf_tokenizer``, ``result_queue``) when it is made.
+``SingleTurnAgentExecutor.execute`` takes one answer and its reward. Both work in tokens, with the
+``llm_engine`` from their arguments. The older ``AgentExecutorBase`` also plays turn by turn; its
+constructor takes ``agent_instance_cls``, ``max_steps``, ``max_length``, ``llm_engine``,
+``hf_tokenizer`` and ``result_queue``.
 
-Invariant: the stand-ins are in ``sys.modules`` only while such a file is loaded; a file gets
-OpenRLHF itself if that is installed. The tokens in a result are those that the engine read and
-wrote, in their order. Source: OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py``
-over its history.
+Invariant: these modules are in ``sys.modules`` only while such a file is loaded, and only if
+OpenRLHF is not installed. The tokens in a result are those that the engine read and wrote, in their
+order. Source: OpenRLHF's documentation and the names in ``openrlhf/utils/agent.py`` over its
+history.
 """
 
 from __future__ import annotations
@@ -41,83 +40,90 @@ _LOCK = threading.RLock()  # one file at a time; a file may load another
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """While the block runs, ``openrlhf.utils`` can be imported."""
-    known = sys.modules.get(_ROOT)
-    if known is not None:
-        spec = known.__spec__
+    loaded_root = sys.modules.get(_ROOT)
+    if loaded_root is not None:
+        spec = loaded_root.__spec__
     else:
         spec = importlib.util.find_spec(_ROOT)
-    if (
-        spec is not None and spec.origin is not None
-    ):  # a package, and not only a folder of this name
+    # A folder of this name has a spec, too, as a namespace package without an origin.
+    if spec is not None and spec.origin is not None:
         yield
         return
     with _LOCK:
-        before = _loaded()
+        previous_modules = _loaded()
         sys.modules.update(_modules())
         try:
             yield
         finally:
             for name in _loaded():
                 del sys.modules[name]
-            sys.modules.update(before)
+            sys.modules.update(previous_modules)
 
 
 def _loaded() -> dict[str, ModuleType]:
-    """The modules under this name, from a copy, as other threads import at the same time."""
-    return {
-        name: module
-        for name, module in sys.modules.copy().items()
-        if name.partition(".")[0] == _ROOT
-    }
+    """The loaded modules with this root."""
+    modules = {}
+    for name, module in sys.modules.copy().items():  # a copy: other threads import meanwhile
+        root, _, _ = name.partition(".")
+        if root == _ROOT:
+            modules[name] = module
+    return modules
 
 
-def grade_answer(given: str | None, truth: str | None) -> bool:
+def grade_answer(answer: str | None, truth: str | None) -> bool:
     """Whether two answers are the same text, number or, with math-verify installed, expression."""
-    if given is None or truth is None:
+    if answer is None or truth is None:
         return False
-    one, other = (
-        re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower()
-        for text in (given, truth)
-    )
-    if one == other:
+    answer_text = _normalized(answer)
+    truth_text = _normalized(truth)
+    if answer_text == truth_text:
         return True
     try:
-        return float(one) == float(other)
+        return float(answer_text) == float(truth_text)
     except ValueError:
-        pass
+        pass  # no numbers
     if importlib.util.find_spec("math_verify") is None:
         return False
     from skyasync.rewards.answer_match import math_verify
 
     try:
-        return bool(math_verify(f"${given}$", truth))
+        return bool(math_verify(f"${answer}$", truth))
     except Exception:
         return False  # not an expression
 
 
+def _normalized(text: str) -> str:
+    """An answer without blanks, currency signs, thousands separators and LaTeX's spacing."""
+    return re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower()
+
+
 def _modules() -> dict[str, ModuleType]:
+    """The modules by name, each an attribute of its parent."""
     graders = {"extract_boxed_answer": extract_boxed_answer, "grade_answer": grade_answer}
     agents = (AgentInstanceBase, AgentExecutorBase, SingleTurnAgentExecutor, MultiTurnAgentExecutor)
-    names: dict[str, dict[str, Foreign]] = {
+    contents: dict[str, dict[str, Foreign]] = {
         _ROOT: {},
         f"{_ROOT}.utils": graders,
         f"{_ROOT}.utils.math_utils": graders,
         f"{_ROOT}.utils.logging_utils": {"init_logger": logging.getLogger},
         f"{_ROOT}.utils.agent": {agent.__name__: agent for agent in agents},
     }
-    made = {}
-    for name, values in names.items():
-        module = made[name] = ModuleType(name)
-        vars(module).update(values, __path__=[])
-        parent, _, last = name.rpartition(".")
+    modules: dict[str, ModuleType] = {}
+    for name, attributes in contents.items():
+        module = ModuleType(name)
+        modules[name] = module
+        vars(module).update(attributes, __path__=[])  # __path__ makes it a package
+        parent, _, child = name.rpartition(".")
         if parent:
-            setattr(made[parent], last, module)
-    return made
+            setattr(modules[parent], child, module)
+    return modules
 
 
 class AgentInstanceBase:
-    """An episode's own state; a subclass defines ``step``, and ``reset`` if the first observation
-    is another."""
+    """The state of an episode.
+
+    A subclass defines ``step``, and ``reset`` if the first observation is not the prompt.
+    """
 
     def __init__(self, *args: Foreign, **kwargs: Foreign) -> None: ...
 
@@ -129,8 +135,10 @@ class AgentInstanceBase:
 
 
 class AgentExecutorBase:
-    """Plays an episode from a prompt. A subclass overrides ``execute``, or names the agent to
-    play."""
+    """Plays an episode from a prompt.
+
+    A subclass overrides ``execute``, or passes the class of an agent.
+    """
 
     def __init__(
         self,
@@ -169,23 +177,29 @@ class AgentExecutorBase:
         engine = llm_engine or self.llm_engine
         tokenizer = hf_tokenizer or self.hf_tokenizer
         agent = await new_instance(self.agent_instance_cls)
-        first = await awaited(agent.reset({"observation": prompt, "label": label}))
+        start = await result_of(agent.reset({"observation": prompt, "label": label}))
         episode = _TokenEpisode(
-            first["observation"], tokenizer, max_length or self.max_length, engine
+            start["observation"], tokenizer, max_length or self.max_length, engine
         )
         reward = 0.0
         result = {}
         turns = 0
         while (not self.max_steps or turns < self.max_steps) and episode.free > 0:
             turns += 1
-            before = episode.text
+            observation = episode.text
             action = await episode.generate(sampling_params)
-            states = {"observation_text": before, "action_text": action, "label": label}
-            result = await awaited(agent.step({**states, "sampling_params": sampling_params}))
+            states = {
+                "observation_text": observation,
+                "action_text": action,
+                "label": label,
+                "sampling_params": sampling_params,
+            }
+            result = await result_of(agent.step(states))
             refuse_images(result.get("environment_images"))
             reward += cast(float, single_value(result["rewards"]))
-            if not result["done"] or result.get("environment_feedback"):
-                episode.append(result.get("environment_feedback") or "")
+            feedback = result.get("environment_feedback") or ""
+            if feedback or not result["done"]:
+                episode.append(feedback)
             sampling_params = result.get("sampling_params") or sampling_params
             if result["done"]:
                 break
@@ -197,7 +211,7 @@ class AgentExecutorBase:
 
 
 class MultiTurnAgentExecutor(AgentExecutorBase):
-    """Turn by turn, until the agent is done."""
+    """Plays turn by turn, until the agent is done."""
 
 
 class SingleTurnAgentExecutor(AgentExecutorBase):
@@ -205,10 +219,8 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
     def __init__(self, remote_rm_url: str | list[str] | None = None) -> None:
         super().__init__()
-        if isinstance(remote_rm_url, str):
-            self.reward_endpoints = [remote_rm_url]
-        else:
-            self.reward_endpoints = list(remote_rm_url or ())
+        endpoints = [remote_rm_url] if isinstance(remote_rm_url, str) else remote_rm_url
+        self.reward_endpoints = list(endpoints or ())
 
     async def execute(
         self,
@@ -236,6 +248,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         if inspect.iscoroutinefunction(function):
             answer = await function([query], [prompt], [label])
         else:
+            # In a thread, so that it does not stop the other episodes.
             answer = await asyncio.to_thread(function, [query], [prompt], [label])
         score = as_score(name, OpenRLHFSignature().answer(answer))
         logs = dict(score.metrics)
@@ -247,8 +260,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
 
 
 class _TokenEpisode:
-    """One sequence of tokens that grows by what the engine writes and what the environment
-    appends."""
+    """The tokens of an episode: the prompt, then actions and feedback in turn."""
 
     def __init__(self, text: str, tokenizer: Foreign, max_length: int, engine: Foreign) -> None:
         self.text = text
@@ -261,22 +273,25 @@ class _TokenEpisode:
         self._truncated = False
 
     async def generate(self, sampling_params: Foreign) -> str:
-        request = deepcopy(sampling_params)
+        """Append the engine's tokens; their text."""
+        request = deepcopy(sampling_params)  # the agent may change and return its own
         request.max_tokens = min(request.max_tokens or self.free, self.free)
-        (output,) = (await self._engine.generate(self._tokens, request)).outputs
+        response = await self._engine.generate(self._tokens, request)
+        (output,) = response.outputs
         start = len(self._tokens)
         wrote = list(output.token_ids)
         self._ranges.append((start, start + len(wrote)))
-        self._tokens = self._tokens + wrote
+        self._tokens = self._tokens + wrote  # a new list: the engine may still have the old one
         self.free -= len(wrote)
-        self._logprobs += [
-            known[t].logprob for t, known in zip(wrote, output.logprobs or (), strict=False)
-        ]
+        # vLLM gives a mapping per position, from tokens to objects with their log-probability.
+        for token, logprobs in zip(wrote, output.logprobs or (), strict=False):
+            self._logprobs.append(logprobs[token].logprob)
         self._truncated = output.finish_reason == "length"
         self.text += output.text
         return str(output.text)
 
     def append(self, text: str) -> None:
+        """Append feedback of the environment, which is not trained on."""
         tokens = self._tokenizer.encode(text, add_special_tokens=False)
         self.text += text
         self._tokens = self._tokens + tokens
@@ -284,6 +299,7 @@ class _TokenEpisode:
         self.free -= len(tokens)
 
     def result(self, prompt: str, label: Foreign) -> dict[str, Foreign]:
+        """The episode as ``execute`` returns it, without a reward."""
         return {
             "prompt": prompt,
             "label": label,
@@ -305,11 +321,12 @@ def refuse_images(images: Foreign) -> None:
 async def new_instance(agent_class: Foreign) -> Foreign:
     """An instance; its ``__init__`` may be ``async def``, as Ray allows."""
     instance = agent_class.__new__(agent_class)
-    await awaited(instance.__init__())
+    await result_of(instance.__init__())
     return instance
 
 
-async def awaited(answer: Foreign) -> Foreign:
+async def result_of(answer: Foreign) -> Foreign:
+    """The answer of a user's method, which may be ``async def`` or not."""
     if inspect.isawaitable(answer):
         return await answer
     return answer

@@ -1,9 +1,8 @@
-"""The processes behind the server: the policy's ranks and the engines of a run, without a plan that
-trains them.
+"""The processes behind the server: the policy's ranks and the engines of a run, without a plan.
 
-Invariant: they are made by the factories of ``BasePPOExp``. Ranks that are lost are replaced within
-``trainer.max_restarts`` an hour, engines by their supervisor; beyond that the server ends with the
-first error. What it has promised is in its folder, and the same command goes on with it.
+Invariant: they are made by the factories of ``BasePPOExp``. Lost ranks are replaced, at most
+``trainer.max_restarts`` times an hour, and engines by their supervisor; after that the server ends
+with the first error. Accepted requests are in its folder, and the same command continues with them.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ except ModuleNotFoundError as error:
 
 FOLDER = "tinker"
 RANK = 32
-"""Of the adapters, if ``trainer.policy.lora.rank`` is not set: what clients request by default."""
+"""The rank of adapters if ``trainer.policy.lora.rank`` is not set: the default of clients."""
 
 
 @asynccontextmanager
@@ -52,7 +51,7 @@ async def served(
     folder: Path, cfg: Config, dispatch: Dispatch, client: InferenceClient, weights: WeightSync, replace_ranks: Replace,
     most_tokens: int, address: Address,
 ) -> AsyncIterator[tuple[TinkerServer, PolicyTurns, SnapshotTurns]]:  # fmt: skip
-    """A server over parts that are up."""
+    """A server over processes that have started."""
     model = cfg.trainer.policy.model
     store = Store(folder)
     try:
@@ -68,7 +67,8 @@ async def served(
             most_tokens,
             address,
         )
-        async with snapshots.at(""):  # engines that fail are replaced from the first weight sync on
+        # The supervisor replaces engines from the first weight sync on.
+        async with snapshots.at(""):
             pass
         await server.start()
         watch = asyncio.create_task(turns.watch())
@@ -86,7 +86,7 @@ class TinkerExperiment(BasePPOExp):
     """Policy and engines, for clients of the Tinker API.
 
     Args:
-        folder: what outlives the server.
+        folder: the folder of the store, which the next server continues.
 
     Raises:
         UserError: for the first setting that does not fit, before any process starts.
@@ -142,53 +142,64 @@ class TinkerExperiment(BasePPOExp):
         from skyasync.observability.timeline import Timeline
 
         cfg = self.cfg
-        parts = self.parts
+        components = self.parts
         assert self.run_dir is not None
         budget = Restarts(self.run_dir.path, cfg.trainer.max_restarts, time.time())
         stopped = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
             with suppress(NotImplementedError, ValueError, RuntimeError):  # not in the main thread
-                asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+                asyncio.get_running_loop().add_signal_handler(signal_number, stopped.set)
         try:
-            parts.placement = await asyncio.to_thread(
+            components.placement = await asyncio.to_thread(
                 self.get_colocate_pg, cfg.trainer.placement.timeout_s
             )
-            parts.client = self.get_inference_client()
-            parts.dispatch = self.get_dispatch()
-            parts.share_threads(True)
-            await asyncio.gather(parts.client.start(), parts.dispatch.start())
-            parts.weight_sync = self.get_weight_sync(parts.dispatch, parts.client, ())
-            parts.supervisor = self.get_engine_supervisor(parts.weight_sync, Timeline(None))
-            if parts.supervisor is not None:
-                parts.supervisor.begin()
+            components.client = self.get_inference_client()
+            components.dispatch = self.get_dispatch()
+            components.share_threads(True)
+            await asyncio.gather(components.client.start(), components.dispatch.start())
+            components.weight_sync = self.get_weight_sync(
+                components.dispatch, components.client, ()
+            )
+            components.supervisor = self.get_engine_supervisor(
+                components.weight_sync, Timeline(None)
+            )
+            if components.supervisor is not None:
+                components.supervisor.begin()
 
             async def replace_ranks(role: str, error: BaseException) -> Dispatch:
+                # New ranks may be lost while they start: each loss takes from the budget.
                 while True:
                     if not budget.take(f"a process of the {role}", 0, error):
                         raise error
-                    await parts.dispatch.shutdown()
-                    parts.dispatch = await asyncio.to_thread(self.get_dispatch)
+                    await components.dispatch.shutdown()
+                    components.dispatch = await asyncio.to_thread(self.get_dispatch)
                     try:
-                        await parts.dispatch.start()
-                        await snapshots.load_again(parts.dispatch)
-                        dispatch: Dispatch = parts.dispatch
+                        await components.dispatch.start()
+                        await snapshots.load_again(components.dispatch)
+                        dispatch: Dispatch = components.dispatch
                         return dispatch
-                    except Exception as another:
-                        if parts.dispatch.lost is None:
+                    except Exception as start_error:
+                        if components.dispatch.lost is None:
                             raise
-                        error = another
+                        error = start_error
 
             most_tokens = self.engine_config().max_model_len
             async with served(
-                self._folder, cfg, parts.dispatch, parts.client, parts.weight_sync, replace_ranks, most_tokens,
+                self._folder,
+                cfg,
+                components.dispatch,
+                components.client,
+                components.weight_sync,
+                replace_ranks,
+                most_tokens,
                 self._address,
-            ) as (server, turns, snapshots):  # fmt: skip
+            ) as (server, turns, snapshots):
                 print(f"TINKER_BASE_URL={server.base_url}", flush=True)
                 print(f"base_model={cfg.trainer.policy.model.path}", flush=True)
                 turns.ended.add_done_callback(lambda _: stopped.set())
                 await stopped.wait()
                 if turns.ended.done():
-                    turns.ended.result()
+                    turns.ended.result()  # raises its error
         finally:
             await self.close()
 

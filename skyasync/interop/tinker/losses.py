@@ -1,7 +1,7 @@
 """The losses of the Tinker API, as sums over tokens, for the policy's ranks.
 
-Invariant: ``token_losses`` alone says what a loss is: both the gradient and the loss in the answer
-come from it.
+Invariant: only ``token_losses`` defines a loss. Both the gradient and the loss in the answer come
+from it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from skyasync.models.batch import UpdateBatch
 
 
 class LossInputs(NamedTuple):
-    """What a loss reads besides ``target_tokens``, by the protocol's names: per token, and
-    settings."""
+    """The inputs of a loss besides ``target_tokens``, by the protocol's names.
+
+    ``required`` and ``optional`` are values per token, ``settings`` have their defaults.
+    """
 
     required: frozenset[str] = frozenset({"logprobs", "advantages"})
     optional: frozenset[str] = frozenset()
     settings: Mapping[str, float] = {}
 
 
+#: Bounds of the ratio. They are settings, or inputs per token.
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 LOSSES = {
     "cross_entropy": LossInputs(frozenset(), frozenset({"weights"})),
@@ -35,7 +38,7 @@ LOSSES = {
     "dro": LossInputs(settings={"beta": 0.05}),
     "gspo": LossInputs(optional=frozenset({*_CLIP, "sequence_ratio_mask"}), settings=_CLIP),
 }
-"""By name, with the defaults of their settings."""
+"""The losses by name."""
 
 NOT_SUPPORTED = {
     "stable_reinforce": "it needs what the service records while it samples, which the engines here do not",
@@ -45,22 +48,25 @@ NOT_SUPPORTED = {
 
 @dataclass(kw_only=True)
 class LossBatch(UpdateBatch):
-    """Rows of one request, all of whose tokens but the first are loss tokens. The columns are
-    ``[batch, length]``."""
+    """The rows of one request. All tokens but a row's first are loss tokens.
+
+    The tensors are ``[batch, length]``. ``ratio_mask`` has the tokens over which GSPO takes the
+    ratio of a sequence.
+    """
 
     loss_name: str
     beta: float
     clip_low: Tensor
     clip_high: Tensor
-    ratio_mask: Tensor  # of the tokens whose mean ratio is the sequence's
+    ratio_mask: Tensor
     forward_only: bool
 
 
 def token_losses(logprobs: Tensor, batch: LossBatch) -> Tensor:
-    """The loss of each token, ``[batch, length]``; beyond a row's tokens it has no meaning.
+    """The loss of each token, ``[batch, length]``; after a row's tokens it has no meaning.
 
     Args:
-        logprobs: of the rows' tokens, by the model.
+        logprobs: of the rows' tokens, by the model, ``[batch, length]``.
     """
     if batch.loss_name == "cross_entropy":
         return -logprobs * batch.loss_weights
@@ -70,9 +76,9 @@ def token_losses(logprobs: Tensor, batch: LossBatch) -> Tensor:
         return -(logprobs * advantages - 0.5 * batch.beta * difference.square())
     if batch.loss_name == "gspo":  # arXiv 2507.18071, its form per token
         mask = batch.ratio_mask
-        mean = (difference.detach() * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True).clamp(
-            min=1
-        )
+        tokens = mask.sum(1, keepdim=True).clamp(min=1)  # [batch, 1]
+        mean = (difference.detach() * mask).sum(1, keepdim=True) / tokens
+        # The value is the sequence's mean, the gradient the token's.
         difference = mean + logprobs - logprobs.detach()
     ratio = difference.exp()
     if batch.loss_name == "importance_sampling":

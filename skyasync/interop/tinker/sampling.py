@@ -1,8 +1,8 @@
-"""Sampling: from snapshots of models and from the base, of which the engines hold one at a time.
+"""Sampling from snapshots of models and from the base model. The engines have one at a time.
 
-Invariant: every token of an answer is of the snapshot of its sampler. The engines change to another
-one between the answers, in the order in which snapshots were requested. A request for the one that
-they hold starts at once, unless a request for another one waits.
+Invariant: all tokens of an answer are of its sampler's snapshot. The engines change to another
+snapshot between answers, in the order of the requests. A request for the current snapshot starts at
+once, unless a request for another one waits.
 
 | who waits     | for what                                | woken by                                              |
 |---------------|-----------------------------------------|-------------------------------------------------------|
@@ -41,9 +41,9 @@ from skyasync.workers.roles import POLICY
 log = logging.getLogger(__name__)
 
 ANSWERS = 8192
-"""The last answers, which stay: one may be lost on its way. A client whose answer is gone samples
-again."""
-MOST_SAMPLES = 1024
+"""Finished answers that stay in memory, because an answer may be lost on its way. A client whose
+answer is gone samples again."""
+MOST_SAMPLES = 1024  # of a request, all of which are in memory until they are retrieved
 NOT_SUPPORTED = {
     "topk_prompt_logprobs": "the engines return log-probabilities of the sampled tokens only",
     "topk_sample_logprobs": "the engines return log-probabilities of the sampled tokens only",
@@ -54,7 +54,11 @@ NOT_SUPPORTED = {
 
 
 class SnapshotTurns:
-    """Which snapshot the engines hold, ``current``, and who uses it."""
+    """The snapshot of the engines and its users.
+
+    Attributes:
+        current: the snapshot; None while it is changing or not known.
+    """
 
     def __init__(
         self, store: Store, policy: PolicyTurns, weights: WeightSync, client: InferenceClient
@@ -70,10 +74,13 @@ class SnapshotTurns:
 
     @asynccontextmanager
     async def at(self, snapshot: str) -> AsyncIterator[None]:
-        """Inside the engines hold it.
+        """While it is entered, the engines have this snapshot.
 
         Args:
             snapshot: the folder of a checkpoint; "" is the base model.
+
+        Raises:
+            UserError: if its checkpoint was removed.
         """
         if snapshot == self.current and not self._waiting and not self._changing:
             self._users += 1
@@ -84,6 +91,7 @@ class SnapshotTurns:
                 self._advance()
                 await turn
             except asyncio.CancelledError:
+                # _change() had counted it as a user just before.
                 if turn.done() and not turn.cancelled() and turn.exception() is None:
                     self._leave()
                 raise
@@ -97,31 +105,34 @@ class SnapshotTurns:
             self._leave()
 
     async def load(self, snapshot: str, dispatch: Dispatch) -> None:
-        """Into the engines, by the policy."""
+        """Load a snapshot into the policy, and from there into the engines."""
+        version = 0
         if snapshot == BASE:
-            number = 0
             call = ("activate", BASE)
-        elif (checkpoint := self._store.checkpoint(snapshot)) is not None:
-            number = checkpoint.number
-            call = ("show_adapters", checkpoint.folder)
         else:
-            raise UserError(
-                "the checkpoint of this sampler has expired or was deleted, or another one has its name"
-            )
+            checkpoint = self._store.checkpoint(snapshot)
+            if checkpoint is None:
+                raise UserError(
+                    "the checkpoint of this sampler has expired or was deleted, or another one has its name"
+                )
+            version = checkpoint.number
+            call = ("show_adapters", checkpoint.folder)
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, *call)
-        await self._weights.sync(number, self._paused)
+        await self._weights.sync(version, self._paused)
 
     async def load_again(self, dispatch: Dispatch) -> None:
-        """The same snapshot from new ranks: replacements of engines get it from there."""
+        """Load the current snapshot into new ranks, from which replacement engines get it."""
         self._weights.restart(dispatch)
-        if self.current is not None:
-            if not self._users and self._store.checkpoint(self.current) is None:
-                self.current = BASE  # its checkpoint was deleted
-            await self.load(self.current, dispatch)
+        if self.current is None:
+            return
+        if not self._users and self._store.checkpoint(self.current) is None:
+            self.current = BASE  # its checkpoint was deleted
+        await self.load(self.current, dispatch)
 
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
+        """Engines without work during a weight sync."""
         await self._client.pause("keep")
         try:
             yield
@@ -133,20 +144,22 @@ class SnapshotTurns:
         self._advance()
 
     def _advance(self) -> None:
+        """Change to the next snapshot if the current one has no users."""
         if self._users == 0 and self._waiting and not self._changing:
             self._changing = True
             task = asyncio.create_task(self._change())
             task.add_done_callback(self.policy.task_ended)
 
     async def _change(self) -> None:
+        """Load the snapshot that was requested first, and wake its users."""
         snapshot = next(iter(self._waiting))
         error = None
         try:
             if snapshot != self.current:
-                self.current = None
+                self.current = None  # not known until it is loaded
                 await self.policy.run(BASE, lambda dispatch: self.load(snapshot, dispatch))
                 self.current = snapshot
-        except Exception as problem:
+        except Exception as problem:  # the answer of the requests that wait for it
             error = problem
         self._changing = False
         for turn in self._waiting.pop(snapshot):
@@ -161,9 +174,11 @@ class SnapshotTurns:
 
 
 class SamplingQueue:
-    """Args:
-    base_model: its name in requests.
-    most_tokens: of a prompt and its answer.
+    """A task for each sampling request.
+
+    Args:
+        vocabulary: the number of tokens of the model.
+        most_tokens: the largest length of a prompt with its answer.
     """
 
     def __init__(
@@ -180,7 +195,7 @@ class SamplingQueue:
         self._vocabulary = vocabulary
         self._most_tokens = most_tokens
         self._answers: dict[str, asyncio.Task[bytes]] = {}
-        self._done: deque[str] = deque()  # of them, the oldest first
+        self._finished_names: deque[str] = deque()  # the oldest first
 
     async def close(self) -> None:
         for task in self._answers.values():
@@ -188,23 +203,23 @@ class SamplingQueue:
         await asyncio.gather(*self._answers.values(), return_exceptions=True)
 
     def submit(self, request: types.SampleRequest, snapshot: str) -> str:
-        """The request's id, the first one if it comes twice.
+        """The request's id; a repetition has the id of the first.
 
         Raises:
             UserError: for more samples than a request may have.
         """
         if not 1 <= request.num_samples <= MOST_SAMPLES:
             raise UserError(f"num_samples is {request.num_samples}, not from 1 to {MOST_SAMPLES}")
-        own = f"{request.sampling_session_id}:{request.seq_id}"
         if request.sampling_session_id and request.seq_id is not None:
-            name = own
+            name = f"{request.sampling_session_id}:{request.seq_id}"
         else:
             name = f"sample:{secrets.token_hex(8)}"
         if name not in self._answers:
-            self._answers[name] = asyncio.create_task(self._answer(name, request, snapshot))
-            self._answers[name].add_done_callback(lambda _: self._done.append(name))
-            while len(self._done) > ANSWERS:
-                self._answers.pop(self._done.popleft(), None)
+            task = asyncio.create_task(self._answer(name, request, snapshot))
+            self._answers[name] = task
+            task.add_done_callback(lambda _: self._finished_names.append(name))
+            while len(self._finished_names) > ANSWERS:
+                self._answers.pop(self._finished_names.popleft(), None)
         return name
 
     def cancel(self, name: str) -> None:
@@ -213,10 +228,10 @@ class SamplingQueue:
             task.cancel()
 
     async def result(self, name: str, timeout_s: float) -> tuple[bytes, bool] | None:
-        """An answer and whether it is one, or an error; None if there is none yet.
+        """An answer and True, or an error and False; None if there is none in time.
 
         Raises:
-            KeyError: if the request is not known (any more).
+            KeyError: if there is no such request (any more).
         """
         task = self._answers[name]
         await asyncio.wait([task], timeout=timeout_s)
@@ -229,84 +244,90 @@ class SamplingQueue:
             return task.result(), True
         if self._turns.policy.ended.done():
             return None  # the next server does not know it, and the client samples again
-        if isinstance(error, UserError | ValueError | TypeError):
-            category = "user"
-        else:
+        category = "user"
+        if not isinstance(error, UserError | ValueError | TypeError):
             category = "server"
-        if category == "server":
             log.warning("a sampling request of Tinker's API has failed", exc_info=error)
         return json.dumps({"error": headline(error), "category": category}).encode(), False
 
     async def _answer(self, name: str, request: types.SampleRequest, snapshot: str) -> bytes:
+        """The answer of a request, in protobuf."""
         for field, why in NOT_SUPPORTED.items():
             if attrgetter(field)(request):
                 raise UserError(f"{field} is not supported: {why}")
         prompt = self._prompt(request)
         samplings = self._samplings(request, len(prompt))
-        last = request.prompt_logprobs_last_n
-        if last is not None and not 1 <= last < len(prompt):
-            raise UserError(f"prompt_logprobs_last_n is {last}, not from 1 to {len(prompt) - 1}")
+        scored_tokens = request.prompt_logprobs_last_n
+        if scored_tokens is not None and not 1 <= scored_tokens < len(prompt):
+            raise UserError(
+                f"prompt_logprobs_last_n is {scored_tokens}, not from 1 to {len(prompt) - 1}"
+            )
         async with self._turns.at(snapshot):
-            calls = [
-                self._client.generate(
-                    GenerationRequest(f"{name}-{secrets.token_hex(4)}", ints(prompt), sampling)
-                )
-                for sampling in samplings
-            ]
+            calls = []
+            for sampling in samplings:
+                request_id = f"{name}-{secrets.token_hex(4)}"
+                generation = GenerationRequest(request_id, ints(prompt), sampling)
+                calls.append(self._client.generate(generation))
             outputs = await asyncio.gather(*calls)
-            if request.prompt_logprobs:
-                scores = await self._scores(prompt)
-            else:
-                scores = None
-        if scores is not None and last is not None:
-            scores[: len(prompt) - last] = np.nan
+            scores = await self._scores(prompt) if request.prompt_logprobs else None
+        if scores is not None and scored_tokens is not None:
+            scores[: len(prompt) - scored_tokens] = np.nan
         return sample_result(outputs, scores)
 
     async def _scores(self, prompt: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+        """The log-probabilities of the prompt's tokens, ``[length]``; NaN for the first one."""
         for _ in range(int(self._client.request_timeout_s) + 1):
             scores = await self._client.score([prompt])
             if scores:
                 break
-            await asyncio.sleep(
-                1.0
-            )  # every engine has failed; the supervisor starts others, or ends the client
+            # All engines have failed. The supervisor starts others, or ends the client.
+            await asyncio.sleep(1.0)
         return np.array([np.nan, *scores[0][0]], dtype=np.float32)
 
     def _prompt(self, request: types.SampleRequest) -> list[int]:
-        chunks = request.prompt.chunks
-        if not all(chunk.type == "encoded_text" for chunk in chunks):
-            raise UserError("images and audio are not supported: the policy reads text")
-        prompt = [token for chunk in chunks for token in chunk.tokens]  # type: ignore[union-attr]
+        """The tokens of the prompt.
+
+        Raises:
+            UserError: for a prompt that the engines cannot take.
+        """
+        prompt: list[int] = []
+        for chunk in request.prompt.chunks:
+            if chunk.type != "encoded_text":
+                raise UserError("images and audio are not supported: the policy reads text")
+            prompt += chunk.tokens
         if not prompt:
             raise UserError("the prompt is empty")
-        wrong = [token for token in prompt if not 0 <= token < self._vocabulary]
-        if wrong:
-            raise UserError(f"there is no token {wrong[0]}: the model has {self._vocabulary}")
+        for token in prompt:
+            if not 0 <= token < self._vocabulary:
+                raise UserError(f"there is no token {token}: the model has {self._vocabulary}")
         if len(prompt) >= self._most_tokens:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens; with the answer {self._most_tokens} are the most"
             )
         return prompt
 
-    def _samplings(self, request: types.SampleRequest, prompt: int) -> list[SamplingParams]:
+    def _samplings(self, request: types.SampleRequest, prompt_length: int) -> list[SamplingParams]:
+        """The sampling parameters of each sample, which differ by their seed."""
         params = request.sampling_params
-        stop = request.sampling_params.stop
-        stops = [stop] if isinstance(stop, str) else list(stop or ())
-        if len(stops) > MOST_STOPS or any(
-            isinstance(each, str) and len(each) > LONGEST_STOP for each in stops
-        ):
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
+        stop_tokens = tuple(stop for stop in stops if isinstance(stop, int))
+        if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop_texts):
             raise UserError(
                 f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters"
             )
-        left = self._most_tokens - prompt
+        max_tokens = self._most_tokens - prompt_length
+        if params.max_tokens is not None:
+            max_tokens = min(params.max_tokens, max_tokens)
         sampling = SamplingParams(
-            max_tokens=left if params.max_tokens is None else min(params.max_tokens, left),
+            max_tokens=max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
-            stop=tuple(text for text in stops if isinstance(text, str)),
-            stop_token_ids=tuple(token for token in stops if isinstance(token, int)),
-            ignore_eos=stop is not None and not stops,
+            stop=stop_texts,
+            stop_token_ids=stop_tokens,
+            # An empty list of stops switches the end-of-text token off; None does not.
+            ignore_eos=params.stop is not None and not stops,
             seed=params.seed,
         )
         if params.seed is None:

@@ -1,10 +1,10 @@
-"""The HTTP server of the Tinker API: sessions, requests, futures, and the catalogue of what was
-trained.
+"""The HTTP server of the Tinker API: sessions, requests, futures, training runs and checkpoints.
 
-Invariant: an answer that needs the policy or the engines is a future: its request is answered at
-once with an id, which ``retrieve_future`` is asked for until it has the result. An error of a
-request is its answer, in the protocol's form (``error``, ``category``): 4xx if it was not accepted,
-else the future's result. Either way its sequence id is used. What is not supported says why.
+Invariant: a request that needs the policy or the engines is a future. It is answered at once with
+an id, and the client calls ``retrieve_future`` until there is a result. An error is an answer in
+the protocol's form (``error``, ``category``): 4xx for a request that was not accepted, otherwise
+the future's result. Both use its sequence id. An endpoint that is not supported answers with the
+reason.
 
 | who waits           | for what                     | woken by                                     |
 |---------------------|------------------------------|----------------------------------------------|
@@ -52,12 +52,11 @@ KEY_VARIABLE = "SKYASYNC_TINKER_KEY"
 POLL_S = 20.0  # the client waits 45 s for an answer
 MOST_BYTES = 1 << 24  # of a body; clients send at most about 5 MB at a time
 WAITING_CONNECTIONS = 1024
-LARGEST_SEED = 1 << 63
+LARGEST_SEED = 1 << 63  # SQLite's integers are signed, with 64 bits
 PAGE = 1000  # entries of a list
-MOST_METADATA = (
-    1 << 14
-)  # bytes as JSON, of what a client says of a session, a model or a checkpoint
-LATEST = 253402300799  # the last second of the year 9999
+MOST_METADATA = 1 << 14  # bytes as JSON, of a session, a model or a checkpoint
+LATEST = 253402300799  # the last second of the year 9999, the latest that datetime has
+NO_EXPIRY = 1e11  # in the year 5138, where the protocol needs a time
 M = TypeVar("M", bound=BaseModel)
 
 CLIENT_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
@@ -69,27 +68,20 @@ TRAINING_REQUESTS: dict[str, type[BaseModel]] = {
     "save_weights_for_sampler": types.SaveWeightsForSamplerRequest,
     "save_weights_external": types.SaveWeightsExternalRequest,
 }
-"""Of a model, in JSON; their payload is the body."""
+"""Requests in JSON for one model. Their payload is the body."""
 
+_COPY_WEIGHTS = "a checkpoint has one owner here: load it into a new model, and save that"
+_PUBLISH = "training_runs/{model}/checkpoints/{kind}/{name}/publish"
 NOT_SUPPORTED = {
-    (
-        "POST",
-        "copy_weights",
-    ): "a checkpoint has one owner here: load it into a new model, and save that",
+    ("POST", "copy_weights"): _COPY_WEIGHTS,
     ("POST", "create_custom_loss"): "losses are computed by the client here",
     ("POST", "join_sampling_session"): "copies of a sampling client choose their own numbers here",
     ("POST", "retrieve_futures"): "futures are retrieved one at a time here",
     ("POST", "sessions/search"): "sessions have no index here; list them",
     ("PUT", "sessions/{session}/project"): "there are no projects here",
     ("GET", "sessions/{session}/trace_export"): "no traces are recorded here",
-    (
-        "POST",
-        "training_runs/{model}/checkpoints/{kind}/{name}/publish",
-    ): "there are no other users here",
-    (
-        "DELETE",
-        "training_runs/{model}/checkpoints/{kind}/{name}/publish",
-    ): "there are no other users here",
+    ("POST", _PUBLISH): "there are no other users here",
+    ("DELETE", _PUBLISH): "there are no other users here",
     ("GET", "audit"): "there is no audit log",
     ("GET", "billing/usage/events"): "nothing is billed here",
     ("GET", "billing/usage/checkpoints/current"): "nothing is billed here",
@@ -99,10 +91,10 @@ NOT_SUPPORTED = {
 
 @dataclass(frozen=True)
 class Address:
-    """Where the server listens; another address than the loopback's needs a key.
+    """The address on which the server listens; without a key only the loopback's.
 
     Args:
-        port: 0 is one of the system's choice.
+        port: 0 lets the system choose.
         key: that clients must send; "" accepts all.
     """
 
@@ -111,8 +103,11 @@ class Address:
     key: str = ""
 
     def check(self) -> None:
-        """Raises UserError if other machines could reach a server without a key, or if the port is
-        taken."""
+        """Check the address before the processes start.
+
+        Raises:
+            UserError: if other machines could reach a server without a key, or the port is taken.
+        """
         try:
             loopback = is_loopback(self.host)
         except ValueError:
@@ -135,9 +130,12 @@ class Address:
 
 
 class TinkerServer:
-    """Args:
-    base_model: the name of the policy's model, which clients give; a folder or a hub's name.
-    rank: the largest that adapters may have.
+    """The endpoints of the API.
+
+    Args:
+        base_model: the name of the policy's model in requests: a folder or a hub's name.
+        rank: the largest rank of adapters.
+        most_tokens: the largest length of a row, and of a prompt with its answer.
     """
 
     def __init__(
@@ -156,7 +154,7 @@ class TinkerServer:
         self.port = 0
 
     async def start(self) -> None:
-        """Listen, and go on with what a server before has left."""
+        """Listen, and carry out the requests that the previous server has left."""
         self._training.start()
         app = web.Application(
             client_max_size=MOST_BYTES, middlewares=[_errors, self._limits.middleware]
@@ -178,7 +176,7 @@ class TinkerServer:
         return f"http://{in_url(self._address.host)}:{self.port}"
 
     async def close(self) -> None:
-        """Stop listening, and leave what is not done to the next server."""
+        """Stop listening, and leave unfinished requests to the next server."""
         await self._limits.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -232,35 +230,38 @@ class TinkerServer:
     # ---------------------------------------------------------------- sessions and models
 
     async def _capabilities(self, request: web.Request) -> web.Response:
-        model = {"model_name": self._base_model, "max_context_length": self._most_tokens}
-        return web.json_response(
-            {"supported_models": [{**model, "trainable": True, "sampleable": True}]}
-        )
+        model = {
+            "model_name": self._base_model,
+            "max_context_length": self._most_tokens,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return web.json_response({"supported_models": [model]})
 
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        about = {
-            name: body.get(name)
-            for name in ("tags", "user_metadata", "display_name", "sdk_version")
-        }
-        _check_metadata(about)
+        names = ("tags", "user_metadata", "display_name", "sdk_version")
+        metadata = {name: body.get(name) for name in names}
+        _check_metadata(metadata)
         session = secrets.token_hex(16)
-        self._store.add_session(session, about)
+        self._store.add_session(session, metadata)
         return web.json_response({"type": "create_session", "session_id": session})
 
     async def _sessions(self, request: web.Request) -> web.Response:
-        first, limit = _page(request)
-        return web.json_response({"sessions": self._store.sessions(first, limit)})
+        offset, limit = _page(request)
+        return web.json_response({"sessions": self._store.sessions(offset, limit)})
 
     async def _session(self, request: web.Request) -> web.Response:
         session = request.match_info["session"]
         self._check_session(session)
-        about = self._store.session(session)
-        models = [model["id"] for model in self._store.models(session)]
-        named = {name: about.get(name) for name in ("user_metadata", "display_name")}
-        return web.json_response(
-            {"training_run_ids": models, "sampler_ids": self._store.samplers(session), **named}
-        )
+        metadata = self._store.session(session)
+        answer = {
+            "training_run_ids": [model["id"] for model in self._store.models(session)],
+            "sampler_ids": self._store.samplers(session),
+            "user_metadata": metadata.get("user_metadata"),
+            "display_name": metadata.get("display_name"),
+        }
+        return web.json_response(answer)
 
     def _check_session(self, session: str) -> None:
         if not self._store.has_session(session):
@@ -296,6 +297,7 @@ class TinkerServer:
         return self._add_model(body, lora.rank, seed, "create_model", b"{}")
 
     async def _load_weights(self, request: web.Request) -> web.Response:
+        """Load a checkpoint into a model, or into a new one that the request creates."""
         body = await self._parsed_or_skipped(request, types.LoadWeightsRequest)
         payload = body.model_dump_json().encode()
         if body.model_id is not None and body.seq_id is not None:
@@ -306,9 +308,8 @@ class TinkerServer:
             )
         self._check_session(body.session_id)
         self._check_base(body.base_model)
-        return self._add_model(
-            body, self._known_checkpoint(body.path).rank, 0, "load_weights", payload
-        )
+        rank = self._checkpoint(body.path).rank
+        return self._add_model(body, rank, 0, "load_weights", payload)
 
     def _add_model(
         self,
@@ -318,14 +319,14 @@ class TinkerServer:
         kind: str,
         payload: bytes,
     ) -> web.Response:
-        """With its first request."""
+        """Add a model with its first request."""
         _check_metadata(body.user_metadata)
         session = str(body.session_id)
         model = f"{session}:train:{_number(body.model_seq_id, 'model_seq_id', 0)}"
         self._store.add_model(model, session, rank, seed, body.user_metadata or {})
         return _future(self._training.submit(model, 0, kind, payload), model)
 
-    def _known_model(self, model: str) -> dict[str, Any]:
+    def _model(self, model: str) -> dict[str, Any]:
         try:
             return self._store.model(model)
         except KeyError:
@@ -333,17 +334,15 @@ class TinkerServer:
 
     async def _info(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.GetInfoRequest)
-        row = self._known_model(body.model_id)
-        data = {"model_name": self._base_model, "tokenizer_id": self._base_model}
         answer = {
             "type": "get_info",
-            "model_data": data,
+            "model_data": {"model_name": self._base_model, "tokenizer_id": self._base_model},
             "model_id": body.model_id,
             "is_lora": True,
+            "lora_rank": self._model(body.model_id)["rank"],
+            "model_name": self._base_model,
         }
-        return web.json_response(
-            {**answer, "lora_rank": row["rank"], "model_name": self._base_model}
-        )
+        return web.json_response(answer)
 
     # ---------------------------------------------------------------- requests that are futures
 
@@ -363,8 +362,8 @@ class TinkerServer:
         except UserError as error:
             self._skip({"model_id": message.model_id, "seq_id": message.seq_id}, str(error))
             raise
-        submitted = self._submit(message.model_id, message.seq_id, "forward_backward", payload)
-        return _future(submitted, message.model_id)
+        request_id = self._submit(message.model_id, message.seq_id, "forward_backward", payload)
+        return _future(request_id, message.model_id)
 
     async def _training_request(self, kind: str, request: web.Request) -> web.Response:
         body: Any = await self._parsed_or_skipped(request, TRAINING_REQUESTS[kind])
@@ -374,13 +373,14 @@ class TinkerServer:
         except (UserError, RequestError) as error:
             self._skip(body.model_dump(), str(error))
             raise
-        return _future(
-            self._submit(body.model_id, body.seq_id, kind, await request.read()), body.model_id
-        )
+        request_id = self._submit(body.model_id, body.seq_id, kind, await request.read())
+        return _future(request_id, body.model_id)
 
     async def _parsed_or_skipped(self, request: web.Request, schema: type[M]) -> M:
-        """The body of a training request; the model's later ones do not wait for one that is not
-        accepted."""
+        """The body of a training request.
+
+        Later requests of its model do not wait for a request that is not accepted.
+        """
         body = await read_json(request)
         try:
             return _validated(body, schema)
@@ -389,21 +389,25 @@ class TinkerServer:
             raise
 
     def _skip(self, body: dict[str, Any], problem: str) -> None:
-        """Give the sequence id of a request that is not accepted to its error, if it names one of a
-        model."""
+        """Submit the error in place of a request that is not accepted, if it has a sequence id.
+
+        Otherwise the model's task would wait for this id.
+        """
         model = body.get("model_id")
         seq = body.get("seq_id")
         if isinstance(model, str) and type(seq) is int:
+            # A model or an id that does not exist: the client gets the first error.
             with suppress(RequestError, UnicodeError):
                 self._submit(model, seq, "not_accepted", problem.encode(errors="replace"))
 
     def _submit(self, model: str, seq: int | None, kind: str, payload: bytes) -> str:
-        self._known_model(model)
+        self._model(model)
         return self._training.submit(model, _number(seq), kind, payload)
 
     async def _retrieve(self, request: web.Request) -> web.Response:
-        name = str((await read_json(request)).get("request_id", ""))
-        answer: tuple[bytes, bool] | None = None  # and whether it is protobuf
+        body = await read_json(request)
+        name = str(body.get("request_id", ""))
+        answer: tuple[bytes, bool] | None = None  # with whether it is protobuf
         stored = await self._training.result(name, POLL_S)
         if stored is None:
             try:
@@ -412,12 +416,12 @@ class TinkerServer:
                 raise RequestError(f"there is no request {name} (any more)", status=410) from None
         elif stored.result is not None:
             self._store.retrieved(name)
-            answer = stored.result, stored.ok and stored.kind == "forward_backward"
+            answer = (stored.result, stored.ok and stored.kind == "forward_backward")
         if answer is None:
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
-        return web.Response(
-            body=answer[0], content_type=PROTOBUF if answer[1] else "application/json"
-        )
+        result, is_protobuf = answer
+        content_type = PROTOBUF if is_protobuf else "application/json"
+        return web.Response(body=result, content_type=content_type)
 
     # ---------------------------------------------------------------- sampling
 
@@ -426,17 +430,18 @@ class TinkerServer:
         self._check_session(body.session_id)
         self._check_base(body.base_model)
         number = _number(body.sampling_session_seq_id, "sampling_session_seq_id", 0)
-        snapshot = self._sampled_checkpoint(body.model_path)
+        snapshot = self._snapshot(body.model_path)
         sampler = f"{body.session_id}:sample:{number}"
         self._store.add_sampler(sampler, body.session_id, number, snapshot)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler}
         )
 
-    def _sampled_checkpoint(self, path: str | None) -> str:
+    def _snapshot(self, path: str | None) -> str:
+        """The folder of a checkpoint to sample from; without a path, the base model."""
         if not path:
             return BASE
-        checkpoint = self._known_checkpoint(path)
+        checkpoint = self._checkpoint(path)
         if checkpoint.kind == "external_weights":
             raise RequestError(
                 f"{path} is for other programs: sample from weights or sampler_weights"
@@ -448,18 +453,20 @@ class TinkerServer:
         snapshot = self._store.snapshot(sampler)
         if snapshot is None:
             raise RequestError(f"there is no sampler {sampler}", status=404)
-        if snapshot:
-            checkpoint = self._store.checkpoint(snapshot)
-        else:
-            checkpoint = None
-        answer = {"sampler_id": sampler, "base_model": self._base_model}
-        return web.json_response({**answer, "model_path": checkpoint.path if checkpoint else None})
+        checkpoint = self._store.checkpoint(snapshot) if snapshot else None
+        answer = {
+            "sampler_id": sampler,
+            "base_model": self._base_model,
+            "model_path": checkpoint.path if checkpoint else None,
+        }
+        return web.json_response(answer)
 
     async def _sample(self, request: web.Request) -> web.Response:
         body = await _parsed(request, types.SampleRequest)
         self._check_base(body.base_model)
+        snapshot: str | None
         if body.sampling_session_id is None:
-            snapshot: str | None = self._sampled_checkpoint(body.model_path)
+            snapshot = self._snapshot(body.model_path)
         else:
             snapshot = self._store.snapshot(body.sampling_session_id)
         if snapshot is None:
@@ -471,7 +478,8 @@ class TinkerServer:
         return web.json_response({"request_id": name, "sample_sequence_ids": sequences})
 
     async def _cancel(self, request: web.Request) -> web.Response:
-        self._sampling.cancel(str((await read_json(request)).get("request_id", "")))
+        body = await read_json(request)
+        self._sampling.cancel(str(body.get("request_id", "")))
         return web.json_response({})
 
     # ---------------------------------------------------------------- the catalogue
@@ -480,41 +488,42 @@ class TinkerServer:
         return _list("training_runs", [self._run(model) for model in self._store.models()], request)
 
     async def _training_run(self, request: web.Request) -> web.Response:
-        return web.json_response(self._run(self._known_model(request.match_info["model"])))
+        return web.json_response(self._run(self._model(request.match_info["model"])))
 
-    def _run(self, row: dict[str, Any]) -> dict[str, Any]:
-        checkpoints = self._store.checkpoints(row["id"], named=True)
-        last = {each.kind: _described(each) for each in checkpoints}
+    def _run(self, model: dict[str, Any]) -> dict[str, Any]:
+        """A model as a training run of the protocol."""
+        newest = {}  # kind -> its newest checkpoint: they are the oldest first
+        for checkpoint in self._store.checkpoints(model["id"], named=True):
+            newest[checkpoint.kind] = _described(checkpoint)
         return {
-            "training_run_id": row["id"],
+            "training_run_id": model["id"],
             "base_model": self._base_model,
             "model_owner": "local",
             "is_lora": True,
-            "lora_rank": row["rank"],
-            "last_request_time": _time(row["used"]),
-            "last_checkpoint": last.get("weights"),
-            "last_sampler_checkpoint": last.get("sampler_weights"),
-            "user_metadata": {str(name): str(value) for name, value in row["about"].items()},
+            "lora_rank": model["rank"],
+            "last_request_time": _time(model["used"]),
+            "last_checkpoint": newest.get("weights"),
+            "last_sampler_checkpoint": newest.get("sampler_weights"),
+            "user_metadata": {str(name): str(value) for name, value in model["about"].items()},
         }
 
     async def _checkpoints(self, request: web.Request) -> web.Response:
+        """The checkpoints of a model, or of all."""
         model = request.match_info.get("model", "")
         if model:
-            self._known_model(model)
-        return _list(
-            "checkpoints",
-            [_described(each) for each in self._store.checkpoints(model, named=True)],
-            request,
-        )
+            self._model(model)
+        checkpoints = self._store.checkpoints(model, named=True)
+        return _list("checkpoints", list(map(_described, checkpoints)), request)
 
-    def _known_checkpoint(self, path: str) -> Checkpoint:
+    def _checkpoint(self, path: str) -> Checkpoint:
         checkpoint = self._store.checkpoint(path)
         if checkpoint is None:
             raise RequestError(f"there is no checkpoint {path}", status=404)
         return checkpoint
 
     def _requested_checkpoint(self, request: web.Request) -> Checkpoint:
-        return self._known_checkpoint("tinker://{model}/{kind}/{name}".format(**request.match_info))
+        """The checkpoint that the URL names."""
+        return self._checkpoint("tinker://{model}/{kind}/{name}".format(**request.match_info))
 
     async def _delete_checkpoint(self, request: web.Request) -> web.Response:
         self._store.remove_checkpoint(self._requested_checkpoint(request))
@@ -532,45 +541,56 @@ class TinkerServer:
     async def _external_files(self, request: web.Request) -> web.Response:
         checkpoint = self._requested_checkpoint(request)
         folder = Path(checkpoint.folder)
-        files = await asyncio.to_thread(
-            lambda: [path for path in folder.rglob("*") if path.is_file()]
-        )
+        # In a thread: the folder may be on a network file system.
+        files = await asyncio.to_thread(_files, folder)
         urls = {str(path.relative_to(folder)): path.absolute().as_uri() for path in files}
-        return web.json_response({"urls": urls, "expires": _time(checkpoint.expires or 1e11)})
+        expires = _time(checkpoint.expires or NO_EXPIRY)
+        return web.json_response({"urls": urls, "expires": expires})
 
     async def _weights_info(self, request: web.Request) -> web.Response:
-        checkpoint = self._known_checkpoint(str((await read_json(request)).get("tinker_path", "")))
-        layers = {"train_unembed": False, "train_mlp": True, "train_attn": True}
-        about = {
+        body = await read_json(request)
+        checkpoint = self._checkpoint(str(body.get("tinker_path", "")))
+        answer = {
             "base_model": self._base_model,
             "is_lora": True,
             "lora_rank": checkpoint.rank,
-            **layers,
+            "train_unembed": False,
+            "train_mlp": True,
+            "train_attn": True,
         }
-        return web.json_response(about)
+        return web.json_response(answer)
 
 
 def _described(checkpoint: Checkpoint) -> dict[str, Any]:
+    """A checkpoint as the protocol describes it."""
     type_of = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-    sizes = [path.stat().st_size for path in Path(checkpoint.folder).rglob("*") if path.is_file()]
+    size = 0
+    for path in _files(Path(checkpoint.folder)):
+        size += path.stat().st_size
     return {
+        # Without tinker://MODEL/.
         "checkpoint_id": checkpoint.path.split("/", 3)[3],
         "checkpoint_type": type_of[checkpoint.kind],
         "time": _time(checkpoint.created),
         "tinker_path": checkpoint.path,
-        "size_bytes": sum(sizes),
+        "size_bytes": size,
         "public": False,
-        "user_metadata": checkpoint.about,
+        "user_metadata": checkpoint.metadata,
         "expires_at": checkpoint.expires and _time(checkpoint.expires),
     }
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
 
 
 def _time(seconds: float) -> str:
     return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()
 
 
-def _check_metadata(about: object) -> None:
-    size = len(json.dumps(about))
+def _check_metadata(metadata: object) -> None:
+    """Raises RequestError for metadata that are too large."""
+    size = len(json.dumps(metadata))
     if size > MOST_METADATA:
         raise RequestError(
             f"user_metadata and tags have {size} bytes as JSON; {MOST_METADATA} are the most"
@@ -578,21 +598,20 @@ def _check_metadata(about: object) -> None:
 
 
 def _page(request: web.Request) -> tuple[int, int]:
-    """The first entry of a list, and how many."""
+    """The position of the first entry of a list, and the number of entries."""
     try:
-        first, limit = (
-            int(request.query.get(name, default))
-            for name, default in (("offset", "0"), ("limit", "100"))
-        )
+        offset = int(request.query.get("offset", "0"))
+        limit = int(request.query.get("limit", "100"))
     except ValueError:
         raise RequestError("offset and limit must be whole numbers") from None
-    return max(0, first), min(max(0, limit), PAGE)
+    return max(0, offset), min(max(0, limit), PAGE)
 
 
 def _list(name: str, entries: list[dict[str, Any]], request: web.Request) -> web.Response:
-    first, limit = _page(request)
-    cursor = {"offset": first, "limit": limit, "total_count": len(entries)}
-    return web.json_response({name: entries[first : first + limit], "cursor": cursor})
+    """One page of a list."""
+    offset, limit = _page(request)
+    cursor = {"offset": offset, "limit": limit, "total_count": len(entries)}
+    return web.json_response({name: entries[offset : offset + limit], "cursor": cursor})
 
 
 async def _parsed(request: web.Request, schema: type[M]) -> M:
@@ -603,33 +622,39 @@ def _validated(body: dict[str, Any], schema: type[M]) -> M:
     try:
         return schema.model_validate(body)
     except ValidationError as error:
-        [first, *_] = error.errors()
-        where = ".".join(map(str, first["loc"]))
-        raise RequestError(f"{where}: {first['msg']}", where) from error
+        problem = error.errors()[0]
+        field = ".".join(map(str, problem["loc"]))
+        raise RequestError(f"{field}: {problem['msg']}", field) from error
 
 
-def _number(value: int | None, name: str = "seq_id", least: int = 1) -> int:
-    if value is None or not least <= value <= INT32:
-        raise RequestError(f"{name} is {value}, not a whole number from {least} to {INT32}", name)
+def _number(value: int | None, name: str = "seq_id", minimum: int = 1) -> int:
+    """A sequence id that the store can have."""
+    if value is None or not minimum <= value <= INT32:
+        raise RequestError(f"{name} is {value}, not a whole number from {minimum} to {INT32}", name)
     return value
 
 
 def _future(request: str, model: str | None = None) -> web.Response:
-    return web.json_response({"request_id": request, **({"model_id": model} if model else {})})
+    answer = {"request_id": request}
+    if model:
+        answer["model_id"] = model
+    return web.json_response(answer)
 
 
 async def _always(answer: dict[str, Any], request: web.Request) -> web.Response:
+    """The same answer for each request."""
     await read_bytes(request)
     return web.json_response(answer)
 
 
 async def _not_supported(path: str, why: str, request: web.Request) -> web.Response:
-    raise RequestError(f"{path.rpartition('/')[2]} is not supported: {why}", code="not_supported")
+    _, _, name = path.rpartition("/")
+    raise RequestError(f"{name} is not supported: {why}", code="not_supported")
 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in the protocol's form."""
+    """Answer errors in the protocol's form."""
     category = "user"
     try:
         return await handler(request)
@@ -641,7 +666,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         problem = error
     except UserError as error:
         problem = RequestError(str(error))
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON may hold and no database
+    except UnicodeEncodeError:  # half of a surrogate pair, valid in JSON and not in the database
         problem = RequestError("a text of the request is not valid Unicode")
     except Exception as error:
         problem = RequestError(f"{type(error).__name__}: {error}", status=500)
@@ -655,6 +680,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     answer = web.Response(
         text=json.dumps(body), content_type="application/json", status=problem.status
     )
+    # The rest of a body that was not read would be taken for the next request.
     if not request.content.is_eof():
         answer.force_close()
     return answer

@@ -1,9 +1,8 @@
-"""What outlives the server: sessions, models, training requests with their results, checkpoints;
-one SQLite file.
+"""Sessions, models, training requests with their results, and checkpoints, in one SQLite file.
 
-Invariant: a training request is stored before its id is answered, and its result in the same
-transaction as the state that has it. So a server that starts again repeats what was done since a
-model's last state, and does nothing twice.
+Invariant: a training request is stored before its id is answered. Its result is stored in the same
+transaction as the model's state after it. So a server that starts again repeats the requests since
+a model's last state, and none of them has an effect twice.
 """
 
 from __future__ import annotations
@@ -31,13 +30,17 @@ create table if not exists checkpoints (
     created real, expires real, about text);
 """
 RETAINED_RESULTS = 64
-"""Results that the client has retrieved stay for so many requests of their model: an answer may be
-lost on its way."""
+"""Requests of a model after which a retrieved result is deleted: an answer may be lost on its way,
+and the client retrieves it again."""
 
 
 class StoredRequest(NamedTuple):
-    """``attempts``: servers that have begun it; without a result, all but the present one were lost
-    meanwhile."""
+    """A training request.
+
+    Args:
+        attempts: servers that have begun it. While it has no result, all of them but the present
+            one were lost.
+    """
 
     id: str
     seq: int
@@ -49,8 +52,14 @@ class StoredRequest(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """Saved adapters. ``kind``: weights, sampler_weights or external_weights; ``number`` is its
-    policy version."""
+    """Saved adapters, with the columns of their table.
+
+    Args:
+        number: its policy version.
+        kind: weights, sampler_weights or external_weights.
+        named: the client has named it; otherwise it is a snapshot for a sampler.
+        metadata: the client's ``user_metadata``.
+    """
 
     path: str
     number: int
@@ -61,11 +70,15 @@ class Checkpoint(NamedTuple):
     named: bool
     created: float
     expires: float | None
-    about: dict[str, str] | None
+    metadata: dict[str, str] | None
 
 
 class Store:
-    """Args: folder: of the server; the file and the checkpoints are in it."""
+    """The tables of a server.
+
+    Args:
+        folder: the server's; the file and the checkpoints are in it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -73,9 +86,10 @@ class Store:
         self._database.row_factory = sqlite3.Row
         self._database.execute("pragma journal_mode=wal")
         self._database.executescript(SCHEMA)
-        if "attempts" not in {row["name"] for row in self._rows("pragma table_info(requests)")}:
+        columns = [row["name"] for row in self._rows("pragma table_info(requests)")]
+        if "attempts" not in columns:  # a file of an earlier release
             self._database.execute("alter table requests add column attempts integer default 0")
-        self._version = 0  # the last one given to a checkpoint by this server
+        self._version = 0  # of this server's newest checkpoint
 
     def close(self) -> None:
         self._database.close()
@@ -89,15 +103,14 @@ class Store:
 
     # ---------------------------------------------------------------- sessions and samplers
 
-    def add_session(self, session: str, about: Mapping[str, Any]) -> None:
-        self._write(
-            "insert into sessions values (?, ?, ?)", session, json.dumps(dict(about)), time.time()
-        )
+    def add_session(self, session: str, metadata: Mapping[str, Any]) -> None:
+        text = json.dumps(dict(metadata))
+        self._write("insert into sessions values (?, ?, ?)", session, text, time.time())
 
-    def sessions(self, first: int, limit: int) -> list[str]:
+    def sessions(self, offset: int, limit: int) -> list[str]:
         """The ids of a page, the newest session first."""
         rows = self._rows(
-            "select id from sessions order by rowid desc limit ? offset ?", limit, first
+            "select id from sessions order by rowid desc limit ? offset ?", limit, offset
         )
         return [row["id"] for row in rows]
 
@@ -105,10 +118,10 @@ class Store:
         return bool(self._rows("select 1 from sessions where id = ?", session))
 
     def session(self, session: str) -> dict[str, Any]:
-        """What the client said of it. Raises ``KeyError`` if there is no such session."""
+        """The session's metadata. Raises ``KeyError`` if there is no such session."""
         for row in self._rows("select about from sessions where id = ?", session):
-            about: dict[str, Any] = json.loads(row["about"])
-            return about
+            metadata: dict[str, Any] = json.loads(row["about"])
+            return metadata
         raise KeyError(session)
 
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
@@ -118,9 +131,8 @@ class Store:
         )
 
     def samplers(self, session: str) -> list[str]:
-        return [
-            row["id"] for row in self._rows("select id from samplers where session = ?", session)
-        ]
+        rows = self._rows("select id from samplers where session = ?", session)
+        return [row["id"] for row in rows]
 
     def snapshot(self, sampler: str) -> str | None:
         """The folder of a sampler's checkpoint; None if there is no such sampler."""
@@ -132,19 +144,22 @@ class Store:
     # ---------------------------------------------------------------- models and their requests
 
     def add_model(
-        self, model: str, session: str, rank: int, seed: int, about: Mapping[str, Any]
+        self, model: str, session: str, rank: int, seed: int, metadata: Mapping[str, Any]
     ) -> None:
-        values = model, session, rank, seed, json.dumps(dict(about)), time.time(), time.time()
-        names = "id, session, rank, seed, about, created, used"
-        self._write(f"insert or ignore into models ({names}) values (?, ?, ?, ?, ?, ?, ?)", *values)
+        now = time.time()
+        self._write(
+            "insert or ignore into models (id, session, rank, seed, about, created, used) "
+            "values (?, ?, ?, ?, ?, ?, ?)",
+            *(model, session, rank, seed, json.dumps(dict(metadata)), now, now),
+        )
 
     def models(self, session: str = "") -> list[dict[str, Any]]:
-        """All of them, or a session's; the newest first."""
-        where, values = ("where session = ?", [session]) if session else ("", [])
-        return [
-            _read(row)
-            for row in self._rows(f"select * from models {where} order by rowid desc", *values)
-        ]
+        """All models, or those of a session; the newest first."""
+        if session:
+            rows = self._rows("select * from models where session = ? order by rowid desc", session)
+        else:
+            rows = self._rows("select * from models order by rowid desc")
+        return [_read(row) for row in rows]
 
     def model(self, model: str) -> dict[str, Any]:
         """Raises ``KeyError`` if there is no such model."""
@@ -153,57 +168,57 @@ class Store:
         raise KeyError(model)
 
     def add_request(self, request: str, model: str, seq: int, kind: str, payload: bytes) -> None:
-        values = request, model, seq, kind, payload
         self._write(
             "insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)",
-            *values,
+            *(request, model, seq, kind, payload),
         )
 
     def request(self, request: str) -> StoredRequest | None:
         return next(iter(self._requests("id = ?", request)), None)
 
     def count_attempt(self, request: str, number: int) -> None:
-        """Add to the servers that have begun a request: 1, or -1 if one leaves it to the next on
-        purpose."""
+        """Count a server that begins a request (1), or that leaves it to the next server (-1)."""
         self._write("update requests set attempts = attempts + ? where id = ?", number, request)
 
     def unfinished(self) -> list[str]:
         """The models that have requests without a result."""
-        return [
-            row["model"]
-            for row in self._rows("select distinct model from requests where result is null")
-        ]
+        rows = self._rows("select distinct model from requests where result is null")
+        return [row["model"] for row in rows]
 
     def since_state(self, model: str) -> list[StoredRequest]:
-        """What has been done to the model since its last state, in order."""
+        """The successful requests of the model since its last state, in order."""
         state = "(select state_seq from models where id = model)"
         return self._requests(f"model = ? and ok = 1 and seq > {state}", model)
 
     def last_finished(self, model: str) -> int:
         """The sequence id of the last request that has a result; -1 if none has."""
-        done = "select max(seq) from requests where model = ? and result is not null"
-        [(state, last)] = self._rows(
-            f"select (select state_seq from models where id = ?), ({done})", model, model
+        # Results before the last state may be deleted: the state's own request counts as well.
+        finished = "select max(seq) from requests where model = ? and result is not null"
+        [(state_seq, result_seq)] = self._rows(
+            f"select (select state_seq from models where id = ?), ({finished})", model, model
         )
-        return max(state, -1 if last is None else last)
+        return max(state_seq, -1 if result_seq is None else result_seq)
 
-    def _requests(self, where: str, *values: object) -> list[StoredRequest]:
+    def _requests(self, condition: str, *values: object) -> list[StoredRequest]:
         names = ", ".join(StoredRequest._fields)
-        rows = self._rows(f"select {names} from requests where {where} order by seq", *values)
+        rows = self._rows(f"select {names} from requests where {condition} order by seq", *values)
         return [StoredRequest(*row)._replace(ok=bool(row["ok"])) for row in rows]
 
     def finish(
         self, request: StoredRequest, model: str, result: bytes, *, ok: bool, state: str = "",
         checkpoint: Checkpoint | None = None,
     ) -> str:  # fmt: skip
-        """Store a result. Returns a folder that nothing needs any more, "" if there is none.
+        """Store a result.
 
         Args:
             state: the folder of the model's state after this request, if it was saved.
-            checkpoint: that the request has made; it replaces one of the same path.
+            checkpoint: the checkpoint that the request has made; it replaces one of the same path.
+
+        Returns:
+            A folder that can be deleted, "" if there is none.
         """
         obsolete = ""
-        with self._database as database:
+        with self._database as database:  # one transaction
             database.execute(
                 "update requests set result = ?, ok = ? where id = ?", (result, ok, request.id)
             )
@@ -214,16 +229,23 @@ class Store:
                     "update models set state = ?, state_seq = ? where id = ?",
                     (state, request.seq, model),
                 )
-                done = "update requests set payload = x'' where model = ? and seq <= ? and result is not null"
-                database.execute(done, (model, request.seq))
-                old = "delete from requests where model = ? and seq <= ? and retrieved = 1"
-                database.execute(old, (model, request.seq - RETAINED_RESULTS))
+                # Requests before a state are not repeated: their payloads are large.
+                database.execute(
+                    "update requests set payload = x'' "
+                    "where model = ? and seq <= ? and result is not null",
+                    (model, request.seq),
+                )
+                database.execute(
+                    "delete from requests where model = ? and seq <= ? and retrieved = 1",
+                    (model, request.seq - RETAINED_RESULTS),
+                )
             if checkpoint is not None:
-                for same in self._rows(
+                replaced = self._rows(
                     "select folder from checkpoints where path = ?", checkpoint.path
-                ):
-                    obsolete = same["folder"]
-                values = (*checkpoint[:-1], json.dumps(checkpoint.about))
+                )
+                for row in replaced:
+                    obsolete = row["folder"]
+                values = (*checkpoint[:-1], json.dumps(checkpoint.metadata))
                 database.execute(
                     "insert or replace into checkpoints values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                     values,
@@ -231,13 +253,17 @@ class Store:
         return str(obsolete)
 
     def retrieved(self, request: str) -> None:
+        """Note that the client has retrieved a result."""
         self._write("update requests set retrieved = 1 where id = ?", request)
 
     # ---------------------------------------------------------------- checkpoints
 
     def next_version(self) -> int:
-        """Never the same one twice, also after checkpoints were removed: engines may still hold
-        their weights."""
+        """A new policy version.
+
+        A version is never used twice, also after its checkpoint was removed: engines may still
+        have its weights.
+        """
         [(number,)] = self._rows("select coalesce(max(number), 0) from checkpoints")
         self._version = max(self._version, int(number)) + 1
         return self._version
@@ -246,25 +272,27 @@ class Store:
         self._write("update checkpoints set expires = ? where path = ?", expires, path)
 
     def checkpoint(self, name: str) -> Checkpoint | None:
-        """By its path, or by its folder, which no other one has if it is replaced by one of the
-        same path."""
+        """The checkpoint with this path or this folder.
+
+        A checkpoint that replaces another one of its path has a new folder.
+        """
         rows = self._rows("select * from checkpoints where path = ? or folder = ?", name, name)
         return next(iter(self._unexpired(rows)), None)
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
-        """Those that have not expired, the oldest first; the files of others are removed."""
-        return [
-            checkpoint
-            for checkpoint in self._unexpired(
-                self._rows("select * from checkpoints order by created, number")
-            )
-            if model in ("", checkpoint.model) and named in (None, checkpoint.named)
-        ]
+        """Checkpoints that have not expired, the oldest first; the files of expired ones are
+        removed."""
+        checkpoints = []
+        rows = self._rows("select * from checkpoints order by created, number")
+        for checkpoint in self._unexpired(rows):
+            if model in ("", checkpoint.model) and named in (None, checkpoint.named):
+                checkpoints.append(checkpoint)
+        return checkpoints
 
     def _unexpired(self, rows: list[sqlite3.Row]) -> list[Checkpoint]:
         checkpoints = []
         for row in rows:
-            checkpoint = Checkpoint(*row)._replace(about=json.loads(row["about"]))
+            checkpoint = Checkpoint(*row)._replace(metadata=json.loads(row["about"]))
             if checkpoint.expires is not None and checkpoint.expires < time.time():
                 self.remove_checkpoint(checkpoint)
             else:

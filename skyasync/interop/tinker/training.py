@@ -1,8 +1,8 @@
 """Training requests: each model's in the order of their sequence ids, and the models in turn.
 
-Invariant: a request is carried out once, whatever is lost (``store``, ``turns``), and one that
-cannot be carried out changes nothing: its error is its result, and the next one goes on. A gradient
-adds up until ``optim_step``.
+Invariant: a request is carried out once, also if a server or a rank is lost (``store``, ``turns``).
+A request that fails changes nothing: its error is its result, and the next request is carried out.
+A gradient accumulates until ``optim_step``.
 
 | who waits       | for what                              | woken by                                    |
 |-----------------|---------------------------------------|---------------------------------------------|
@@ -38,20 +38,27 @@ from skyasync.workers.roles import POLICY
 log = logging.getLogger(__name__)
 
 STEPS_PER_STATE = 8
-"""Optimizer steps from one saved state of a model to the next: as many are repeated after a loss,
-at most."""
+"""Optimizer steps between two saved states of a model. After the loss of a rank at most so many are
+repeated."""
 MOST_ATTEMPTS = 3
-"""Servers that may be lost while they work on a request; the next one gives it up."""
+"""Servers that may be lost during a request: one that ends every server must not block its model."""
 SNAPSHOTS = 16
-"""Snapshots without a name that a model has; samplers of older ones are rejected."""
+"""Unnamed snapshots per model that stay on disk; samplers of older ones are rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+#: Bounds of AdamW's settings: at a beta of 1 its bias correction would divide by zero.
 _RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1),
            "weight_decay": (0, 1e6), "grad_clip_norm": (-1e30, 1e30)}  # fmt: skip
 
 
 class RequestOutcome(NamedTuple):
-    """What a request has come to. ``state``: the model's state must be saved with it; not ``ok``:
-    it is an error."""
+    """The outcome of a request.
+
+    Args:
+        result: the answer for the client.
+        checkpoint: the checkpoint that it has made.
+        state: the model's state must be saved with it.
+        ok: the result is no error.
+    """
 
     result: bytes
     checkpoint: Checkpoint | None = None
@@ -60,7 +67,7 @@ class RequestOutcome(NamedTuple):
 
 
 def check_lifetime(seconds: object) -> None:
-    """Raises UserError for what cannot be a checkpoint's ``ttl_seconds``."""
+    """Raises UserError for an invalid ``ttl_seconds`` of a checkpoint."""
     if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
         raise UserError(
             f"ttl_seconds is {seconds!r:.100}, not a whole number of seconds from 0 to {INT32}"
@@ -68,24 +75,27 @@ def check_lifetime(seconds: object) -> None:
 
 
 class TrainingQueue:
-    """Args:
-    vocabulary: of the policy's model.
-    most_tokens: of a row.
+    """A task for each model, which carries out its requests.
+
+    Args:
+        vocabulary: the number of tokens of the policy's model.
+        most_tokens: the largest length of a row.
     """
 
     def __init__(self, store: Store, turns: PolicyTurns, vocabulary: int, most_tokens: int) -> None:
         self._store = store
         self._turns = turns
         self._limits = {"vocabulary": vocabulary, "most_tokens": most_tokens}
-        self._arrived: dict[str, asyncio.Event] = {}  # of a model, whose task waits for it
-        self._finished: dict[str, asyncio.Event] = {}  # of a request
-        self._steps: dict[str, int] = {}  # of a model since its last state
-        self._counts: dict[
-            str, Callable[[], None]
-        ] = {}  # of a model: counts an attempt at its request
+        self._arrivals: dict[str, asyncio.Event] = {}  # model -> a request has arrived
+        self._waiters: dict[str, asyncio.Event] = {}  # request -> it has a result
+        self._steps: dict[str, int] = {}  # model -> optimizer steps since its last state
+        # Model -> the function that counts an attempt at its current request.
+        self._counts: dict[str, Callable[[], None]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         turns.restore = self._restore
-        self._work: Mapping[str, Callable[[Dispatch, str, bytes], Awaitable[RequestOutcome]]] = {
+        self._handlers: Mapping[
+            str, Callable[[Dispatch, str, bytes], Awaitable[RequestOutcome]]
+        ] = {
             "create_model": self._create,
             "forward_backward": self._forward_backward,
             "optim_step": self._optim_step,
@@ -97,7 +107,7 @@ class TrainingQueue:
         }
 
     def start(self) -> None:
-        """Go on with what a server before has left."""
+        """Carry out the requests that the previous server has left."""
         for model in self._store.unfinished():
             self._begin(model)
 
@@ -107,7 +117,7 @@ class TrainingQueue:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def submit(self, model: str, seq: int, kind: str, payload: bytes) -> str:
-        """The id of the request with this sequence id, the first one if it comes twice."""
+        """The id of the request with this sequence id; a repetition has the id of the first."""
         request = f"{model}:{seq}"
         if self._store.request(request) is None:
             self._store.add_request(request, model, seq, kind, payload)
@@ -115,37 +125,42 @@ class TrainingQueue:
         return request
 
     async def result(self, request: str, timeout_s: float) -> StoredRequest | None:
-        """The request with its result, or still without; None if there is no such request."""
+        """The request, with its result if there is one in time; None if there is no such request."""
         stored = self._store.request(request)
         if stored is None or stored.result is not None:
             return stored
-        finished = self._finished.setdefault(request, asyncio.Event())
+        finished = self._waiters.setdefault(request, asyncio.Event())
         with suppress(TimeoutError):
             await asyncio.wait_for(finished.wait(), timeout_s)
         return self._store.request(request)
 
     def _begin(self, model: str) -> None:
-        if model not in self._arrived:
-            self._arrived[model] = asyncio.Event()
+        """Wake the model's task, or start it."""
+        if model not in self._arrivals:
+            self._arrivals[model] = asyncio.Event()
             task = asyncio.create_task(self._serve(model))
             self._tasks.add(task)
             task.add_done_callback(self._turns.task_ended)
-        self._arrived[model].set()
+        self._arrivals[model].set()
 
     async def _serve(self, model: str) -> None:
-        following = self._store.last_finished(model) + 1
-        arrived = self._arrived[model]
+        """Carry out the model's requests in the order of their sequence ids, as they arrive."""
+        seq = self._store.last_finished(model) + 1
+        arrival = self._arrivals[model]
         while True:
-            while (request := self._store.request(f"{model}:{following}")) is None:
-                arrived.clear()
-                await arrived.wait()
+            request = self._store.request(f"{model}:{seq}")
+            if request is None:
+                arrival.clear()
+                await arrival.wait()
+                continue
             await self._carry_out(model, request)
-            finished = self._finished.pop(request.id, None)
+            finished = self._waiters.pop(request.id, None)
             if finished is not None:
                 finished.set()
-            following += 1
+            seq += 1
 
     async def _carry_out(self, model: str, request: StoredRequest) -> None:
+        """Carry out a request, and store its result."""
         if request.attempts >= MOST_ATTEMPTS:
             problem = (
                 f"it was given up: {request.attempts} servers were lost while they worked on it"
@@ -163,8 +178,9 @@ class TrainingQueue:
                 self._store.count_attempt(request.id, 1)
 
         async def work(dispatch: Dispatch) -> tuple[RequestOutcome, str]:
+            """The outcome, and the folder of the model's state if it was saved."""
             count()
-            outcome = await self._work[request.kind](dispatch, model, request.payload)
+            outcome = await self._handlers[request.kind](dispatch, model, request.payload)
             self._steps[model] = self._steps.get(model, 0) + (request.kind == "optim_step")
             if not outcome.state and self._steps[model] < STEPS_PER_STATE:
                 return outcome, ""
@@ -176,16 +192,17 @@ class TrainingQueue:
         try:
             outcome, state = await self._turns.run(model, work)
         except asyncio.CancelledError:
-            if counted:  # this server ends as it should
+            if counted:  # this server ends on purpose: it is no lost one
                 self._store.count_attempt(request.id, -1)
             raise
         except Exception as error:
             if self._turns.ended.done():  # the next server carries it out
                 raise
-            mine = isinstance(error, UserError | ValueError)
-            if not mine:
+            if isinstance(error, UserError | ValueError):
+                self._fail(model, request, headline(error), "user")
+            else:
                 log.warning("request %s of Tinker's API has failed", request.id, exc_info=error)
-            self._fail(model, request, headline(error), "user" if mine else "server")
+                self._fail(model, request, headline(error), "server")
             return
         obsolete = self._store.finish(
             request,
@@ -198,8 +215,9 @@ class TrainingQueue:
         if obsolete:
             shutil.rmtree(obsolete, ignore_errors=True)
         if outcome.checkpoint is not None and not outcome.checkpoint.named:
-            for old in self._store.checkpoints(model, named=False)[:-SNAPSHOTS]:
-                self._store.remove_checkpoint(old)
+            snapshots = self._store.checkpoints(model, named=False)
+            for checkpoint in snapshots[:-SNAPSHOTS]:
+                self._store.remove_checkpoint(checkpoint)
 
     def _fail(self, model: str, request: StoredRequest, problem: str, category: str) -> None:
         """Store an error as the request's result."""
@@ -207,8 +225,8 @@ class TrainingQueue:
         self._store.finish(request, model, failure, ok=False)
 
     async def _restore(self, model: str, dispatch: Dispatch) -> None:
-        """Into ranks that do not have the model: its last state, and what has been done since."""
-        self._counts[model]()
+        """Load a model into ranks that do not have it: its last state, then the requests since."""
+        self._counts[model]()  # a request that ends the ranks on its repetition counts, too
         row = self._store.model(model)
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "forget", model)
@@ -217,21 +235,21 @@ class TrainingQueue:
                 await dispatch.call(POLICY, "load_adapters", row["state"], True)
         self._steps[model] = 0
         for request in self._store.since_state(model):
-            if request.kind in (
-                "forward_backward",
-                "optim_step",
-            ):  # all others change nothing, or come with a state
-                await self._work[request.kind](dispatch, model, request.payload)
+            # All other requests change nothing in the ranks, or have saved a state.
+            if request.kind in ("forward_backward", "optim_step"):
+                await self._handlers[request.kind](dispatch, model, request.payload)
                 self._steps[model] += request.kind == "optim_step"
 
     # ---------------------------------------------------------------- the requests
 
     async def _create(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
+        """Answer that the model exists: its adapters are made when it has its turn."""
         return _json({"model_id": model, "type": "create_model"})
 
     async def _forward_backward(
         self, dispatch: Dispatch, model: str, payload: bytes
     ) -> RequestOutcome:
+        # In threads, so that large messages do not stop the server.
         batch = await asyncio.to_thread(lambda: loss_batch(payload, **self._limits))
         await dispatch.forward_backward(batch)
         assert batch.proximal_logprobs is not None
@@ -251,18 +269,14 @@ class TrainingQueue:
             metrics = (await dispatch.call(POLICY, "adam_step", adam))[0]
         problem = metrics.pop("problem", "")
         if problem:
-            failure = {
-                "error": f"there was no step, and the gradient is dropped: {problem}",
-                "category": "user",
-            }
-            return _json(failure)._replace(
-                ok=False, state=True
-            )  # else the gradient would come back with a new rank
+            message = f"there was no step, and the gradient is dropped: {problem}"
+            failure = _json({"error": message, "category": "user"})
+            # With a state, because without one a restored model would have the gradient again.
+            return failure._replace(ok=False, state=True)
+        answer: dict[str, float] = {}
         if metrics:
-            named = {"grad_norm:mean": metrics["grad_norm"]}
-        else:
-            named = {}
-        return _json({"metrics": named, "type": "optim_step"})
+            answer["grad_norm:mean"] = metrics["grad_norm"]
+        return _json({"metrics": answer, "type": "optim_step"})
 
     async def _load(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.LoadWeightsRequest.model_validate_json(payload)
@@ -276,47 +290,53 @@ class TrainingQueue:
             )
         async with dispatch.transfer.changing():
             await dispatch.call(POLICY, "load_adapters", checkpoint.folder, request.optimizer)
-        return _json({"path": request.path, "model_id": model, "type": "load_weights"})._replace(
-            state=True
-        )
+        answer = _json({"path": request.path, "model_id": model, "type": "load_weights"})
+        # With a state, because the checkpoint may be deleted.
+        return answer._replace(state=True)
 
     async def _not_accepted(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
-        """A request whose body was no valid one; the error is its payload."""
+        """Raise the error of a request with an invalid body; the error is its payload."""
         raise UserError(payload.decode())
 
     async def _save(self, dispatch: Dispatch, model: str, payload: bytes) -> RequestOutcome:
         request = types.SaveWeightsRequest.model_validate_json(payload)
-        about = request.user_metadata
-        saved = self._named(
-            model, "weights", request.path, request.ttl_seconds, about, overwrite=request.overwrite
+        checkpoint = self._new_checkpoint(
+            model,
+            "weights",
+            request.path,
+            request.ttl_seconds,
+            request.user_metadata,
+            overwrite=request.overwrite,
         )
-        checkpoint = saved._replace(folder=await self._write(dispatch, "checkpoints"))
-        return _json({"path": checkpoint.path, "type": "save_weights"})._replace(
-            checkpoint=checkpoint
-        )
+        checkpoint = checkpoint._replace(folder=await self._write(dispatch, "checkpoints"))
+        answer = _json({"path": checkpoint.path, "type": "save_weights"})
+        return answer._replace(checkpoint=checkpoint)
 
     async def _save_for_sampler(
         self, dispatch: Dispatch, model: str, payload: bytes
     ) -> RequestOutcome:
         request = types.SaveWeightsForSamplerRequest.model_validate_json(payload)
-        answer = dict[str, str]()
         name = request.path
         number = request.sampling_session_seq_id
-        saved = self._named(model, "sampler_weights", name or f"snapshot-{secrets.token_hex(8)}", request.ttl_seconds,
-                            request.user_metadata)  # fmt: skip
-        checkpoint = saved._replace(
-            folder=await self._write(dispatch, "checkpoints", optimizer=False),
-            named=name is not None,
+        checkpoint = self._new_checkpoint(
+            model,
+            "sampler_weights",
+            name or f"snapshot-{secrets.token_hex(8)}",
+            request.ttl_seconds,
+            request.user_metadata,
         )
+        folder = await self._write(dispatch, "checkpoints", optimizer=False)
+        checkpoint = checkpoint._replace(folder=folder, named=name is not None)
+        answer: dict[str, str] = {}
         if number is None:
             answer["path"] = checkpoint.path
         else:
             session = self._store.model(model)["session"]
-            answer["sampling_session_id"] = f"{session}:sample:{number}"
-            self._store.add_sampler(
-                answer["sampling_session_id"], session, number, checkpoint.folder
-            )
-        return _json({**answer, "type": "save_weights_for_sampler"})._replace(checkpoint=checkpoint)
+            sampler = f"{session}:sample:{number}"
+            answer["sampling_session_id"] = sampler
+            self._store.add_sampler(sampler, session, number, checkpoint.folder)
+        answer["type"] = "save_weights_for_sampler"
+        return _json(answer)._replace(checkpoint=checkpoint)
 
     async def _save_external(
         self, dispatch: Dispatch, model: str, payload: bytes
@@ -326,15 +346,24 @@ class TrainingQueue:
             raise UserError(
                 "age_encryption_recipients is not supported: the files stay on this machine"
             )
-        saved = self._named(model, "external_weights", request.path, request.ttl_seconds, None)
+        checkpoint = self._new_checkpoint(
+            model, "external_weights", request.path, request.ttl_seconds, None
+        )
         folder = self._new_folder("checkpoints")
         await dispatch.export(folder)
-        return _json({"path": saved.path})._replace(checkpoint=saved._replace(folder=str(folder)))
+        checkpoint = checkpoint._replace(folder=str(folder))
+        return _json({"path": checkpoint.path})._replace(checkpoint=checkpoint)
 
-    def _named(
-        self, model: str, kind: str, name: str | None, ttl_s: int | None, about: dict[str, str] | None,
-        *, overwrite: bool = False,
-    ) -> Checkpoint:  # fmt: skip
+    def _new_checkpoint(
+        self,
+        model: str,
+        kind: str,
+        name: str | None,
+        ttl_s: int | None,
+        metadata: dict[str, str] | None,
+        *,
+        overwrite: bool = False,
+    ) -> Checkpoint:
         """A checkpoint that has no folder yet."""
         if not name or not _NAME.fullmatch(name):
             raise UserError(
@@ -342,26 +371,38 @@ class TrainingQueue:
             )
         check_lifetime(ttl_s)
         path = f"tinker://{model}/{kind}/{name}"
-        now = time.time()
         rank = self._store.model(model)["rank"]
         if not overwrite and self._store.checkpoint(path) is not None:
             raise UserError(f"there is a checkpoint {path} already: choose another name")
-        expires = now + ttl_s if ttl_s else None
+        now = time.time()
         return Checkpoint(
-            path, self._store.next_version(), model, kind, "", rank, True, now, expires, about
+            path=path,
+            number=self._store.next_version(),
+            model=model,
+            kind=kind,
+            folder="",
+            rank=rank,
+            named=True,
+            created=now,
+            expires=now + ttl_s if ttl_s else None,
+            metadata=metadata,
         )
 
-    async def _write(self, dispatch: Dispatch, where: str, *, optimizer: bool = True) -> str:
-        """The folder in which the active model's adapters are."""
-        folder = self._new_folder(where)
+    async def _write(self, dispatch: Dispatch, parent: str, *, optimizer: bool = True) -> str:
+        """Write the active model's adapters; the new folder, which is in ``parent``.
+
+        Raises:
+            OSError: if a rank could not write them.
+        """
+        folder = self._new_folder(parent)
         for saved in await dispatch.call(POLICY, "save_adapters", str(folder), optimizer):
             if saved.problem:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise OSError(saved.problem)
         return str(folder)
 
-    def _new_folder(self, where: str) -> Path:
-        folder = self._store.folder / where / secrets.token_hex(8)
+    def _new_folder(self, parent: str) -> Path:
+        folder = self._store.folder / parent / secrets.token_hex(8)
         folder.mkdir(parents=True)
         return folder
 

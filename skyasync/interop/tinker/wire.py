@@ -1,5 +1,4 @@
-"""Messages of the protocol that are not JSON: requests of training, and results of training and
-sampling."""
+"""Messages of the protocol in protobuf: training requests, results of training and sampling."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from skyasync.interop.tinker.losses import LOSSES, NOT_SUPPORTED, LossBatch, tok
 PROTOBUF = "application/x-protobuf"
 _TOKEN_BYTES = 4  # int32
 MOST_POSITIONS = 1 << 23
-"""Tokens of a request's rows after padding to the longest, of which each takes some 200 bytes while
-it is computed."""
+"""Tokens of a request's rows after padding to the longest. A position takes some 200 bytes while it
+is computed, so this is about 1.7 GB."""
 _DTYPES = {pb.DTYPE_FLOAT32: np.float32, pb.DTYPE_INT64: np.int64, pb.DTYPE_INT32: np.int32}
 
 
@@ -41,11 +40,14 @@ def check_padding(message: pb.ForwardBackwardRequest) -> None:
 
 
 def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
-    """The rows of a request: the tokens of ``model_input`` and, after them, the last of
-    ``target_tokens``.
+    """The rows of a request, each ``model_input`` with the last of ``target_tokens``.
+
+    Args:
+        vocabulary: the number of tokens of the model.
+        most_tokens: the largest length of a row.
 
     Raises:
-        UserError: for what no rank could compute, naming the datum.
+        UserError: for a request that no rank could compute; the error names the datum.
     """
     message = pb.ForwardBackwardRequest.FromString(body)
     name = message.loss_fn
@@ -57,8 +59,8 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         raise UserError("the request has no data")
     check_padding(message)
     settings = _settings(message, LOSSES[name].settings)
-    rows = list[NDArray[np.int64]]()
-    inputs = list[dict[str, Floats]]()
+    rows: list[NDArray[np.int64]] = []
+    inputs: list[dict[str, Floats]] = []
     for index, datum in enumerate(message.data):
         try:
             rows.append(_tokens(datum, vocabulary, most_tokens))
@@ -66,27 +68,27 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         except ValueError as error:
             raise UserError(f"datum {index}: {error}") from error
     lengths = [len(row) for row in rows]
+    # [batch, length], padded on the right
     tokens = np.zeros((len(rows), max(lengths)), dtype=np.int64)
-    for whole, row in zip(tokens, rows, strict=True):
-        whole[: len(row)] = row
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    for padded_row, row in zip(tokens, rows, strict=True):
+        padded_row[: len(row)] = row
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [batch, length]
     loss_mask = mask.clone()
-    loss_mask[:, 0] = False
+    loss_mask[:, 0] = False  # nothing predicts the first token
 
     def column(key: str, default: float = 0.0) -> Tensor:
-        """Of the rows' loss tokens; the default where a row has none."""
+        """The input of the loss tokens, ``[batch, length]``; the default for rows without it."""
         values = np.zeros(tokens.shape, dtype=np.float32)
-        for whole, row, length in zip(values, inputs, lengths, strict=True):
-            whole[1:length] = row.get(key, default)
+        for padded_row, row_inputs, length in zip(values, inputs, lengths, strict=True):
+            padded_row[1:length] = row_inputs.get(key, default)
         return torch.from_numpy(values)
 
     return LossBatch(
         tokens=torch.from_numpy(tokens),
         attention_mask=mask,
         loss_mask=loss_mask,
-        group_ids=torch.zeros(
-            len(rows), dtype=torch.int64
-        ),  # any rows may begin alike: that is computed once
+        # One group, because any rows may have a shared prefix, which is computed once.
+        group_ids=torch.zeros(len(rows), dtype=torch.int64),
         behaviour_logprobs=column("logprobs"),
         versions=torch.zeros(mask.shape, dtype=torch.int32),
         truncated=torch.zeros(len(rows), dtype=torch.bool),
@@ -105,28 +107,29 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
 def _settings(
     message: pb.ForwardBackwardRequest, defaults: Mapping[str, float]
 ) -> dict[str, float]:
-    given = dict(message.loss_fn_config)
+    """The settings of the loss; the protocol has a field of numbers, and a newer one of values."""
+    settings = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         if value.WhichOneof("value") == "text":
             raise UserError(f"loss_fn_config: {key} is a text, and no loss here reads one")
-        given[key] = value.number
-    for key, number in given.items():
+        settings[key] = value.number
+    for key, number in settings.items():
         if key not in defaults:
-            raise UserError(
-                f"loss_fn_config: {unknown('setting', key, defaults) if defaults else f'no {key} is read'}"
-            )
+            problem = unknown("setting", key, defaults) if defaults else f"no {key} is read"
+            raise UserError(f"loss_fn_config: {problem}")
         if not math.isfinite(number):
             raise UserError(f"loss_fn_config: {key} is {number}")
-    return {**defaults, **given}
+    return {**defaults, **settings}
 
 
 def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.int64]:
-    chunks = [
-        chunk.encoded_text.tokens for chunk in datum.model_input if chunk.HasField("encoded_text")
-    ]
-    if len(chunks) < len(datum.model_input):
-        raise ValueError("images and audio are not supported: the policy reads text")
-    read = np.frombuffer(b"".join(chunks), dtype=np.int32).astype(np.int64)
+    """The tokens of a row, ``[length]``: all that the model reads, then the last target."""
+    texts = []
+    for chunk in datum.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise ValueError("images and audio are not supported: the policy reads text")
+        texts.append(chunk.encoded_text.tokens)
+    read = np.frombuffer(b"".join(texts), dtype=np.int32).astype(np.int64)  # [length - 1]
     target = _array(datum.loss_fn_inputs, "target_tokens")
     if target is None or not len(read):
         raise ValueError("it needs tokens and target_tokens")
@@ -135,6 +138,7 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.in
             f"target_tokens has the shape {list(target.shape)}, and there are {len(read)} tokens"
         )
     target = target.astype(np.int64)
+    # A rank computes a row as one sequence: a target is the token that the model reads next.
     different = np.flatnonzero(target[:-1] != read[1:]).tolist()
     if different:
         raise ValueError(
@@ -144,21 +148,21 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.in
         raise ValueError(
             f"it has {len(read) + 1} tokens with the last target; the server takes {most_tokens}"
         )
-    whole: NDArray[np.int64] = np.append(read, target[-1])
-    wrong = whole[(whole < 0) | (whole >= vocabulary)]
-    if wrong.size:
-        raise ValueError(f"there is no token {wrong[0]}: the model has {vocabulary}")
-    return whole
+    row: NDArray[np.int64] = np.append(read, target[-1])
+    invalid = row[(row < 0) | (row >= vocabulary)]
+    if invalid.size:
+        raise ValueError(f"there is no token {invalid[0]}: the model has {vocabulary}")
+    return row
 
 
 def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
-    """float32 ``[length]`` each, of those that the datum has."""
+    """The inputs of the loss that the datum has, each float32 ``[length]``."""
     loss = LOSSES[name]
-    values = dict[str, Floats]()
-    known = {"target_tokens", *loss.required, *loss.optional}
+    allowed = {"target_tokens", *loss.required, *loss.optional}
     for key in datum.loss_fn_inputs:
-        if key not in known:
-            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(sorted(known))}")
+        if key not in allowed:
+            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(sorted(allowed))}")
+    values: dict[str, Floats] = {}
     for key in (*loss.required, *loss.optional):
         array = _array(datum.loss_fn_inputs, key)
         if array is None:
@@ -173,11 +177,14 @@ def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
             raise ValueError(f"{key} has NaN or an infinite number")
         values[key] = array.astype(np.float32)
     if "advantages" in values:
-        values.setdefault("sequence_ratio_mask", (values["advantages"] != 0).astype(np.float32))
+        # By default the ratio of a sequence is over the tokens with an advantage.
+        has_advantage = values["advantages"] != 0
+        values.setdefault("sequence_ratio_mask", has_advantage.astype(np.float32))
     return values
 
 
 def _array(inputs: Mapping[str, Any], key: str) -> np.ndarray[Any, Any] | None:
+    """One input of the loss; None if the datum lacks it."""
     if key not in inputs:
         return None
     tensor = inputs[key]
@@ -185,41 +192,51 @@ def _array(inputs: Mapping[str, Any], key: str) -> np.ndarray[Any, Any] | None:
         raise ValueError(f"{key} is sparse: several targets per position are not supported")
     if tensor.dtype not in _DTYPES:
         raise ValueError(f"{key} is neither float32 nor an integer")
-    flat = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
+    array = np.frombuffer(tensor.dense, dtype=_DTYPES[tensor.dtype])
     if tensor.shape:
-        return flat.reshape(list(tensor.shape))
-    return flat
+        return array.reshape(list(tensor.shape))
+    return array  # one dimension
 
 
 def loss_result(logprobs: Tensor, batch: LossBatch) -> bytes:
-    """What the client is answered: log-probabilities and loss of each target token, and the loss's
-    sum."""
-    losses = token_losses(logprobs, batch)
+    """The answer of a training request.
+
+    It has the log-probability and the loss of each target token, and the sum of the losses.
+
+    Args:
+        logprobs: ``[batch, length]``.
+    """
+    losses = token_losses(logprobs, batch)  # [batch, length]
     record = pb.ArrayRecord(num_datums=len(batch))
-    lengths = (batch.attention_mask.sum(1) - 1).tolist()
+    lengths = (batch.attention_mask.sum(1) - 1).tolist()  # target tokens: without the first token
+    float_bytes = 4
+    offsets = np.cumsum([0, *lengths], dtype=np.int64) * float_bytes
     for name, values in (("logprobs", logprobs), ("elementwise_loss", losses)):
-        rows = [
-            row[1 : length + 1].float().numpy() for row, length in zip(values, lengths, strict=True)
-        ]
+        rows = []
+        for row, length in zip(values, lengths, strict=True):
+            rows.append(row[1 : length + 1].float().numpy())
         field = record.fields[name]
         field.data = np.concatenate(rows).astype(np.float32).tobytes()
         field.dtype = pb.DTYPE_FLOAT32
-        field.offsets = (
-            np.cumsum([0, *(4 * length for length in lengths)]).astype(np.int64).tobytes()
-        )
+        field.offsets = offsets.tobytes()
     output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorDict", loss_fn_outputs=[record])
-    output.metrics["loss:sum"] = float(losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64))
+    # In float64, so that the order of the tokens does not matter.
+    total = losses.where(batch.loss_mask, 0.0).sum(dtype=torch.float64)
+    output.metrics["loss:sum"] = float(total)
     return bytes(output.SerializeToString())
 
 
 def sample_result(outputs: Sequence[GenerationOutput], prompt_logprobs: Floats | None) -> bytes:
-    """Args: prompt_logprobs: NaN where none was computed; None if they were not requested."""
+    """The answer of a sampling request.
+
+    Args:
+        prompt_logprobs: NaN where none was computed; None if they were not requested.
+    """
     response = pb.SampleResponse()
     for output in outputs:
+        stopped = output.finish_reason == "stop"
         response.sequences.add(
-            stop_reason=pb.STOP_REASON_STOP
-            if output.finish_reason == "stop"
-            else pb.STOP_REASON_LENGTH,
+            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
             tokens=output.token_ids.tobytes(),
             logprobs=output.logprobs.tobytes(),
         )

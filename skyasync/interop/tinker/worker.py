@@ -1,10 +1,9 @@
-"""The policy's ranks with the adapters of several models, of which each call is for the one that is
-active.
+"""The policy's ranks with the adapters of several models; a call is for the active model.
 
-``PolicyTurns`` decides who computes with the policy: one model at a time, also across the loss of a
-rank. Invariant: inside ``run`` the policy has the model's adapters as they are after its last
-finished request, whatever has failed before: new ranks, and those in which a request has failed,
-load the model's last state and repeat what was done since.
+``PolicyTurns`` lets one model at a time compute with the policy, also across the loss of a rank.
+Invariant: inside ``run`` the policy has the model's adapters after its last finished request. New
+ranks, and ranks in which a request has failed, load the model's last state and repeat the requests
+since.
 
 | who waits      | for what                        | woken by                                          |
 |----------------|---------------------------------|---------------------------------------------------|
@@ -34,8 +33,7 @@ from skyasync.workers.policy import PolicyWorker
 from skyasync.workers.roles import POLICY
 
 BASE = ""
-"""In place of a model's id: adapters that add nothing, or what is loaded next; they are not
-retained."""
+"""In place of a model's id: adapters that add nothing, or a snapshot; they are not retained."""
 
 
 class MultiAdapterWorker(PolicyWorker):
@@ -46,18 +44,20 @@ class MultiAdapterWorker(PolicyWorker):
         self.loss = SummedLoss()
         self.active = BASE
         self._states: dict[str, AdapterState] = {}
-        self._folder = ""  # that has the adapters which are in the policy; "" if none has
+        self._folder = ""  # the folder with the adapters that are in the policy; "" if none has
 
     def activate(self, model: str, rank: int = 0, seed: int = 0) -> None:
-        """Put a model's adapters into the policy: new ones of this rank and seed if it is not
-        known."""
+        """Put a model's adapters into the policy.
+
+        A new model has new adapters of this rank and seed.
+        """
         if model == self.active and model != BASE:
             return
         backend = self._fsdp
         state = self._states.pop(model, None)
-        before = exchange(backend, state)
+        previous_state = exchange(backend, state)
         if self.active != BASE:
-            self._states[self.active] = before
+            self._states[self.active] = previous_state
         if state is None:
             assert backend.adapters is not None
             backend.adapters.initialize(seed, rank)
@@ -65,42 +65,44 @@ class MultiAdapterWorker(PolicyWorker):
         self._folder = ""
 
     def forget(self, model: str) -> None:
-        """The model is not used any more."""
+        """Release the adapters of a model."""
         self._states.pop(model, None)
         if self.active == model:
             self.active = BASE
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        """The log-probabilities of the batch, and its gradient unless it is for the forward pass
-        alone."""
+        """The log-probabilities of the batch, and its gradient unless it is for forward alone."""
         assert isinstance(batch, LossBatch)
         if batch.forward_only:
             return self.backend.forward(batch, OutputRequest(plain=True))[LOGPROBS]
         return self.accumulate(batch, self.loss, {LOGPROBS})
 
     def adam_step(self, adam: Mapping[str, float]) -> dict[str, Any]:
-        """One step of AdamW with these settings, and its metrics; ``problem`` if there was none,
-        and why."""
+        """One step of AdamW with these settings.
+
+        Returns its metrics, or under ``problem`` why there was no step.
+        """
         backend = self._fsdp
-        first = adam["beta1"]
-        self._folder = ""
+        beta1 = adam["beta1"]
+        self._folder = ""  # the adapters change
         backend.trained[MODEL].max_grad_norm = max(0.0, adam["grad_clip_norm"])
         for group in backend.optimizer.param_groups:
-            group |= {
-                "betas": (first, adam["beta2"]),
-                "eps": adam["eps"],
-                "weight_decay": adam["weight_decay"],
-            }
+            group["betas"] = (beta1, adam["beta2"])
+            group["eps"] = adam["eps"]
+            group["weight_decay"] = adam["weight_decay"]
         problem = backend.examine()
         if problem:
             backend.drop_gradient()
             return {"problem": problem}
-        return dict(
-            backend.optimizer_step({MODEL: adam["learning_rate"]}, beta1=first).get(MODEL, {})
-        )
+        metrics = backend.optimizer_step({MODEL: adam["learning_rate"]}, beta1=beta1)
+        return dict(metrics.get(MODEL, {}))
 
     def load_adapters(self, folder: str, optimizer: bool) -> None:
-        """What ``save`` wrote, into the active model."""
+        """Load adapters that ``save_adapters`` wrote into the active model.
+
+        Args:
+            optimizer: load the optimizer state as well; otherwise it is cleared.
+        """
         self.load(folder)
         self.backend.drop_gradient()
         if not optimizer:
@@ -109,8 +111,10 @@ class MultiAdapterWorker(PolicyWorker):
         self._folder = folder
 
     def show_adapters(self, folder: str) -> None:
-        """Have what ``save`` wrote in the policy: in the active model, if it is unchanged since, or
-        in none."""
+        """Load adapters that ``save_adapters`` wrote for a weight sync.
+
+        If the active model has them unchanged, it stays active; otherwise no model is.
+        """
         if folder != self._folder:
             self.activate(BASE)
             self.load_adapters(folder, optimizer=False)
@@ -118,8 +122,9 @@ class MultiAdapterWorker(PolicyWorker):
     def save_adapters(self, folder: str, optimizer: bool) -> SaveResult:
         """Write the active model's adapters, with their optimizer state or without."""
         adamw = self._fsdp.optimizer
-        state = self._fsdp.optimizer.state
-        adamw.state = state if optimizer else defaultdict(dict)
+        state = adamw.state
+        if not optimizer:
+            adamw.state = defaultdict(dict)  # save() writes an empty state
         try:
             saved = self.save(folder)
         finally:
@@ -135,11 +140,10 @@ class MultiAdapterWorker(PolicyWorker):
 
 @dataclass
 class AdapterState:
-    """This rank's part of a model's adapters, in the order of the parameters that are trained.
+    """This rank's part of a model's adapters, in the order of the trained parameters.
 
-    Adapters that come back are bitwise what they were, with their gradient, optimizer state and
-    count of steps. So what is computed with them is what would be computed if the others were not
-    there.
+    Adapters that are put back are bitwise what they were, with gradient, optimizer state and
+    counters. So a model's results do not depend on the other models.
     """
 
     weights: list[Tensor]
@@ -151,47 +155,50 @@ class AdapterState:
 
 
 def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
-    """Take a set out of the model, and put ``state`` there.
+    """Take the adapters out of the model, and put ``state`` there.
 
     Args:
-        state: None leaves the weights, without gradient and optimizer state.
+        state: None keeps the weights, without gradient and optimizer state.
     """
-    part = backend.trained[MODEL]
-    steps = backend.optimizer.state
+    trained = backend.trained[MODEL]
+    optimizer_states = backend.optimizer.state
     parameters = [p for p in backend.model.parameters() if p.requires_grad]
-    taken = AdapterState(
-        [local(p.detach()).clone() for p in parameters],
-        [p.grad for p in parameters],
-        [steps.pop(p, {}) for p in parameters],
-        part.totals,
-        backend.step,
-        backend.passes,
+    previous_state = AdapterState(
+        weights=[local(p.detach()).clone() for p in parameters],
+        gradients=[p.grad for p in parameters],
+        optimizer=[optimizer_states.pop(p, {}) for p in parameters],
+        totals=trained.totals,
+        step=backend.step,
+        passes=backend.passes,
     )
     backend.drop_gradient()
     backend.step = 0
     if state is not None:
         rows = zip(parameters, state.weights, state.gradients, state.optimizer, strict=True)
-        for parameter, weight, gradient, own in rows:
+        for parameter, weight, gradient, optimizer_state in rows:
             local(parameter.detach()).copy_(weight)
             parameter.grad = gradient
-            if own:
-                steps[parameter] = own
-        part.totals = state.totals
+            if optimizer_state:  # AdamW has none for a parameter before its first step
+                optimizer_states[parameter] = optimizer_state
+        trained.totals = state.totals
         backend.step = state.step
         backend.passes = state.passes
-    return taken
+    return previous_state
 
 
 T = TypeVar("T")
 Replace = Callable[[str, BaseException], Awaitable[Dispatch]]
-WATCH_S = 1.0
+WATCH_S = 1.0  # a look costs nothing; the start of a rank takes seconds
 
 
 class PolicyTurns:
-    """Args: replace: starts ranks for those of a role that are lost; raises if it may not.
+    """One model at a time computes with the policy.
+
+    Args:
+        replace: starts ranks for lost ones of a role; raises if there were too many restarts.
 
     Attributes:
-        restore: brings a model into new ranks; set before the first ``run``.
+        restore: loads a model into new ranks; set before the first ``run``.
         ended: has the error after which the policy cannot be used any more.
     """
 
@@ -201,12 +208,12 @@ class PolicyTurns:
         self.dispatch = dispatch
         self._replace = replace
         self._turn = asyncio.Lock()
-        self._resident = set[str]()
-        self._active = BASE  # the model that is in the policy, if it is known
+        self._resident: set[str] = set()  # models whose adapters the ranks have
+        self._active = BASE  # the model whose adapters are in the policy; BASE if not known
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self, model: str, work: Callable[[Dispatch], Awaitable[T]]) -> T:
-        """The result of ``work`` with the model's adapters; it begins again if a rank is lost.
+        """The result of ``work`` with the model's adapters; it is repeated if a rank is lost.
 
         Args:
             model: ``BASE`` is work that chooses the adapters by itself.
@@ -221,9 +228,10 @@ class PolicyTurns:
                     except Exception as error:
                         lost = self.dispatch.lost
                         if lost is None:
-                            if not isinstance(
-                                error, UserError
-                            ):  # it may have changed a part of the model
+                            # A UserError is raised before a rank computes. Any other error may
+                            # leave the adapters half changed: they are restored before the next
+                            # request.
+                            if not isinstance(error, UserError):
                                 self._resident.discard(model)
                                 self._active = BASE
                             raise
@@ -236,27 +244,33 @@ class PolicyTurns:
                 self._active = BASE
 
     async def watch(self) -> None:
-        """Replace ranks that were lost while no model needed them: an engine that starts gets its
-        weights from them."""
+        """Replace ranks that are lost while no model needs them.
+
+        An engine that starts gets its weights from the ranks.
+        """
         while True:
             await asyncio.sleep(WATCH_S)
             if self.dispatch.lost is not None and not self._turn.locked():
                 await self.run(BASE, lambda dispatch: asyncio.sleep(0))
 
     def task_ended(self, task: asyncio.Task[None]) -> None:
-        """A task that serves for ever has ended."""
-        if not task.cancelled() and (error := task.exception()) is not None:
+        """The callback of tasks that serve as long as the server: an error ends the server."""
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is not None:
             self.end(error)
 
     def end(self, error: BaseException) -> None:
-        """The server cannot go on."""
+        """End the server with an error; the first one counts."""
         if not self.ended.done():
             self.ended.set_exception(error)
 
     async def _activate(self, model: str) -> None:
+        """Put the model's adapters into the policy, from the ranks' memory or from its last state."""
         if model != BASE and model == self._active:
             return
-        self._active = BASE
+        self._active = BASE  # an error below leaves it unknown
         if model in self._resident:
             async with self.dispatch.transfer.changing():
                 await self.dispatch.call(POLICY, "activate", model)
