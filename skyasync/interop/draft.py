@@ -18,19 +18,16 @@ from skyasync.interop.recipe import SourceRecipe
 from skyasync.interop.system import System, TableRow, Target
 
 # Our settings that several frameworks' rules depend on.
-A = "trainer.algorithm."
-ANCHOR = f"{A}ratio_anchor"
-CORRECTION = f"{A}off_policy_correction"
-ESTIMATOR = f"{A}advantage_estimator"
-KL_COEFFICIENT = f"{A}kl_loss_coef"
-LOSS = f"{A}policy_loss_type"
-REDUCTION = f"{A}loss_reduction"
+ANCHOR = "trainer.algorithm.ratio_anchor"
+CORRECTION = "trainer.algorithm.off_policy_correction"
+ESTIMATOR = "trainer.algorithm.advantage_estimator"
+KL_COEFFICIENT = "trainer.algorithm.kl_loss_coef"
+LOSS = "trainer.algorithm.policy_loss_type"
+REDUCTION = "trainer.algorithm.loss_reduction"
 PLAN = "trainer.plan"
-PLACEMENT = "trainer.placement."
 MINI = "trainer.policy_mini_batch_size"
 ENGINE_SIZE = "generator.inference_engine_tensor_parallel_size"
-SAMPLING = "generator.sampling_params"
-RESPONSE_LENGTH = f"{SAMPLING}.max_generate_length"
+RESPONSE_LENGTH = "generator.sampling_params.max_generate_length"
 #: Names of files and folders that a run makes. A shell variable in them would be taken literally.
 OUTPUTS = {
     "trainer.run_name",
@@ -53,13 +50,19 @@ _GROUP_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "normalized", "reinforce++_basel
 
 #: Correction -> the settings of its lower and upper bound; "" if it has none.
 BOUNDS = {
-    "token_tis": (f"{A}token_tis_ratio_clip_low", f"{A}token_tis_ratio_clip_high"),
-    "icepop": (f"{A}icepop_low", f"{A}icepop_high"),
-    "sequence_tis": ("", f"{A}sequence_tis_ratio_clip_high"),
-    "geometric_tis": ("", f"{A}geometric_tis_ratio_clip_high"),
-    "segment_tis": ("", f"{A}geometric_tis_ratio_clip_high"),
-    "sequence_icepop": (f"{A}product_mask_low", f"{A}product_mask_high"),
-    "sequence_mask_tis": (f"{A}geo_mask_low", f"{A}geo_mask_high"),
+    "token_tis": (
+        "trainer.algorithm.token_tis_ratio_clip_low",
+        "trainer.algorithm.token_tis_ratio_clip_high",
+    ),
+    "icepop": ("trainer.algorithm.icepop_low", "trainer.algorithm.icepop_high"),
+    "sequence_tis": ("", "trainer.algorithm.sequence_tis_ratio_clip_high"),
+    "geometric_tis": ("", "trainer.algorithm.geometric_tis_ratio_clip_high"),
+    "segment_tis": ("", "trainer.algorithm.geometric_tis_ratio_clip_high"),
+    "sequence_icepop": (
+        "trainer.algorithm.product_mask_low",
+        "trainer.algorithm.product_mask_high",
+    ),
+    "sequence_mask_tis": ("trainer.algorithm.geo_mask_low", "trainer.algorithm.geo_mask_high"),
 }
 BOUND_PATHS = tuple(dict.fromkeys(path for pair in BOUNDS.values() for path in pair if path))
 
@@ -230,7 +233,7 @@ class Draft:
 
     def set_kl(self, in_loss: bool, coefficient: float) -> None:
         """Put the KL term into the loss or into the reward; a coefficient of 0 is no KL term."""
-        for path in (f"{A}use_kl_loss", f"{A}use_kl_in_reward"):
+        for path in ("trainer.algorithm.use_kl_loss", "trainer.algorithm.use_kl_in_reward"):
             sources = self.origin(path)
             enabled = bool(coefficient) and in_loss == path.endswith("use_kl_loss")
             self.settings.pop(path, None)
@@ -239,13 +242,15 @@ class Draft:
         if not coefficient:
             self.drop_default("trainer.ref.model.dtype")
             for name in _KL_SETTINGS:
-                self.drop(f"{A}{name}", "there is no KL term")
+                self.drop(f"trainer.algorithm.{name}", "there is no KL term")
 
     def set_kl_clamp(self, *estimators: str) -> None:
         """Clamp the KL estimate to plus or minus 10, as the framework does for these estimators."""
-        in_use = self.value(f"{A}use_kl_loss") or self.value(f"{A}use_kl_in_reward")
-        if in_use and self.value(f"{A}kl_estimator_type") in estimators:
-            self.put(f"{A}kl_clamp", 10.0)
+        in_use = self.value("trainer.algorithm.use_kl_loss") or self.value(
+            "trainer.algorithm.use_kl_in_reward"
+        )
+        if in_use and self.value("trainer.algorithm.kl_estimator_type") in estimators:
+            self.put("trainer.algorithm.kl_clamp", 10.0)
 
     def remark_warm_up(self, section: str = "policy") -> None:
         """Note which step of the warm-up is the first with a learning rate above 0."""
@@ -259,21 +264,21 @@ class Draft:
     def remark_kl_in_reward(self) -> None:
         """Note how a group-based estimator treats a KL penalty in the reward."""
         estimator = self.value(ESTIMATOR)
-        if self.value(f"{A}use_kl_in_reward") and estimator in _GROUP_ESTIMATORS:
+        if self.value("trainer.algorithm.use_kl_in_reward") and estimator in _GROUP_ESTIMATORS:
             self.remarks.append(
-                f"{A}use_kl_in_reward: the penalty is part of the reward that a group is compared by; "
-                f"there each token's advantage loses the penalties from it on, behind that comparison"
+                "trainer.algorithm.use_kl_in_reward: the penalty is part of the reward that a group is compared by; "
+                "there each token's advantage loses the penalties from it on, behind that comparison"
             )
 
     def remark_filters(self) -> None:
         """Note that the framework's log-probabilities are of all tokens, if sampling filters."""
-        top_p = self.number(f"{SAMPLING}.top_p")
-        top_k = self.number(f"{SAMPLING}.top_k")
-        min_p = self.number(f"{SAMPLING}.min_p")
+        top_p = self.number("generator.sampling_params.top_p")
+        top_k = self.number("generator.sampling_params.top_k")
+        min_p = self.number("generator.sampling_params.min_p")
         if top_p < 1 or top_k > 0 or min_p > 0:
             self.remarks.append(
-                f"trained log-probabilities are of the tokens that {SAMPLING} leaves, there of all: "
-                f"{A}filter_logprobs=false computes them so"
+                "trained log-probabilities are of the tokens that generator.sampling_params leaves, there of all: "
+                "trainer.algorithm.filter_logprobs=false computes them so"
             )
 
     def set_staleness(self, name: str) -> None:

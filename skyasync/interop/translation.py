@@ -21,10 +21,8 @@ from skyasync.interop.draft import (
     CORRECTION,
     ENGINE_SIZE,
     MINI,
-    PLACEMENT,
     PLAN,
     RESPONSE_LENGTH,
-    A,
     Draft,
     DraftSetting,
     begin,
@@ -145,8 +143,8 @@ def _allow_uncorrected(draft: Draft, problems: Sequence[str]) -> bool:
 def _finish(draft: Draft) -> None:
     """Apply the rules that hold for every framework."""
     _finish_placement(draft)
-    buffer = f"{A}overlong_buffer.len"
-    limit = f"{A}overlong_buffer.max_len"
+    buffer = "trainer.algorithm.overlong_buffer.len"
+    limit = "trainer.algorithm.overlong_buffer.max_len"
     if draft.number(buffer) and limit not in draft.settings:
         # All frameworks reach the full penalty at the longest response.
         longest = int(draft.number(RESPONSE_LENGTH))
@@ -178,14 +176,17 @@ def _finish_placement(draft: Draft) -> None:
     elif draft.value("generator.backend") == "auto":
         draft.put("generator.backend", "vllm")
     for model in ("ref", "critic", "teacher"):
-        colocate = f"{PLACEMENT}colocate_policy_{model}"
+        colocate = f"trainer.placement.colocate_policy_{model}"
         if not draft.value(colocate):
             continue
-        for path in (f"{PLACEMENT}{model}_num_nodes", f"{PLACEMENT}{model}_num_gpus_per_node"):
+        for path in (
+            f"trainer.placement.{model}_num_nodes",
+            f"trainer.placement.{model}_num_gpus_per_node",
+        ):
             for name in draft.origin(path):
                 draft.not_needed[name] = f"it shares the policy's devices: {colocate}"
             draft.settings.pop(path, None)
-    colocate_all = f"{PLACEMENT}colocate_all"
+    colocate_all = "trainer.placement.colocate_all"
     if not draft.value(colocate_all):
         return
     plan = draft.value(PLAN)

@@ -24,8 +24,6 @@ from skyasync.interop.draft import (
     LOSS,
     PLAN,
     RESPONSE_LENGTH,
-    SAMPLING,
-    A,
     Draft,
 )
 
@@ -83,8 +81,11 @@ def _minutes(value: Value, context: ConversionContext) -> list[Value]:
     return [value / 60]
 
 
-_REWARD_NORMS = {"mean": f"{A}reward_norm_mean", "std": f"{A}reward_norm_std"}
-_WEIGHT_CAP = f"{A}behave_imp_weight_cap"
+_REWARD_NORMS = {
+    "mean": "trainer.algorithm.reward_norm_mean",
+    "std": "trainer.algorithm.reward_norm_std",
+}
+_WEIGHT_CAP = "trainer.algorithm.behave_imp_weight_cap"
 _REJECTION = "actor.rejection_sampling."
 #: Level and action of AReaL's rejection sampling -> our correction.
 _CORRECTIONS = {
@@ -114,7 +115,7 @@ def finish(draft: Draft) -> None:
         draft.drop_group("trainer.policy.lora.", "it has no effect there without actor.use_lora")
     elif rank not in draft.settings:
         draft.put(rank, 32, "actor.use_lora")  # AReaL's default
-    buffer = f"{A}overlong_buffer."
+    buffer = "trainer.algorithm.overlong_buffer."
     if not draft.source_value("actor.overlong_reward_penalty"):
         draft.drop_group(buffer, "it has no effect there without actor.overlong_reward_penalty")
     elif f"{buffer}len" in draft.settings:
@@ -152,17 +153,17 @@ def _norms(draft: Draft) -> None:
                 draft.drop(path, "the estimator rloo")
         else:
             draft.put(ESTIMATOR, "normalized", *draft.origin(ESTIMATOR))
-            draft.put(f"{A}extra.leave_one_out", True, f"{prefix}.mean_leave1out")
+            draft.put("trainer.algorithm.extra.leave_one_out", True, f"{prefix}.mean_leave1out")
     if _has_prefix(draft, "critic."):
         draft.put(ESTIMATOR, "gae", *draft.present_names("critic.path"))
-        draft.put(f"{A}gae_whiten", False)
+        draft.put("trainer.algorithm.gae_whiten", False)
         origin: list[str] = []
         for path in _REWARD_NORMS.values():
             origin += draft.origin(path)
         for path in _REWARD_NORMS.values():
             draft.drop(path, "not with a critic: see trainer.algorithm.reward_normalization")
         if has_norm and mean == deviation != "none":
-            draft.put(f"{A}reward_normalization", mean, *origin)
+            draft.put("trainer.algorithm.reward_normalization", mean, *origin)
             for name in origin:
                 draft.no_counterpart.pop(name, None)
     _advantage_norms(draft)
@@ -177,7 +178,7 @@ def _advantage_norms(draft: Draft) -> None:
     mean = draft.source_keys.get(f"{prefix}mean_level", "batch")
     deviation = draft.source_keys.get(f"{prefix}std_level", "batch")
     by_batch = mean == deviation == "batch"
-    draft.put(f"{A}advantage_batch_normalize", by_batch, *names)
+    draft.put("trainer.algorithm.advantage_batch_normalize", by_batch, *names)
     if not by_batch:
         draft.remarks.append(
             f"advantages are whitened over the batch or not at all; there by the mean of {mean or 'nothing'} and the "
@@ -193,11 +194,13 @@ def _loss(draft: Draft) -> None:
         loss = "sapo"
         names = ["actor.use_sapo_loss"]
         if by_sequence:
-            draft.put(f"{A}extra.sequence_level", True, "actor.importance_sampling_level")
+            draft.put(
+                "trainer.algorithm.extra.sequence_level", True, "actor.importance_sampling_level"
+            )
     elif by_sequence:
         loss = "gspo"
         names = ["actor.importance_sampling_level"]
-        draft.put(f"{A}extra.mean_advantage", True, "actor.importance_sampling_level")
+        draft.put("trainer.algorithm.extra.mean_advantage", True, "actor.importance_sampling_level")
     elif draft.source_value("actor.m2_threshold") is not None:
         loss = "m2po"
         names = ["actor.m2_threshold"]
@@ -253,9 +256,9 @@ def _rejection(draft: Draft, loss: str, names: Sequence[str]) -> None:
     draft.put(CORRECTION, correction, *names)
     low, high = BOUNDS[correction]
     draft.put(high, upper, *names)
-    draft.put(low or f"{A}extra.low", lower or 0.0, *names)
+    draft.put(low or "trainer.algorithm.extra.low", lower or 0.0, *names)
     if correction == "sequence_icepop":
-        draft.put(f"{A}extra.level", "geometric", *names)
+        draft.put("trainer.algorithm.extra.level", "geometric", *names)
 
 
 def _penalty(draft: Draft) -> None:
@@ -263,7 +266,7 @@ def _penalty(draft: Draft) -> None:
     weight = draft.source_value("actor.kl_ctl")
     if not _has_prefix(draft, "ref.") and not draft.source_keys.get("ref"):
         for name in ("use_kl_in_reward", "kl_loss_coef", "kl_estimator_type"):
-            draft.drop(f"{A}{name}", "there is no reference without ref")
+            draft.drop(f"trainer.algorithm.{name}", "there is no reference without ref")
         draft.drop_default("trainer.ref.model.dtype")
         if weight:
             draft.remarks.append(
@@ -284,10 +287,10 @@ def _sampling(draft: Draft) -> None:
     temperature = draft.source_value("gconfig.temperature")
     trained = draft.source_value("actor.temperature") or 1.0
     if not draft.source_value("gconfig.greedy"):
-        draft.set_one_of(f"{SAMPLING}.temperature", "gconfig.temperature")
+        draft.set_one_of("generator.sampling_params.temperature", "gconfig.temperature")
         if temperature != trained:
             draft.remarks.append(
-                f"trained log-probabilities are at {SAMPLING}.temperature; "
+                "trained log-probabilities are at generator.sampling_params.temperature; "
                 f"there at actor.temperature={written(trained)}"
             )
     draft.remark_filters()

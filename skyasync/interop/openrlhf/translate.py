@@ -21,11 +21,9 @@ from skyasync.interop.draft import (
     HUB,
     KL_COEFFICIENT,
     LOSS,
-    PLACEMENT,
     PLAN,
     REDUCTION,
     RESPONSE_LENGTH,
-    A,
     Draft,
 )
 
@@ -86,15 +84,15 @@ def finish(draft: Draft) -> None:
     if colocate and draft.source_keys[colocate[0]]:
         # With asynchronous training the engines have their own devices, and the trained models
         # share theirs.
-        draft.put(f"{PLACEMENT}colocate_policy_ref", True, *colocate)
+        draft.put("trainer.placement.colocate_policy_ref", True, *colocate)
         if draft.value(ESTIMATOR) == "gae":
-            draft.put(f"{PLACEMENT}colocate_policy_critic", True, *colocate)
+            draft.put("trainer.placement.colocate_policy_critic", True, *colocate)
         if draft.value(PLAN) != "sync":
-            draft.settings.pop(f"{PLACEMENT}colocate_all", None)
-    filtered = f"{A}dynamic_sampling.type" in draft.settings
+            draft.settings.pop("trainer.placement.colocate_all", None)
+    filtered = "trainer.algorithm.dynamic_sampling.type" in draft.settings
     if filtered and "generator.agent_func_path" in draft.settings:
         # Dynamic sampling filters the agent's "scores" there, not its rewards.
-        draft.put(f"{A}dynamic_sampling.metric", "score")
+        draft.put("trainer.algorithm.dynamic_sampling.metric", "score")
 
 
 def _lengths(draft: Draft) -> None:
@@ -122,10 +120,10 @@ def _lengths(draft: Draft) -> None:
                     f"prompts of more than {longest_prompt:g} tokens are left out; "
                     f"there of more than {total}: {prompt}"
                 )
-    buffer = f"{A}overlong_buffer.len"
+    buffer = "trainer.algorithm.overlong_buffer.len"
     if draft.number(buffer):
         longest = response if isinstance(response, int) else total
-        draft.put(f"{A}overlong_buffer.max_len", longest, *draft.origin(buffer))
+        draft.put("trainer.algorithm.overlong_buffer.max_len", longest, *draft.origin(buffer))
 
 
 def _objective(draft: Draft, correction_names: Sequence[str]) -> None:
@@ -145,12 +143,12 @@ def _objective(draft: Draft, correction_names: Sequence[str]) -> None:
             draft.put(ANCHOR, "behaviour", *correction_names)
             draft.put(CORRECTION, "none", *loss)
     elif draft.value(CORRECTION) == "sequence_mask_tis":
-        path = f"{A}token_tis_ratio_clip_high"
+        path = "trainer.algorithm.token_tis_ratio_clip_high"
         note = "the weight is not truncated"
         draft.put(path, 1e9, *draft.origin(CORRECTION), note=note)
     if draft.value(ESTIMATOR) not in ("reinforce++", "reinforce++_baseline"):
         why = "advantages are not whitened, or with gae divided by their deviation in any case"
-        draft.drop(f"{A}extra.scale", why)
+        draft.drop("trainer.algorithm.extra.scale", why)
     in_loss = bool(draft.source_value("algo.kl.use_loss", "use_kl_loss"))
     draft.set_kl(in_loss, draft.number(KL_COEFFICIENT))
     draft.set_kl_clamp("k1", "k2", "k3")

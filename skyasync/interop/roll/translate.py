@@ -12,12 +12,9 @@ from skyasync.interop.draft import (
     KL_COEFFICIENT,
     LOSS,
     MINI,
-    PLACEMENT,
     PLAN,
     REDUCTION,
     RESPONSE_LENGTH,
-    SAMPLING,
-    A,
     Draft,
 )
 
@@ -83,13 +80,15 @@ def finish(draft: Draft) -> None:
     _norms(draft, agents=agents)
     _whitening(draft)
     if not draft.source_value("use_pg_clip_range"):
-        draft.set_one_of(f"{A}eps_clip_low", "pg_clip")
-        draft.set_one_of(f"{A}eps_clip_high", "pg_clip")
+        draft.set_one_of("trainer.algorithm.eps_clip_low", "pg_clip")
+        draft.set_one_of("trainer.algorithm.eps_clip_high", "pg_clip")
     _variant(draft)
     clip = draft.source_value("pg_clip")
     if draft.value(LOSS) == "dual_clip" and isinstance(clip, int | float):
         note = "1 + 2 pg_clip"
-        draft.put(f"{A}clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note=note)
+        draft.put(
+            "trainer.algorithm.clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note=note
+        )
     if draft.value(REDUCTION) == "seq_mean_token_sum_norm":
         draft.remarks.append(
             f"{REDUCTION}: divided by the number of responses, too; there by the width alone"
@@ -103,8 +102,10 @@ def finish(draft: Draft) -> None:
         )
     _updates(draft)
     _validation(draft)
-    if draft.number(f"{SAMPLING}.temperature") != 1:
-        draft.remarks.append(f"trained log-probabilities are at {SAMPLING}.temperature; there at 1")
+    if draft.number("generator.sampling_params.temperature") != 1:
+        draft.remarks.append(
+            "trained log-probabilities are at generator.sampling_params.temperature; there at 1"
+        )
     draft.remark_filters()
     draft.remark_kl_in_reward()
     draft.remark_warm_up("policy")
@@ -151,7 +152,7 @@ def _penalty(draft: Draft) -> None:
     if coefficient:
         draft.put(KL_COEFFICIENT, coefficient, name)
     if in_loss:
-        draft.put(f"{A}kl_estimator_type", "k3", "use_kl_loss")
+        draft.put("trainer.algorithm.kl_estimator_type", "k3", "use_kl_loss")
     draft.set_kl(in_loss, coefficient)
     draft.set_kl_clamp("k3")
     if in_loss and in_reward:
@@ -162,8 +163,8 @@ def _penalty(draft: Draft) -> None:
 
 def _norms(draft: Draft, *, agents: bool) -> None:
     """The baseline of rewards: their group with grpo, else the pools of their norms."""
-    mean_path = f"{A}reward_norm_mean"
-    deviation_path = f"{A}reward_norm_std"
+    mean_path = "trainer.algorithm.reward_norm_mean"
+    deviation_path = "trainer.algorithm.reward_norm_std"
     if draft.source_value("adv_estimator") == "grpo" and not agents and draft.value(N) != 1:
         for path in (mean_path, deviation_path):
             draft.drop(path, "grpo compares a group's rewards by their mean and deviation")
@@ -179,11 +180,11 @@ def _norms(draft: Draft, *, agents: bool) -> None:
     pools = [draft.value(mean_path), draft.value(deviation_path)]
     if draft.value(ESTIMATOR) == "normalized" and pools == ["group", "batch"]:
         note = "the deviation of the rewards themselves"
-        draft.put(f"{A}extra.raw_std", True, *draft.origin(deviation_path), note=note)
-    clip = draft.number(f"{A}reward_clip")
+        draft.put("trainer.algorithm.extra.raw_std", True, *draft.origin(deviation_path), note=note)
+    clip = draft.number("trainer.algorithm.reward_clip")
     if clip and draft.value(ESTIMATOR) in ("grpo", "normalized"):
         draft.remarks.append(
-            f"{A}reward_clip={clip:g} bounds the rewards; there what their norms make of them"
+            f"trainer.algorithm.reward_clip={clip:g} bounds the rewards; there what their norms make of them"
         )
 
 
@@ -203,7 +204,9 @@ def _rewards_of_agents(draft: Draft) -> None:
     for statistic, normalizing in methods.items():
         if draft.source_keys.get(f"reward_normalization.norm_{statistic}_type") is None:
             level = pool if method in normalizing else "none"
-            draft.put(f"{A}reward_norm_{statistic}", level, method_name, grouping_name)
+            draft.put(
+                f"trainer.algorithm.reward_norm_{statistic}", level, method_name, grouping_name
+            )
 
 
 def _whitening(draft: Draft) -> None:
@@ -211,14 +214,16 @@ def _whitening(draft: Draft) -> None:
     if draft.source_value("whiten_advantages"):
         return
     if draft.value(ESTIMATOR) == "gae":
-        draft.put(f"{A}gae_whiten", False)
+        draft.put("trainer.algorithm.gae_whiten", False)
     elif draft.value(ESTIMATOR) == "reinforce++":
-        if draft.number(f"{A}gamma") == 1 and not draft.value(f"{A}use_kl_in_reward"):
+        if draft.number("trainer.algorithm.gamma") == 1 and not draft.value(
+            "trainer.algorithm.use_kl_in_reward"
+        ):
             # Without discount and penalty each token's return is the reward.
             draft.put(ESTIMATOR, "normalized", *draft.present_names("adv_estimator"))
             _disable_missing_norms(draft)
         else:
-            draft.put(f"{A}extra.scale", False, "adv_estimator")
+            draft.put("trainer.algorithm.extra.scale", False, "adv_estimator")
             draft.remarks.append(
                 f"{ESTIMATOR}=reinforce++ subtracts the batch's mean advantage; there nothing does"
             )
@@ -231,7 +236,7 @@ def _updates(draft: Draft) -> None:
     per_device = draft.source_value(size)
     steps = draft.source_keys.get(accumulation, 1)
     if isinstance(per_device, int) and isinstance(steps, int):
-        ranks = draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
+        ranks = draft.number("trainer.placement.policy_num_gpus_per_node")
         for dimension in ("tensor", "context", "pipeline"):
             ranks //= draft.number(f"trainer.parallel.{dimension}")
         draft.set_prompts(MINI, int(per_device * steps * ranks), size, accumulation)
@@ -251,7 +256,10 @@ def _validation(draft: Draft) -> None:
 
 def _disable_missing_norms(draft: Draft, mean_name: str = "", deviation_name: str = "") -> None:
     """Disable our norms that no key sets; the names are the source keys of mean and deviation."""
-    norms = {f"{A}reward_norm_mean": mean_name, f"{A}reward_norm_std": deviation_name}
+    norms = {
+        "trainer.algorithm.reward_norm_mean": mean_name,
+        "trainer.algorithm.reward_norm_std": deviation_name,
+    }
     for path, name in norms.items():
         if path not in draft.settings:
             draft.put(path, "none", *draft.present_names(name))

@@ -6,7 +6,7 @@ import re
 
 from skyasync.config.values import Value
 from skyasync.interop.conversion import Conversion
-from skyasync.interop.draft import ESTIMATOR, KL_COEFFICIENT, MINI, PLAN, REDUCTION, A, Draft
+from skyasync.interop.draft import ESTIMATOR, KL_COEFFICIENT, MINI, PLAN, REDUCTION, Draft
 
 CONVERSIONS: dict[str, Conversion] = {}
 
@@ -29,15 +29,17 @@ def finish(draft: Draft) -> None:
     if draft.value("environment.env_class") == "reward":
         draft.put("environment.reward_funcs", ["gsm8k"], "environment.env_class")
         draft.put("environment.env_class_from_rows", False)  # SkyRL's data name gsm8k in each row
-    if not draft.value(f"{A}use_kl_loss") and not draft.value(f"{A}use_kl_in_reward"):
+    if not draft.value("trainer.algorithm.use_kl_loss") and not draft.value(
+        "trainer.algorithm.use_kl_in_reward"
+    ):
         draft.drop(KL_COEFFICIENT, "there is no KL term")
-        draft.drop(f"{A}kl_estimator_type", "there is no KL term")
+        draft.drop("trainer.algorithm.kl_estimator_type", "there is no KL term")
     _terms(draft)
 
 
 def _masks(draft: Draft) -> None:
     """Add the masks that a threshold switches on there."""
-    path = f"{A}off_policy_masks"
+    path = "trainer.algorithm.off_policy_masks"
     current = draft.value(path)
     masks: list[Value] = []
     if isinstance(current, list):
@@ -45,7 +47,7 @@ def _masks(draft: Draft) -> None:
     elif isinstance(current, str):
         masks.append(current)
     for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
-        threshold = f"{A}{prefix}_threshold"
+        threshold = f"trainer.algorithm.{prefix}_threshold"
         if f"{threshold}_low" in draft.settings or f"{threshold}_high" in draft.settings:
             masks.append(mask)
     if masks:
@@ -56,11 +58,15 @@ def _terms(draft: Draft) -> None:
     """The reduction of the KL and entropy terms, the critic's updates, the warm-up."""
     draft.set_kl_clamp("k3")
     draft.remark_filters()
-    terms = [name for name in ("use_kl_loss", "use_entropy_loss") if draft.value(f"{A}{name}")]
+    terms = [
+        name
+        for name in ("use_kl_loss", "use_entropy_loss")
+        if draft.value(f"trainer.algorithm.{name}")
+    ]
     reduction = draft.value(REDUCTION)
     if terms and reduction != "sequence_mean":
         draft.remarks.append(
-            f"{A}{' and '.join(terms)}: reduced by {reduction}, as the policy's loss is; "
+            f"trainer.algorithm.{' and '.join(terms)}: reduced by {reduction}, as the policy's loss is; "
             f"there the mean over responses of each response's mean"
         )
     if draft.source_value(REDUCTION) == "token_mean_legacy":

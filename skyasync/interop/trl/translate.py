@@ -22,11 +22,9 @@ from skyasync.interop.draft import (
     KL_COEFFICIENT,
     LOSS,
     MINI,
-    PLACEMENT,
     PLAN,
     REDUCTION,
     RESPONSE_LENGTH,
-    A,
     Draft,
 )
 
@@ -94,9 +92,9 @@ def finish(draft: Draft) -> None:
     reduction = "sequence_mean" if rloo else _REDUCTIONS.get(str(loss_type), "token_mean")
     draft.put(REDUCTION, reduction, "loss_type")
     if loss_type == "dr_grpo":
-        draft.put(f"{A}max_seq_len", draft.value(RESPONSE_LENGTH), "loss_type")
+        draft.put("trainer.algorithm.max_seq_len", draft.value(RESPONSE_LENGTH), "loss_type")
     if draft.value(ESTIMATOR) == "normalized":
-        draft.put(f"{A}reward_norm_mean", "group")
+        draft.put("trainer.algorithm.reward_norm_mean", "group")
     _correction(draft, has_correction=not rloo and not asynchronous)
     _batches(draft)
     _count_steps(draft)
@@ -182,8 +180,8 @@ def _processes(draft: Draft) -> int:
 
     Colocated, the processes are also divided among the engines.
     """
-    per_node = f"{PLACEMENT}policy_num_gpus_per_node"
-    nodes = int(draft.number(f"{PLACEMENT}policy_num_nodes"))
+    per_node = "trainer.placement.policy_num_gpus_per_node"
+    nodes = int(draft.number("trainer.placement.policy_num_nodes"))
     processes = int(draft.number(per_node))
     names = draft.origin(per_node)
     if not names:
@@ -196,7 +194,7 @@ def _processes(draft: Draft) -> int:
     else:
         processes *= nodes
     engines = processes // int(draft.number(ENGINE_SIZE))
-    if draft.value(f"{PLACEMENT}colocate_all") and engines > 1:
+    if draft.value("trainer.placement.colocate_all") and engines > 1:
         draft.put("generator.num_inference_engines", engines, *names)
     return processes
 
@@ -205,13 +203,13 @@ def _cispo(draft: Draft) -> None:
     """CISPO: the upper bound of a weight there is 1 + ours; neither has a lower bound."""
     name = "epsilon" if draft.source_value("epsilon_high") is None else "epsilon_high"
     bound = draft.source_value(name)
-    draft.settings.pop(f"{A}eps_clip_low", None)
-    draft.settings.pop(f"{A}eps_clip_high", None)
+    draft.settings.pop("trainer.algorithm.eps_clip_low", None)
+    draft.settings.pop("trainer.algorithm.eps_clip_high", None)
     if not isinstance(bound, int | float):
         return
     if bound > 1:
         # Rounded, because 1.2 - 1 is not exact.
-        draft.put(f"{A}cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
+        draft.put("trainer.algorithm.cispo.cispo_eps_clip_high", round(bound - 1, 9), name)
     else:
         draft.no_counterpart[name] = (
             f"no weight exceeds {bound:g} there, which scales the loss; here the bound is above 1"
@@ -223,16 +221,16 @@ def _rloo(draft: Draft) -> None:
     draft.put(ESTIMATOR, "rloo")
     draft.put(LOSS, "gspo")
     # The ratio is the product of the tokens' ratios, not their geometric mean.
-    draft.put(f"{A}extra", {"product": True})
+    draft.put("trainer.algorithm.extra", {"product": True})
     for name in ("reward_norm_std", "use_kl_loss", "kl_loss_coef"):
-        draft.settings.pop(f"{A}{name}", None)
+        draft.settings.pop(f"trainer.algorithm.{name}", None)
     if "num_generations" not in draft.source_keys:
         draft.put(N, 2)
     beta = draft.source_keys.get("beta", 0.05)
     if beta:
-        draft.put(f"{A}use_kl_in_reward", True, "beta")
+        draft.put("trainer.algorithm.use_kl_in_reward", True, "beta")
         draft.put(KL_COEFFICIENT, beta, "beta")
-        draft.put(f"{A}kl_estimator_type", "k1")
+        draft.put("trainer.algorithm.kl_estimator_type", "k1")
 
 
 #: Defaults of AsyncGRPOConfig that differ from GRPOConfig's.
@@ -304,12 +302,12 @@ def _scale(draft: Draft, asynchronous: bool) -> None:
     """The epsilon that is added to the standard deviation of a group's rewards."""
     if draft.value(ESTIMATOR) not in ("grpo", "normalized"):
         return
-    if draft.value(f"{A}reward_norm_std") == "none":
+    if draft.value("trainer.algorithm.reward_norm_std") == "none":
         return
     if asynchronous:
         # The asynchronous GRPO divides by the standard deviation of the population.
-        draft.put(f"{A}extra.eps", 1e-8)
+        draft.put("trainer.algorithm.extra.eps", 1e-8)
         draft.put(ESTIMATOR, "normalized")
-        draft.put(f"{A}extra.unbiased", False)
+        draft.put("trainer.algorithm.extra.unbiased", False)
     else:
-        draft.put(f"{A}extra.eps", 1e-4)
+        draft.put("trainer.algorithm.extra.eps", 1e-4)

@@ -15,22 +15,18 @@ from skyasync.interop.draft import (
     KL_COEFFICIENT,
     LOSS,
     MINI,
-    PLACEMENT,
     PLAN,
     REDUCTION,
     RESPONSE_LENGTH,
-    A,
     Draft,
 )
 
-_ACTOR = "actor_rollout_ref.actor."
 _FUNCTION = "custom_reward_function.name"  # the end of a key, in several groups
-_CORRECTION = "algorithm.rollout_correction."
-_BYPASS = f"{_CORRECTION}bypass_mode"
-_IS_TYPE = f"{_CORRECTION}rollout_is"
-_IS_THRESHOLD = f"{_CORRECTION}rollout_is_threshold"
-_LOSS_MODE = f"{_ACTOR}policy_loss.loss_mode"
-_LOSS_TYPE = f"{_CORRECTION}loss_type"
+_BYPASS = "algorithm.rollout_correction.bypass_mode"
+_IS_TYPE = "algorithm.rollout_correction.rollout_is"
+_IS_THRESHOLD = "algorithm.rollout_correction.rollout_is_threshold"
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+_LOSS_TYPE = "algorithm.rollout_correction.loss_type"
 _STALENESS = "async_training.staleness_threshold"
 _SYNC = "async_training.trigger_parameter_sync_step"
 _ENGINE_DEVICES = ("rollout.nnodes", "rollout.n_gpus_per_node")
@@ -85,20 +81,22 @@ def finish(draft: Draft) -> None:
         _separate(draft)
     elif "fully_async" in draft.recipe.command or _STALENESS in draft.source_keys:
         _staleness(draft)
-    _warm_up(draft, "policy", f"{_ACTOR}optim.")
+    _warm_up(draft, "policy", "actor_rollout_ref.actor.optim.")
     _warm_up(draft, "critic", "critic.optim.")
 
 
 def _penalty(draft: Draft) -> None:
     """The KL term: verl has a coefficient and an estimator for the loss, and others for the reward."""
-    in_loss = bool(draft.source_value(f"{_ACTOR}use_kl_loss"))
+    in_loss = bool(draft.source_value("actor_rollout_ref.actor.use_kl_loss"))
     in_reward = bool(draft.source_value("algorithm.use_kl_in_reward"))
     if in_loss:
-        draft.set_one_of(KL_COEFFICIENT, f"{_ACTOR}kl_loss_coef")
-        draft.set_one_of(f"{A}kl_estimator_type", f"{_ACTOR}kl_loss_type")
+        draft.set_one_of(KL_COEFFICIENT, "actor_rollout_ref.actor.kl_loss_coef")
+        draft.set_one_of(
+            "trainer.algorithm.kl_estimator_type", "actor_rollout_ref.actor.kl_loss_type"
+        )
     else:
         draft.set_one_of(KL_COEFFICIENT, "algorithm.kl_ctrl.kl_coef")
-        draft.set_one_of(f"{A}kl_estimator_type", "algorithm.kl_penalty")
+        draft.set_one_of("trainer.algorithm.kl_estimator_type", "algorithm.kl_penalty")
     coefficient = draft.number(KL_COEFFICIENT) if in_loss or in_reward else 0
     draft.set_kl(in_loss, coefficient)
     draft.set_kl_clamp("k3", "k3_straight_through")
@@ -112,17 +110,21 @@ def _reduction(draft: Draft) -> None:
         draft.put(REDUCTION, "sequence_mean", _LOSS_MODE)
     if loss == "gspo":
         _sequence_ratio(draft)
-    length = f"{A}max_seq_len"
+    length = "trainer.algorithm.max_seq_len"
     if draft.value(REDUCTION) == "seq_mean_token_sum_norm" and length not in draft.settings:
         note = "the width of a padded response there"
-        draft.put(length, draft.value(RESPONSE_LENGTH), f"{_ACTOR}loss_agg_mode", note=note)
+        draft.put(
+            length, draft.value(RESPONSE_LENGTH), "actor_rollout_ref.actor.loss_agg_mode", note=note
+        )
 
 
 def _rewards(draft: Draft) -> None:
     """Reward functions, and the penalty for long responses."""
     for name, enabled in draft.source_keys.items():
         if re.search(r"overlong_buffer(_cfg)?\.enable$", name) and not enabled:
-            draft.drop_group(f"{A}overlong_buffer.", f"it has no effect there with {name}=false")
+            draft.drop_group(
+                "trainer.algorithm.overlong_buffer.", f"it has no effect there with {name}=false"
+            )
     rewards = "environment.reward_funcs"
     for name in draft.source_keys:
         if name.endswith(_FUNCTION) and rewards in draft.settings:
@@ -141,8 +143,8 @@ def _engines(draft: Draft) -> None:
         devices = float(nodes * per_node)
         names = draft.present_names(*_ENGINE_DEVICES)
     else:
-        devices = draft.number(f"{PLACEMENT}policy_num_nodes")
-        devices *= draft.number(f"{PLACEMENT}policy_num_gpus_per_node")
+        devices = draft.number("trainer.placement.policy_num_nodes")
+        devices *= draft.number("trainer.placement.policy_num_gpus_per_node")
         names = draft.present_names("trainer.n_gpus_per_node")
     engines = devices // draft.number(ENGINE_SIZE)
     if engines >= 1:
@@ -165,21 +167,26 @@ def _correction(draft: Draft) -> None:
 
 def _clip(draft: Draft) -> None:
     """The clip range of losses with settings of their own for it."""
-    ranges = {"cispo": f"{A}cispo.cispo_eps_clip", "dppo": f"{A}dppo.delta"}
+    ranges = {
+        "cispo": "trainer.algorithm.cispo.cispo_eps_clip",
+        "dppo": "trainer.algorithm.dppo.delta",
+    }
     loss = str(draft.value(LOSS))
     if loss not in ranges:
         return
     for bound in ("low", "high"):
-        setting = draft.settings.pop(f"{A}eps_clip_{bound}", None)
+        setting = draft.settings.pop(f"trainer.algorithm.eps_clip_{bound}", None)
         if setting:
             draft.settings[f"{ranges[loss]}_{bound}"] = setting
     if loss != "dppo":
         return
-    cap = f"{_ACTOR}clip_ratio_c"
+    cap = "actor_rollout_ref.actor.clip_ratio_c"
     # The loss modes are dppo_tv and dppo_kl.
-    draft.put(f"{A}dppo.divergence", str(draft.source_keys[_LOSS_MODE])[-2:], _LOSS_MODE)
-    draft.settings.pop(f"{A}clip_ratio_c", None)
-    draft.put(f"{A}extra.ratio_cap", draft.source_value(cap), cap)
+    draft.put(
+        "trainer.algorithm.dppo.divergence", str(draft.source_keys[_LOSS_MODE])[-2:], _LOSS_MODE
+    )
+    draft.settings.pop("trainer.algorithm.clip_ratio_c", None)
+    draft.put("trainer.algorithm.extra.ratio_cap", draft.source_value(cap), cap)
     if draft.value(ANCHOR) == "proximal":
         draft.remarks.append(
             f"{LOSS}=dppo: the divergence is from the engine's policy, "
@@ -214,7 +221,11 @@ def _loss_of_bypass(draft: Draft) -> None:
             draft.set_correction(False, [], _IS_THRESHOLD)
     elif correction == "token_tis":
         draft.put(LOSS, "tis", _LOSS_TYPE, _IS_TYPE)
-        draft.put(f"{A}tis_high", draft.value(f"{A}token_tis_ratio_clip_high"), _IS_THRESHOLD)
+        draft.put(
+            "trainer.algorithm.tis_high",
+            draft.value("trainer.algorithm.token_tis_ratio_clip_high"),
+            _IS_THRESHOLD,
+        )
         draft.set_correction(False, [], _IS_THRESHOLD)
         draft.no_counterpart.pop(_IS_THRESHOLD, None)
     else:
@@ -229,24 +240,28 @@ def _loss_of_bypass(draft: Draft) -> None:
 
 #: Rejection of tokens or sequences -> our mask, the setting of its bound, and settings of ``kl_mask``.
 _MASKS: dict[str, tuple[str, str, dict[str, Value]]] = {
-    "token_k1": ("token_mask", f"{A}token_mask_is_threshold", {}),
-    "seq_sum_k1": ("sequence_mask", f"{A}product_mask", {}),
-    "seq_mean_k1": ("geometric_mask", f"{A}geo_mask", {}),
-    "token_k2": ("kl_mask", f"{A}kl_mask", {"estimator": "k2", "level": "token"}),
-    "token_k3": ("kl_mask", f"{A}kl_mask", {"level": "token"}),
-    "seq_sum_k2": ("kl_mask", f"{A}kl_mask", {"estimator": "k2", "level": "sequence"}),
-    "seq_sum_k3": ("kl_mask", f"{A}kl_mask", {"level": "sequence"}),
-    "seq_mean_k2": ("kl_mask", f"{A}kl_mask", {"estimator": "k2"}),
-    "seq_mean_k3": ("kl_mask", f"{A}kl_mask", {}),
-    "seq_max_k2": ("kl_mask", f"{A}kl_mask", {"estimator": "k2", "level": "max"}),
-    "seq_max_k3": ("kl_mask", f"{A}kl_mask", {"level": "max"}),
+    "token_k1": ("token_mask", "trainer.algorithm.token_mask_is_threshold", {}),
+    "seq_sum_k1": ("sequence_mask", "trainer.algorithm.product_mask", {}),
+    "seq_mean_k1": ("geometric_mask", "trainer.algorithm.geo_mask", {}),
+    "token_k2": ("kl_mask", "trainer.algorithm.kl_mask", {"estimator": "k2", "level": "token"}),
+    "token_k3": ("kl_mask", "trainer.algorithm.kl_mask", {"level": "token"}),
+    "seq_sum_k2": (
+        "kl_mask",
+        "trainer.algorithm.kl_mask",
+        {"estimator": "k2", "level": "sequence"},
+    ),
+    "seq_sum_k3": ("kl_mask", "trainer.algorithm.kl_mask", {"level": "sequence"}),
+    "seq_mean_k2": ("kl_mask", "trainer.algorithm.kl_mask", {"estimator": "k2"}),
+    "seq_mean_k3": ("kl_mask", "trainer.algorithm.kl_mask", {}),
+    "seq_max_k2": ("kl_mask", "trainer.algorithm.kl_mask", {"estimator": "k2", "level": "max"}),
+    "seq_max_k3": ("kl_mask", "trainer.algorithm.kl_mask", {"level": "max"}),
 }
 
 
 def _masks(draft: Draft) -> None:
     """Masks and their bounds."""
-    rejection = f"{_CORRECTION}rollout_rs"
-    threshold = f"{_CORRECTION}rollout_rs_threshold"
+    rejection = "algorithm.rollout_correction.rollout_rs"
+    threshold = "algorithm.rollout_correction.rollout_rs_threshold"
     options = str(draft.source_value(rejection) or "").replace(" ", "").split(",")
     bounds = str(draft.source_value(threshold) or "").replace(" ", "").split(",")
     if len(bounds) == 1:
@@ -274,8 +289,8 @@ def _masks(draft: Draft) -> None:
         else:
             draft.put(f"{path}_high", highest, threshold)
         for name, value in extra.items():
-            draft.put(f"{A}extra.{name}", value, rejection)
-    paths = f"{A}off_policy_masks"
+            draft.put(f"trainer.algorithm.extra.{name}", value, rejection)
+    paths = "trainer.algorithm.off_policy_masks"
     draft.put(paths, masks, rejection)
     draft.no_counterpart.pop(rejection, None)
     draft.no_counterpart.pop(threshold, None)
@@ -293,7 +308,7 @@ def _masks(draft: Draft) -> None:
 def _sequence_ratio(draft: Draft) -> None:
     """GSPO: gradients where advantages differ within a response, and the bound of the ratio."""
     if draft.value(ESTIMATOR) in ("gae", "reinforce++"):
-        draft.put(f"{A}extra.token_gradient", True, _LOSS_MODE)
+        draft.put("trainer.algorithm.extra.token_gradient", True, _LOSS_MODE)
     draft.remarks.append(f"{LOSS}=gspo: a response's ratio is bounded by exp(20), there by exp(10)")
 
 
@@ -362,7 +377,7 @@ def _count_syncs(draft: Draft, *paths: str) -> None:
 def _batches(draft: Draft) -> None:
     """Batches that are counted in mini-batches there, and a run that is counted in prompts."""
     batches = "async_training.require_batches"
-    mini = f"{_ACTOR}ppo_mini_batch_size"
+    mini = "actor_rollout_ref.actor.ppo_mini_batch_size"
     if draft.source_keys.get("data.train_batch_size", 0) == 0:
         count = draft.source_keys.get(batches, 1)
         batch = int(draft.number(MINI) * count) if isinstance(count, int) else None
