@@ -96,11 +96,15 @@ def _line(row: TableRow) -> str:
             fixed = "" if target.fixed is None else f"={target.fixed}"
             spelled.append(f"`{target}{fixed}`")
         settings = ", ".join(spelled)
-    aliases = " ".join(f"`{source}={target}`" for source, target in row.aliases.items())
-    notes = "; ".join(filter(None, (row.note, aliases)))
+    aliases = [f"`{source}={target}`" for source, target in row.aliases.items()]
+    notes = "; ".join(filter(None, (row.note, " ".join(aliases))))
     cells = [cell.replace("|", "\\|") for cell in (source_names, settings, notes)]
     return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
-    print(guide(systems()[sys.argv[1]]) if len(sys.argv) > 1 else markdown(), end="")
+    if len(sys.argv) > 1:
+        page = guide(systems()[sys.argv[1]])
+    else:
+        page = markdown()
+    print(page, end="")

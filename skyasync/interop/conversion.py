@@ -160,7 +160,9 @@ def _min_lr(value: Value, context: ConversionContext) -> list[Value]:
     for key, schedule in context.source_keys.items():
         if key.endswith(("lr_scheduler", "lr_scheduler_type")):
             schedules.append(str(schedule))
-    if schedules and not any(name.endswith("min_lr") or name == "cosine" for name in schedules):
+    # transformers' names of the schedules that end at this rate.
+    has_minimum = any(name == "cosine" or name.endswith("min_lr") for name in schedules)
+    if schedules and not has_minimum:
         raise NoCounterpartError(f"the schedule {schedules[0]} ends at no such rate")
     return [{"min_lr_rate": value}]
 
@@ -270,14 +272,15 @@ def _answer(row: TableRow, value: object, context: ConversionContext) -> str:
     try:
         settings = converted(row, value, context)  # type: ignore[arg-type]
     except NoCounterpartError as reason:
-        return f"here it is {names}, without a counterpart for {written(value)}{_note(row, str(reason))}"
+        note = _note(row, str(reason))
+        return f"here it is {names}, without a counterpart for {written(value)}{note}"
     if settings is None:
         return f"here it is {names}, which stays at its default for {written(value)}{_note(row)}"
     arithmetic = ""
     if row.function == "per_prompt":
         arithmetic = f"{written(value)} over {context.number(N):g} samples per prompt"
-    setting = " and ".join(f"{path}={written(entry)}" for path, entry in settings.items())
-    return f"here it is {setting}{_note(row, arithmetic)}"
+    assignments = [f"{path}={written(entry)}" for path, entry in settings.items()]
+    return f"here it is {' and '.join(assignments)}{_note(row, arithmetic)}"
 
 
 def _note(row: TableRow, addition: str = "") -> str:
@@ -294,7 +297,8 @@ def value_hint(path: str, value: Value) -> str:
     meanings: dict[str, list[str]] = {}
     for system in systems().values():
         for row in system.table.rows:
-            if text not in row.aliases or all(target.path != path for target in row.free):
+            paths = [target.path for target in row.free]
+            if path not in paths or text not in row.aliases:
                 continue
             our_value = row.aliases[text]
             if our_value == "-":
@@ -306,7 +310,9 @@ def value_hint(path: str, value: Value) -> str:
             titles = meanings.setdefault(meaning, [])
             if system.title not in titles:
                 titles.append(system.title)
-    hints = [f"{_and(titles)}'s {text} {meaning}" for meaning, titles in meanings.items()]
+    hints = []
+    for meaning, titles in meanings.items():
+        hints.append(f"{_and(titles)}'s {text} {meaning}")
     return ", ".join(hints)
 
 
@@ -314,4 +320,5 @@ def _and(titles: list[str]) -> str:
     """Titles as words: ``A, B and C``."""
     if len(titles) == 1:
         return titles[0]
-    return f"{', '.join(titles[:-1])} and {titles[-1]}"
+    listed = ", ".join(titles[:-1])
+    return f"{listed} and {titles[-1]}"

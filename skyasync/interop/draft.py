@@ -284,7 +284,9 @@ class Draft:
     def set_staleness(self, name: str) -> None:
         """Bound the staleness by the batches that are generated ahead, rounded up."""
         ratio = self.value("trainer.async_generation_ratio")
-        if self.value(PLAN) == "fully_async" and isinstance(ratio, int | float) and ratio:
+        if not isinstance(ratio, int | float) or not ratio:
+            return
+        if self.value(PLAN) == "fully_async":
             # With a sync every n steps, samples of the last step are n - 1 steps old in any case.
             oldest = ceil(self.number("trainer.sync_interval")) - 1
             self.put("trainer.max_staleness", max(ceil(ratio), oldest), name)
@@ -317,7 +319,9 @@ class Draft:
         if split and split != "train" and isinstance(datasets, list):
             with_split: list[Value] = []
             for name in datasets:
-                with_split.append(f"{name}:{split}" if HUB.fullmatch(str(name)) else name)
+                if HUB.fullmatch(str(name)):
+                    name = f"{name}:{split}"
+                with_split.append(name)
             self.put(path, with_split, *self.origin(path), *present_names)
         for name in present_names:
             self.no_counterpart.pop(name, None)
@@ -375,7 +379,9 @@ def _needs_shell(entry: Value, key: Key) -> bool:
     """
     if "$" not in str(entry) and "`" not in str(entry):
         return False
-    return bool(key.options()) or key.type in (int, float, bool) or key.path in OUTPUTS
+    if key.path in OUTPUTS or key.type in (int, float, bool):
+        return True
+    return bool(key.options())
 
 
 def _carry(draft: Draft, name: str, row: TableRow, value: Value, *, explicit: bool) -> None:

@@ -199,8 +199,11 @@ class _Reader:
         is_and = _text(node.children[1]) == "&&"
         left = self.run(commands[0], runs)
         # If it is not known whether the left one succeeds, the right one counts.
-        right = self.run(commands[1], _and(runs, left if is_and else _not(left)))
-        return _and(left, right) if is_and else _or(left, right)
+        condition = left if is_and else _not(left)
+        right = self.run(commands[1], _and(runs, condition))
+        if is_and:
+            return _and(left, right)
+        return _or(left, right)
 
     def _if(self, node: Node, runs: Known) -> None:
         clauses = [child for child in node.children if child.type in _CLAUSES]
@@ -246,9 +249,12 @@ class _Reader:
 
     def _assign(self, node: Node, runs: Known) -> None:
         """Assign to a variable; any other node is ignored."""
-        if node.type != "variable_assignment" or node.named_children[0].type != "variable_name":
+        if node.type != "variable_assignment":
             return
-        name = _text(node.named_children[0])
+        target = node.named_children[0]
+        if target.type != "variable_name":  # an entry of an array, NAME[0]=value
+            return
+        name = _text(target)
         appends = node.children[1].type == "+="
         variables = self.script.variables
         value = node.child_by_field_name("value")
@@ -316,7 +322,8 @@ class _Reader:
             statements = self._parse(inline)
             arguments = self.arguments
         else:
-            if name not in (*_SHELLS, "source", ".") or not arguments or not self.folder:
+            reads_file = name in _SHELLS or name in ("source", ".")
+            if not reads_file or not arguments or not self.folder:
                 return False
             _, _, file_name = arguments[0].rpartition("/")
             file = self.folder / file_name
@@ -403,7 +410,8 @@ class _Reader:
         if sign == "!":
             return _not(self.holds(operand, patterns))
         value = self.joined(operand)
-        if "$" in value and re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(operand)):
+        is_variable = re.fullmatch(rf'"?\$\{{?({_NAME}|\d+)\}}?"?', _text(operand))
+        if "$" in value and is_variable:
             value = ""  # a variable without a value is empty
         if sign not in ("-z", "-n") or "$" in value:
             return None
@@ -426,8 +434,9 @@ class _Reader:
             length += characters
             self.budget.check_length(length)
             values = value if isinstance(value, list) else [value]
-            # An expression that was not understood is one word.
-            if not quoted and not (isinstance(value, str) and value.startswith("$")):
+            # An expansion that was not understood is one word.
+            is_unknown = isinstance(value, str) and value.startswith("$")
+            if not quoted and not is_unknown:
                 values = list(itertools.chain.from_iterable(map(_split, values)))
             if values:
                 has_quotes = has_quotes or quoted
@@ -471,7 +480,8 @@ class _Reader:
                 number = self._number(node.named_children[0])
                 value = None if number is None else str(number)
         elif node.type != "command_substitution":
-            value = self._parameter(text[2:-1] if text.startswith("${") else text[1:])
+            body = text[2:-1] if text.startswith("${") else text[1:]
+            value = self._parameter(body)
         return text if value is None else value
 
     def _number(self, node: Node) -> int | None:
@@ -557,7 +567,8 @@ class _Reader:
             old, _, new = word.partition("/")
             if not old:
                 return value
-            self.budget.check_length(len(value) + value.count(old) * len(new))
+            growth = value.count(old) * len(new)
+            self.budget.check_length(len(value) + growth)
             return value.replace(old, new, -1 if sign == "//" else 1)
         if sign == ",,":
             return value.lower()
@@ -567,7 +578,8 @@ class _Reader:
 
     def _word(self, word: str) -> str:
         """The word of an operator, expanded as the argument of a command."""
-        commands = self._parse(f": {word}" if '"' in word else f': "{word}"').named_children
+        quoted = word if '"' in word else f'"{word}"'
+        commands = self._parse(f": {quoted}").named_children
         if not commands:
             return word
         return " ".join(map(self.joined, commands[0].named_children[1:]))

@@ -362,8 +362,10 @@ def _tree(draft: Draft) -> Iterator[str]:
         value = yaml.safe_dump(
             [_literal(setting.value)], default_flow_style=True, width=10**6, sort_keys=False
         )
+        value = value.strip()[1:-1]
         indent = "  " * len(groups)
-        yield f"{indent}{name}: {value.strip()[1:-1]}  # {_origin(draft, setting, path)}"
+        origin = _origin(draft, setting, path)
+        yield f"{indent}{name}: {value}  # {origin}"
 
 
 def _literal(value: Value) -> Value:

@@ -163,8 +163,11 @@ def _critic(draft: Draft) -> None:
     """Initialize a critic without a path from the reward model, if there is one."""
     path = "trainer.critic.model.path"
     reward = "trainer.reward.model.path"
-    if draft.value(ESTIMATOR) != "gae" or path in draft.settings or reward not in draft.settings:
+    if draft.value(ESTIMATOR) != "gae":
         return
+    if path in draft.settings or reward not in draft.settings:
+        return
+    # With these keys, the reward model does not give the reward.
     if draft.present_names("reward.remote_url", "remote_rm_url", "train.agent_func_path"):
         return
     model, _, _ = str(draft.value(reward)).partition(",")  # the first of several reward models
@@ -183,7 +186,8 @@ def _plan(draft: Draft) -> None:
     is_larger = bool(size) and isinstance(prompts, int) and prompts > draft.number(BATCH)
     if size and not is_larger:
         draft.drop(path, "no larger than rollout.batch_size, which is generated anyway")
-    if not is_larger and not (partial and draft.source_keys[partial[0]]):
+    is_partial = bool(partial) and bool(draft.source_keys[partial[0]])
+    if not is_larger and not is_partial:
         return
     names = draft.present_names("train.async_enable", "async_train")
     draft.put(PLAN, "fully_async", *names, *partial, *size)
@@ -212,5 +216,6 @@ def _slice_rows(draft: Draft) -> None:
             "a data set of the hub is cut by its name: owner/name:train[:1000]"
         )
         return
-    draft.put(path, [f"{dataset}:{split}[:{rows}]"], *draft.origin(path), name)
+    slice_name = f"{dataset}:{split}[:{rows}]"
+    draft.put(path, [slice_name], *draft.origin(path), name)
     draft.no_counterpart.pop(name, None)

@@ -48,9 +48,15 @@ RANK = 32
 
 @asynccontextmanager
 async def served(
-    folder: Path, cfg: Config, dispatch: Dispatch, client: InferenceClient, weights: WeightSync, replace_ranks: Replace,
-    most_tokens: int, address: Address,
-) -> AsyncIterator[tuple[TinkerServer, PolicyTurns, SnapshotTurns]]:  # fmt: skip
+    folder: Path,
+    cfg: Config,
+    dispatch: Dispatch,
+    client: InferenceClient,
+    weights: WeightSync,
+    replace_ranks: Replace,
+    most_tokens: int,
+    address: Address,
+) -> AsyncIterator[tuple[TinkerServer, PolicyTurns, SnapshotTurns]]:
     """A server over processes that have started."""
     model = cfg.trainer.policy.model
     store = Store(folder)
@@ -109,11 +115,15 @@ class TinkerExperiment(BasePPOExp):
                 "trainer.policy.lora.dropout is not supported here: the protocol's losses have none"
             )
         if optimizer.name != "adamw" or optimizer.bf16_stochastic_round:
-            raise UserError(f"trainer.policy.optimizer_config.name={optimizer.name} is not supported here: clients set "
-                            f"AdamW's settings with every step")  # fmt: skip
+            raise UserError(
+                f"trainer.policy.optimizer_config.name={optimizer.name} is not supported here: clients set "
+                f"AdamW's settings with every step"
+            )
         if not cfg.generator.own_engines or cfg.generator.weight_sync_mode == "delta":
-            raise UserError("engines of a run's own, which load whole weights, are needed: remove generator.engines, "
-                            "and generator.weight_sync_mode=delta")  # fmt: skip
+            raise UserError(
+                "engines of a run's own, which load whole weights, are needed: remove generator.engines, "
+                "and generator.weight_sync_mode=delta"
+            )
         settle_references(cfg)
         check_parts(cfg, [])
         check_writable("--folder", str(folder))

@@ -59,8 +59,13 @@ LATEST = 253402300799  # the last second of the year 9999, the latest that datet
 NO_EXPIRY = 1e11  # in the year 5138, where the protocol needs a time
 M = TypeVar("M", bound=BaseModel)
 
-CLIENT_CONFIG = {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "sample_use_retrieve_futures": False,
-                 "custom_loss_server_side": False, "sample_join_sampling_session": False}  # fmt: skip
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+}
 
 TRAINING_REQUESTS: dict[str, type[BaseModel]] = {
     "optim_step": types.OptimStepRequest,
@@ -139,9 +144,15 @@ class TinkerServer:
     """
 
     def __init__(
-        self, store: Store, training: TrainingQueue, sampling: SamplingQueue, base_model: str, rank: int,
-        most_tokens: int, address: Address,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        training: TrainingQueue,
+        sampling: SamplingQueue,
+        base_model: str,
+        rank: int,
+        most_tokens: int,
+        address: Address,
+    ) -> None:
         self._store = store
         self._training = training
         self._sampling = sampling
@@ -291,8 +302,10 @@ class TinkerServer:
                 f"the rank {lora.rank} is not from 1 to {self._rank} (trainer.policy.lora.rank)"
             )
         if not (lora.train_mlp and lora.train_attn):
-            raise RequestError("train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
-                               "trainer.policy.lora.target_modules")  # fmt: skip
+            raise RequestError(
+                "train_mlp=False and train_attn=False are not supported: all models adapt the layers of "
+                "trainer.policy.lora.target_modules"
+            )
         seed = (secrets.randbits(31) if lora.seed is None else lora.seed) % LARGEST_SEED
         return self._add_model(body, lora.rank, seed, "create_model", b"{}")
 

@@ -205,9 +205,15 @@ class Store:
         return [StoredRequest(*row)._replace(ok=bool(row["ok"])) for row in rows]
 
     def finish(
-        self, request: StoredRequest, model: str, result: bytes, *, ok: bool, state: str = "",
+        self,
+        request: StoredRequest,
+        model: str,
+        result: bytes,
+        *,
+        ok: bool,
+        state: str = "",
         checkpoint: Checkpoint | None = None,
-    ) -> str:  # fmt: skip
+    ) -> str:
         """Store a result.
 
         Args:

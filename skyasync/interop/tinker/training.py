@@ -46,8 +46,14 @@ SNAPSHOTS = 16
 """Unnamed snapshots per model that stay on disk; samplers of older ones are rejected."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 #: Bounds of AdamW's settings: at a beta of 1 its bias correction would divide by zero.
-_RANGES = {"learning_rate": (0, 1e6), "beta1": (0, 1 - 1e-9), "beta2": (0, 1 - 1e-9), "eps": (1e-30, 1),
-           "weight_decay": (0, 1e6), "grad_clip_norm": (-1e30, 1e30)}  # fmt: skip
+_RANGES = {
+    "learning_rate": (0, 1e6),
+    "beta1": (0, 1 - 1e-9),
+    "beta2": (0, 1 - 1e-9),
+    "eps": (1e-30, 1),
+    "weight_decay": (0, 1e6),
+    "grad_clip_norm": (-1e30, 1e30),
+}
 
 
 class RequestOutcome(NamedTuple):
