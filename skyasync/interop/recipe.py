@@ -67,7 +67,8 @@ def read_recipe(arguments: Sequence[str]) -> SourceRecipe:
     remaining = list(arguments)
     while remaining:
         word = remaining[0]
-        if word.startswith("-") or ("=" in word and not Path(word).is_file()):
+        is_override = "=" in word and not Path(word).is_file()
+        if is_override or word.startswith("-"):
             break
         remaining.pop(0)
         recipe = recipe.with_(_file(Path(word)))
@@ -121,8 +122,11 @@ def _notebook_code(text: str, path: Path) -> str:
 def _script(text: str, folder: Path) -> SourceRecipe:
     """The command with most keys, and the YAML file that it names."""
     script = shell.read(text, folder=folder)
-    recipes = [SourceRecipe(_flags_of_command(words), " ".join(words)) for words in script.commands]
-    recipe = max(recipes, key=lambda recipe: len(recipe.keys), default=SourceRecipe())
+    recipe = SourceRecipe()
+    for words in script.commands:
+        keys = _flags_of_command(words)
+        if len(keys) > len(recipe.keys) or not recipe.command:
+            recipe = SourceRecipe(keys, " ".join(words))
     variables: set[str] = set()
     for system in systems().values():
         variables.update(system.table.variables)
@@ -166,13 +170,19 @@ def _pop_config_file(keys: dict[str, Value], folder: Path) -> Path | None:
                     keys.pop(key)
                     keys.pop(path_key, None)
                     return base / relative
-    tables = [system.table for system in systems().values()]
     other_keys = [key for key in keys if key not in names]
-    if names and not any(table.find(key) for table in tables for key in other_keys):
+    # A command with a key of a framework may have a config of another meaning.
+    if names and not _has_table_key(other_keys):
         raise UserError(
             f"{names[0]}={keys[names[0]]} is not next to {folder}: give the YAML file itself"
         )
     return None
+
+
+def _has_table_key(keys: Sequence[str]) -> bool:
+    """Whether any framework has one of the keys."""
+    tables = [system.table for system in systems().values()]
+    return any(table.find(key) for table in tables for key in keys)
 
 
 #: Keys that name the YAML file of a command.

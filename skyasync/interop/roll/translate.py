@@ -165,7 +165,9 @@ def _norms(draft: Draft, *, agents: bool) -> None:
     """The baseline of rewards: their group with grpo, else the pools of their norms."""
     mean_path = "trainer.algorithm.reward_norm_mean"
     deviation_path = "trainer.algorithm.reward_norm_std"
-    if draft.source_value("adv_estimator") == "grpo" and not agents and draft.value(N) != 1:
+    # Agents, and groups of one, have no baseline of their group.
+    has_groups = not agents and draft.value(N) != 1
+    if has_groups and draft.source_value("adv_estimator") == "grpo":
         for path in (mean_path, deviation_path):
             draft.drop(path, "grpo compares a group's rewards by their mean and deviation")
         if draft.value(ESTIMATOR) == "normalized":

@@ -68,8 +68,11 @@ class ToolGroup:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        marked = inspect.getmembers_static(type(self), lambda value: isinstance(value, tool))
-        self._tool_registry = {value.name: value.__get__(self, type(self)) for _, value in marked}
+        self._tool_registry = {}
+        # getmembers_static, because getmembers would return bound methods, not the decorators.
+        for _, member in inspect.getmembers_static(type(self)):
+            if isinstance(member, tool):
+                self._tool_registry[member.name] = member.__get__(self, type(self))
 
     def get_name(self) -> str:
         return self.name
@@ -167,7 +170,9 @@ class _GymEpisode:
 
     def step(self, action: str) -> Foreign:
         output = super().step(action)  # type: ignore[misc]
-        if isinstance(output, Mapping) and output.get("postprocessed_action") not in (None, action):
+        if not isinstance(output, Mapping):
+            return output
+        if output.get("postprocessed_action") not in (None, action):
             raise InvalidEnvOutputError(
                 "step returned a postprocessed_action that is not the action: the model is trained on the tokens that "
                 "it wrote, which are never made again from text"

@@ -47,8 +47,9 @@ def _masks(draft: Draft) -> None:
     elif isinstance(current, str):
         masks.append(current)
     for mask, prefix in (("outlier_mask", "outlier_token_is"), ("token_mask", "token_mask_is")):
-        threshold = f"trainer.algorithm.{prefix}_threshold"
-        if f"{threshold}_low" in draft.settings or f"{threshold}_high" in draft.settings:
+        low = f"trainer.algorithm.{prefix}_threshold_low"
+        high = f"trainer.algorithm.{prefix}_threshold_high"
+        if low in draft.settings or high in draft.settings:
             masks.append(mask)
     if masks:
         draft.put(path, masks, *draft.origin(path))

@@ -37,8 +37,9 @@ try:
     from skyasync.interop.tinker.training import TrainingQueue
     from skyasync.interop.tinker.worker import PolicyTurns, Replace
 except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in ("tinker", "google", "pydantic"):
-        raise
+    package, _, _ = (error.name or "").partition(".")
+    if package not in ("tinker", "google", "pydantic"):
+        raise  # a module of the library
     raise MissingExtraError("Tinker's SDK, whose messages the server reads,", "tinker") from error
 
 FOLDER = "tinker"
@@ -140,7 +141,10 @@ class TinkerExperiment(BasePPOExp):
 
         self._folder.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         lock_run(self._folder)
-        self.run_dir = run_dir = RunDirectory(self._folder, f"processes-{uuid4().hex[:8]}")
+        # A server that runs again in the folder has a new directory for its processes' logs.
+        name = f"processes-{uuid4().hex[:8]}"
+        run_dir = RunDirectory(self._folder, name)
+        self.run_dir = run_dir
         try:
             run_without_controller(self, run_dir, self._serve)
         finally:

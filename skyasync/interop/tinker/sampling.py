@@ -312,7 +312,8 @@ class SamplingQueue:
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
         stop_texts = tuple(stop for stop in stops if isinstance(stop, str))
         stop_tokens = tuple(stop for stop in stops if isinstance(stop, int))
-        if len(stops) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop_texts):
+        longest = max(map(len, stop_texts), default=0)
+        if len(stops) > MOST_STOPS or longest > LONGEST_STOP:
             raise UserError(
                 f"stop has more than {MOST_STOPS} entries, or one of more than {LONGEST_STOP} characters"
             )

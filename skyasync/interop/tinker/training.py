@@ -74,7 +74,9 @@ class RequestOutcome(NamedTuple):
 
 def check_lifetime(seconds: object) -> None:
     """Raises UserError for an invalid ``ttl_seconds`` of a checkpoint."""
-    if seconds is not None and (type(seconds) is not int or not 0 <= seconds <= INT32):
+    if seconds is None:  # it does not expire
+        return
+    if type(seconds) is not int or not 0 <= seconds <= INT32:
         raise UserError(
             f"ttl_seconds is {seconds!r:.100}, not a whole number of seconds from 0 to {INT32}"
         )
@@ -269,8 +271,9 @@ class TrainingQueue:
             )
         adam = params.model_dump(exclude={"type"})
         for name, (low, high) in _RANGES.items():
-            if not low <= adam[name] <= high:
-                raise UserError(f"{name} is {adam[name]}, not from {low} to {high}")
+            value = adam[name]
+            if not low <= value <= high:
+                raise UserError(f"{name} is {value}, not from {low} to {high}")
         async with dispatch.transfer.changing():
             metrics = (await dispatch.call(POLICY, "adam_step", adam))[0]
         problem = metrics.pop("problem", "")

@@ -68,11 +68,13 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
         except ValueError as error:
             raise UserError(f"datum {index}: {error}") from error
     lengths = [len(row) for row in rows]
+    longest = max(lengths)
     # [batch, length], padded on the right
-    tokens = np.zeros((len(rows), max(lengths)), dtype=np.int64)
+    tokens = np.zeros((len(rows), longest), dtype=np.int64)
     for padded_row, row in zip(tokens, rows, strict=True):
         padded_row[: len(row)] = row
-    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]  # [batch, length]
+    positions = torch.arange(longest)  # [length]
+    mask = positions < torch.tensor(lengths)[:, None]  # [batch, length]
     loss_mask = mask.clone()
     loss_mask[:, 0] = False  # nothing predicts the first token
 
@@ -139,10 +141,10 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.in
         )
     target = target.astype(np.int64)
     # A rank computes a row as one sequence: a target is the token that the model reads next.
-    different = np.flatnonzero(target[:-1] != read[1:]).tolist()
-    if different:
+    differs = target[:-1] != read[1:]  # [length - 2]
+    if differs.any():
         raise ValueError(
-            f"target_tokens[{different[0]}] is not the token that follows in model_input, as it must be"
+            f"target_tokens[{differs.argmax()}] is not the token that follows in model_input, as it must be"
         )
     if len(read) + 1 > most_tokens:
         raise ValueError(
@@ -161,7 +163,8 @@ def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
     allowed = {"target_tokens", *loss.required, *loss.optional}
     for key in datum.loss_fn_inputs:
         if key not in allowed:
-            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {', '.join(sorted(allowed))}")
+            names = ", ".join(sorted(allowed))
+            raise ValueError(f"loss_fn_inputs has {key}; {name} reads {names}")
     values: dict[str, Floats] = {}
     for key in (*loss.required, *loss.optional):
         array = _array(datum.loss_fn_inputs, key)
@@ -175,7 +178,7 @@ def _inputs(datum: pb.Datum, name: str, length: int) -> dict[str, Floats]:
             )
         if not np.isfinite(array).all():
             raise ValueError(f"{key} has NaN or an infinite number")
-        values[key] = array.astype(np.float32)
+        values[key] = array.astype(np.float32)  # [length]
     if "advantages" in values:
         # By default the ratio of a sequence is over the tokens with an advantage.
         has_advantage = values["advantages"] != 0

@@ -147,7 +147,8 @@ def _options(calls: Iterable[ast.Call]) -> Iterator[tuple[str, ast.expr]]:
                 default = ast.Constant(False)
             elif action.value == "store_false":
                 default = ast.Constant(True)
-        name = keywords.get("dest", ast.Constant(flag[2:].replace("-", "_")))
+        option = flag.removeprefix("--").replace("-", "_")
+        name = keywords.get("dest", ast.Constant(option))
         if default is not None and isinstance(name, ast.Constant):
             yield str(name.value), default
 
@@ -161,7 +162,8 @@ def _names(tree: ast.Module, path: Path) -> Iterator[tuple[str, ast.expr]]:
     for node in list(ast.walk(tree)):  # a list, because _extends() joins expressions of the tree
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                yield alias.asname or alias.name, ast.Constant(f"{node.module}:{alias.name}")
+                reference = f"{node.module}:{alias.name}"
+                yield alias.asname or alias.name, ast.Constant(reference)
         if not isinstance(node, ast.Assign):
             continue
         for target in node.targets:
@@ -187,18 +189,20 @@ def _extends(node: ast.expr, name: str, previous: ast.expr) -> bool:
     name has its first value.
     """
     while isinstance(node, ast.Call):
+        # The operand: the object of a method, or the first argument of a function.
         if isinstance(node.func, ast.Attribute):
-            if isinstance(node.func.value, ast.Name) and node.func.value.id == name:
+            operand = node.func.value
+            if isinstance(operand, ast.Name) and operand.id == name:
                 node.func.value = previous
                 return True
-            node = node.func.value
         elif node.args:
-            if isinstance(node.args[0], ast.Name) and node.args[0].id == name:
+            operand = node.args[0]
+            if isinstance(operand, ast.Name) and operand.id == name:
                 node.args[0] = previous
                 return True
-            node = node.args[0]
         else:
             return False
+        node = operand
     return False
 
 
@@ -246,9 +250,10 @@ class _Expressions:
             raise UserError("the program is nested too deeply") from None
         if isinstance(node, ast.List | ast.Tuple):
             return [self.value(entry) for entry in node.elts]
-        if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        if isinstance(node, ast.Dict):
             keys: list[Any] = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-            return dict(zip(keys, map(self.value, node.values), strict=True))
+            if len(keys) == len(node.keys):
+                return dict(zip(keys, map(self.value, node.values), strict=True))
         if isinstance(node, ast.Attribute):
             if node.attr in ("bfloat16", "float16", "float32"):
                 return node.attr
@@ -278,11 +283,12 @@ class _Expressions:
         """Whether ``args.flag == value`` holds for the flag's default; None for other conditions."""
         if not isinstance(test, ast.Compare) or len(test.ops) > 1:
             return None
-        if not isinstance(test.ops[0], ast.Eq) or not isinstance(test.left, ast.Attribute):
+        flag = test.left
+        if not isinstance(test.ops[0], ast.Eq) or not isinstance(flag, ast.Attribute):
             return None
-        if test.left.attr not in self.options:
+        if flag.attr not in self.options:
             return None
-        return self.value(test.left) == self.value(test.comparators[0])
+        return self.value(flag) == self.value(test.comparators[0])
 
     # DELETE _replaced
     def _replacement(self, node: ast.expr) -> ast.expr | None:
@@ -297,7 +303,9 @@ class _Expressions:
         right = self.value(node.right)
         function = _OPERATORS.get(type(node.op))
         # Not isinstance: bool is an int.
-        if type(left) is not int or type(right) is not int or function is None:
+        if type(left) is not int or type(right) is not int:
+            return ast.unparse(node)
+        if function is None:
             return ast.unparse(node)
         if function is operator.floordiv and right == 0:
             return ast.unparse(node)

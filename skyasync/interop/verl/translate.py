@@ -262,9 +262,9 @@ def _masks(draft: Draft) -> None:
     """Masks and their bounds."""
     rejection = "algorithm.rollout_correction.rollout_rs"
     threshold = "algorithm.rollout_correction.rollout_rs_threshold"
-    options = str(draft.source_value(rejection) or "").replace(" ", "").split(",")
-    bounds = str(draft.source_value(threshold) or "").replace(" ", "").split(",")
-    if len(bounds) == 1:
+    options = _comma_separated(draft.source_value(rejection))
+    bounds = _comma_separated(draft.source_value(threshold))
+    if len(bounds) == 1:  # it bounds all of them
         bounds *= len(options)
     if len(bounds) != len(options):
         return
@@ -275,9 +275,10 @@ def _masks(draft: Draft) -> None:
             return
         masks.append(_MASKS[option][0])
     for option, bound in zip(options, bounds, strict=True):
-        limits = bound.split("_")
+        limits = bound.split("_")  # one bound, or low_high
         for limit in limits:
-            if not re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", limit) or float(limit) <= 0:
+            is_number = re.fullmatch(r"\d+\.?\d*(e-?\d+)?|\.\d+", limit)
+            if not is_number or float(limit) <= 0:
                 return
         _, path, extra = _MASKS[option]
         highest = float(limits[-1])
@@ -303,6 +304,12 @@ def _masks(draft: Draft) -> None:
         draft.remarks.append(
             f"{paths}: {REDUCTION} divides by rejected tokens as well, there it does not"
         )
+
+
+def _comma_separated(value: Value) -> list[str]:
+    """``a, b`` as a list of texts."""
+    text = str(value or "").replace(" ", "")
+    return text.split(",")
 
 
 def _sequence_ratio(draft: Draft) -> None:
@@ -339,13 +346,16 @@ def _separate(draft: Draft) -> None:
     warmup = f"{prefix}num_warmup_batches"
     steps = draft.source_keys.get(interval, 4)
     warmup_batches = draft.source_keys.get(warmup, 1)
-    if not isinstance(steps, int) or not isinstance(warmup_batches, int) or steps < 1:
+    if not isinstance(steps, int) or not isinstance(warmup_batches, int):
+        return
+    if steps < 1:
         return
     batch = draft.number(BATCH)
     draft.put(_SYNC_INTERVAL, steps, interval)
     if batch % steps == 0:
         note = f"data.train_batch_size over the {steps} steps between two weight syncs"
-        draft.put(BATCH, int(batch // steps), *draft.origin(BATCH), interval, note=note)
+        prompts = int(batch // steps)
+        draft.put(BATCH, prompts, *draft.origin(BATCH), interval, note=note)
     batches = steps * (1 + warmup_batches) - 1
     draft.put("trainer.async_generation_ratio", float(batches), warmup, interval)
     draft.put("trainer.max_staleness", batches, warmup, interval)
