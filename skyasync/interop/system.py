@@ -141,7 +141,7 @@ class Table:
     def find(self, path: str) -> TableRow | None:
         """The row that answers for ``path``."""
         if path in self.exact:
-            return self.exact[path]
+            return self.exact[path]  # more exact than each pattern
         for pattern, row in self.patterns:
             if pattern.fullmatch(path):
                 return row
@@ -195,6 +195,7 @@ class System:
     has_our_keys: bool = False
 
     def adapter(self, name: str) -> Any:  # noqa: ANN401  (one of many kinds)
+        # A name without an attribute is the module's: its receiver imports it.
         module, colon, attribute = self.adapters[name].partition(":")
         path = f"{__package__}.{self.name}.{module}"
         if colon:
@@ -204,6 +205,7 @@ class System:
     @cached_property
     def translation(self) -> ModuleType:
         """Its ``translate.py``: ``CONVERSIONS`` of its table, and ``finish(draft)``."""
+        # Imported on first use: hints need the table alone.
         return import_module(f"{__package__}.{self.name}.translate")
 
     @cached_property

@@ -33,6 +33,7 @@ def _minibatches(value: Value, context: ConversionContext) -> list[Value]:
     batch = context.number(BATCH)
     if not is_number(value) or not value or batch % value:  # type: ignore[operator]
         raise NoCounterpartError(f"{BATCH}={batch:g} does not divide by {value}")
+    # 0 stands for the full batch.
     return [0 if value == 1 else int(batch // value)]  # type: ignore[operator]
 
 
@@ -153,6 +154,7 @@ def _norms(draft: Draft) -> None:
                 draft.drop(path, "the estimator rloo")
         else:
             draft.put(ESTIMATOR, "normalized", *draft.origin(ESTIMATOR))
+            # The estimator rloo has no other normalization than by the mean of the group.
             draft.put("trainer.algorithm.extra.leave_one_out", True, f"{prefix}.mean_leave1out")
     if _has_prefix(draft, "critic."):
         draft.put(ESTIMATOR, "gae", *draft.present_names("critic.path"))
@@ -161,6 +163,7 @@ def _norms(draft: Draft) -> None:
         for path in _REWARD_NORMS.values():
             origin += draft.origin(path)
         for path in _REWARD_NORMS.values():
+            # With a critic rewards are normalized before the advantages are estimated.
             draft.drop(path, "not with a critic: see trainer.algorithm.reward_normalization")
         if has_norm and mean == deviation != "none":
             draft.put("trainer.algorithm.reward_normalization", mean, *origin)
@@ -210,11 +213,13 @@ def _loss(draft: Draft) -> None:
     else:
         loss = "ppo"
     draft.put(LOSS, loss, *names)
+    # Only rejection sampling, below, brings a weight.
     draft.put(CORRECTION, "none")
     decoupled = "actor.use_decoupled_loss"
     if not draft.source_value(decoupled):
         draft.drop(_WEIGHT_CAP, "it has no effect there without actor.use_decoupled_loss")
         return
+    # The decoupled loss needs proximal log-probabilities: the anchor stays at our default.
     draft.drop(ANCHOR, "with actor.use_decoupled_loss they are computed again in any case")
     rejection = [name for name in draft.source_keys if name.startswith(_REJECTION)]
     rejection += draft.present_names("actor.behave_imp_weight_cap", "actor.behav_imp_weight_cap")
@@ -255,6 +260,7 @@ def _rejection(draft: Draft, loss: str, names: Sequence[str]) -> None:
     correction = _CORRECTIONS[str(level), str(action)]
     draft.put(CORRECTION, correction, *names)
     low, high = BOUNDS[correction]
+    # Corrections that have no setting for a lower bound read it from extra.
     draft.put(high, upper, *names)
     draft.put(low or "trainer.algorithm.extra.low", lower or 0.0, *names)
     if correction == "sequence_icepop":
@@ -287,6 +293,7 @@ def _sampling(draft: Draft) -> None:
     temperature = draft.source_value("gconfig.temperature")
     trained = draft.source_value("actor.temperature") or 1.0
     if not draft.source_value("gconfig.greedy"):
+        # The table sets 0 for greedy: without it, the temperature decides.
         draft.set_one_of("generator.sampling_params.temperature", "gconfig.temperature")
         if temperature != trained:
             draft.remarks.append(
@@ -318,6 +325,7 @@ def _lengths(draft: Draft) -> None:
     response = draft.number(RESPONSE_LENGTH)
     if isinstance(context_length, int) and context_length > response:
         prompt = int(context_length - response)
+        # AReaL itself has no limit for prompts without one in the data set.
         note = "what a response leaves of the context"
         draft.put(path, prompt, *draft.origin(context_path), note=note)
 
@@ -334,6 +342,7 @@ def _steps(draft: Draft) -> None:
         draft.remarks.append(
             "the learning rate changes with each optimizer step; there with each batch"
         )
+    # Megatron's optimizer has float32 master weights, as we have.
     uses_fsdp = str(draft.source_value("actor.backend") or "fsdp").startswith("fsdp")
     if uses_fsdp and draft.value("trainer.policy.model.dtype") == "bfloat16":
         draft.remarks.append(
@@ -366,6 +375,7 @@ def _data(draft: Draft) -> None:
         if not isinstance(datasets, list):
             continue
         names = " ".join(map(str, datasets))
+        # AReaL's loader of this data set chooses these columns.
         if "gsm8k" in names:
             draft.put("data.prompt_key", "question")
             draft.put("data.label_key", "answer")

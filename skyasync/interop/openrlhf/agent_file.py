@@ -171,6 +171,7 @@ def settle_agent_file(cfg: Any) -> None:
         return
     file = agent_file(cfg.generator.agent_func_path)
     settings = {PATH_KEY: str(file), SAMPLING_KEY: asdict(cfg.generator.sampling_params)}
+    # Environments get it with their arguments, in all processes.
     cfg.environment.env_config = {**cfg.environment.env_config, **settings}
     if has_own_loop(file):
         cfg.generator.agent_program = SYSTEM.agent_program
@@ -287,7 +288,7 @@ def has_own_loop(path: Path) -> bool:
         bases = [ast.unparse(base).rpartition(".")[2] for base in executor.bases]
         if "MultiTurnAgentExecutor" in bases or "AgentExecutorBase" in bases:
             return False
-        base = next((name for name in bases if name in classes), None)
+        base = next((name for name in bases if name in classes), None)  # a class of this file
         if base is None:
             return True  # a class of another file, or SingleTurnAgentExecutor
         executor = classes[base]

@@ -65,6 +65,7 @@ async def play(
     timeout = aiohttp.ClientTimeout(total=None)  # a response may wait long for an engine
     async with aiohttp.ClientSession(headers=headers, timeout=timeout) as http:
         episode = _ExecutorEpisode(http, base_url, tokenizer, sampling)
+        # Tasks that the executor starts inherit it.
         _EPISODE.set(episode)
         executor = _executor(path, tokenizer_key, max_length)
         text = PlainText(tokenizer, bool(config["chat_template"]))
@@ -79,6 +80,7 @@ async def play(
         }
         result = await executor.execute(**accepted(executor.execute, optional))
         if result is None:
+            # Older files put their result into result_queue.
             result = episode.queued_result
         return episode.score(result)
 
@@ -134,6 +136,7 @@ class _ExecutorEpisode:
         body: dict[str, object] = {"prompt": tokens, "return_token_ids": True, "logprobs": 1}
         for name, default in vars(sampling_object(self._sampling)).items():
             value = getattr(sampling_params, name, default)
+            # Without a limit the engine's context is the limit.
             if name == "max_tokens":
                 if value:
                     body[name] = value
@@ -149,7 +152,7 @@ class _ExecutorEpisode:
             answer = await response.json()
         if response.status != 200:
             raise RuntimeError(f"llm_engine.generate: {answer['error']['message']}")
-        (choice,) = answer["choices"]
+        (choice,) = answer["choices"]  # n is fixed at 1
         wrote: list[int] = choice["token_ids"]
         self._calls.append((answer["id"], tokens, wrote))
         skip_special_tokens = getattr(sampling_params, "skip_special_tokens", False)

@@ -32,6 +32,7 @@ def _reward(value: Value, context: ConversionContext) -> list[Value]:
     """Files with a ``reward_func``, or the addresses of a reward model's servers."""
     files = [str(file) for file in as_list(value)]
     if all(re.match(r"https?://", file) for file in files):
+        # Several servers of one reward model are one name: they take turns.
         return [[",".join(files)]]
     return [[file if ":" in file else f"{file}:reward_func" for file in files]]
 
@@ -43,6 +44,7 @@ def _frozen(value: Value, context: ConversionContext) -> list[Value]:
     """
     if not isinstance(value, int):
         raise NoCounterpartError("a whole number here")
+    # -1, the default there, freezes no step.
     return [max(0, value + 1)]
 
 
@@ -88,6 +90,7 @@ def finish(draft: Draft) -> None:
         if draft.value(ESTIMATOR) == "gae":
             draft.put("trainer.placement.colocate_policy_critic", True, *colocate)
         if draft.value(PLAN) != "sync":
+            # That is with the engines, which have their own devices.
             draft.settings.pop("trainer.placement.colocate_all", None)
     filtered = "trainer.algorithm.dynamic_sampling.type" in draft.settings
     if filtered and "generator.agent_func_path" in draft.settings:
@@ -156,6 +159,7 @@ def _objective(draft: Draft, correction_names: Sequence[str]) -> None:
     draft.remark_filters()
     draft.remark_warm_up("policy")
     draft.remark_warm_up("critic")
+    # OpenRLHF evaluates after steps only.
     draft.put("trainer.eval_before_train", False)
 
 
@@ -194,6 +198,7 @@ def _plan(draft: Draft) -> None:
     queue = ("train.async_queue_size", "async_queue_size")
     staleness = draft.source_value(*queue)
     draft.put("trainer.max_staleness", staleness, *draft.present_names(*queue))
+    # It belongs to the plan one_step_off, which the table chose.
     draft.settings.pop("trainer.async_queue_size", None)
 
 

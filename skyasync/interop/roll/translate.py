@@ -26,7 +26,7 @@ def _count(value: Value, context: ConversionContext) -> list[Value]:
     match = re.fullmatch(r"list\(range\((?:(\d+),)?(\d+)\)\)", str(value).replace(" ", ""))
     if not match:
         raise NoCounterpartError("")
-    return [int(match[2]) - int(match[1] or 0)]
+    return [int(match[2]) - int(match[1] or 0)]  # range(begin, end), or range(end)
 
 
 def _engines(value: Value, context: ConversionContext) -> list[Value]:
@@ -66,6 +66,7 @@ def finish(draft: Draft) -> None:
     for name in draft.source_keys:
         agents = agents or name.startswith(("train_env_manager", "val_env_manager"))
     if agents:
+        # Batches of agents are counted in trajectories, and have groups of their own.
         group = "train_env_manager.group_size"
         draft.put(N, draft.source_keys.get(group, 1), group)
         responses = int(draft.source_value("rollout_batch_size"))  # type: ignore[arg-type]
@@ -80,11 +81,13 @@ def finish(draft: Draft) -> None:
     _norms(draft, agents=agents)
     _whitening(draft)
     if not draft.source_value("use_pg_clip_range"):
+        # Without this switch ROLL reads pg_clip, and not the two bounds.
         draft.set_one_of("trainer.algorithm.eps_clip_low", "pg_clip")
         draft.set_one_of("trainer.algorithm.eps_clip_high", "pg_clip")
     _variant(draft)
     clip = draft.source_value("pg_clip")
     if draft.value(LOSS) == "dual_clip" and isinstance(clip, int | float):
+        # ROLL has no key for the second bound.
         note = "1 + 2 pg_clip"
         draft.put(
             "trainer.algorithm.clip_ratio_c", 1 + 2 * clip, "dual_clip_loss", "pg_clip", note=note
@@ -177,6 +180,7 @@ def _norms(draft: Draft, *, agents: bool) -> None:
         values = [draft.source_keys.get(name) for name in _NORMS]
         has_norm = any(value not in (None, "identity") for value in values)
         if has_norm or draft.value(ESTIMATOR) == "grpo":
+            # A group estimator would normalize once more.
             draft.put(ESTIMATOR, "normalized", *draft.present_names("adv_estimator", *_NORMS))
             _disable_missing_norms(draft, *_NORM_TYPES)
     pools = [draft.value(mean_path), draft.value(deviation_path)]
@@ -240,6 +244,7 @@ def _updates(draft: Draft) -> None:
     if isinstance(per_device, int) and isinstance(steps, int):
         ranks = draft.number("trainer.placement.policy_num_gpus_per_node")
         for dimension in ("tensor", "context", "pipeline"):
+            # Ranks of these dimensions compute the same responses.
             ranks //= draft.number(f"trainer.parallel.{dimension}")
         draft.set_prompts(MINI, int(per_device * steps * ranks), size, accumulation)
 

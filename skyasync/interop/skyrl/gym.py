@@ -104,7 +104,8 @@ class SkyRLEnv(envs.BaseTextEnv):
         self, env_config: Foreign = None, extras: dict[str, Any] | None = None, **kwargs: object
     ) -> None:
         super().__init__(env_config, extras)
-        self.max_turns = int(self.extras.get("max_turns", 1))
+        self.max_turns = int(self.extras.get("max_turns", 1))  # SkyRL's default
+        # A subclass calls it with its groups.
         self.init_tool_groups([])
 
     def init_tool_groups(self, tool_groups: list[ToolGroup] | None = None) -> None:
@@ -138,9 +139,11 @@ class SkyRLEnv(envs.BaseTextEnv):
                 cls.__name__,
             )
         attributes = {"spec_name": name, "spec_kwargs": dict(kwargs)}
+        # The user's class stays as it is; the name is for messages and metrics.
         return type(cls.__name__, (_GymEpisode, cls), attributes)
 
 
+# SkyRL has both names.
 BaseTextEnv = Env = SkyRLEnv
 
 

@@ -126,6 +126,7 @@ class TinkerExperiment(BasePPOExp):
                 "and generator.weight_sync_mode=delta"
             )
         settle_references(cfg)
+        # The checks of a run before its processes start.
         check_parts(cfg, [])
         check_writable("--folder", str(folder))
         settle_models(cfg, [ROLES[POLICY]], own_tokenizer=False)
@@ -169,6 +170,7 @@ class TinkerExperiment(BasePPOExp):
             )
             components.client = self.get_inference_client()
             components.dispatch = self.get_dispatch()
+            # Ranks and engines start at the same time.
             components.share_threads(True)
             await asyncio.gather(components.client.start(), components.dispatch.start())
             components.weight_sync = self.get_weight_sync(

@@ -123,6 +123,7 @@ class SnapshotTurns:
 
     async def load_again(self, dispatch: Dispatch) -> None:
         """Load the current snapshot into new ranks, from which replacement engines get it."""
+        # The weight sync had connections to the lost ranks.
         self._weights.restart(dispatch)
         if self.current is None:
             return
@@ -133,7 +134,7 @@ class SnapshotTurns:
     @asynccontextmanager
     async def _paused(self) -> AsyncIterator[None]:
         """Engines without work during a weight sync."""
-        await self._client.pause("keep")
+        await self._client.pause("keep")  # requests that run stay in the engines
         try:
             yield
         finally:
@@ -218,7 +219,7 @@ class SamplingQueue:
             task = asyncio.create_task(self._answer(name, request, snapshot))
             self._answers[name] = task
             task.add_done_callback(lambda _: self._finished_names.append(name))
-            while len(self._finished_names) > ANSWERS:
+            while len(self._finished_names) > ANSWERS:  # tasks of unfinished answers stay
                 self._answers.pop(self._finished_names.popleft(), None)
         return name
 

@@ -188,6 +188,7 @@ class TinkerServer:
 
     async def close(self) -> None:
         """Stop listening, and leave unfinished requests to the next server."""
+        # Connections first, so that no request arrives while the queues close.
         await self._limits.close()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -200,6 +201,7 @@ class TinkerServer:
                 raise RequestError(
                     "the API key is not this server's", code="invalid_api_key", status=401
                 )
+            # Only after the check: connections without a key are limited.
             self._limits.has_key(request)
             return await handler(request)
 
@@ -209,6 +211,7 @@ class TinkerServer:
         checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
         return {
             ("GET", "healthz"): partial(_always, {"status": "ok"}),
+            # The SDK calls these at its start, and does not work without an answer.
             ("POST", "client/config"): partial(_always, CLIENT_CONFIG),
             ("POST", "client/dynamic_config"): partial(_always, {}),
             ("POST", "telemetry"): partial(_always, {"status": "accepted"}),
@@ -254,7 +257,7 @@ class TinkerServer:
         names = ("tags", "user_metadata", "display_name", "sdk_version")
         metadata = {name: body.get(name) for name in names}
         _check_metadata(metadata)
-        session = secrets.token_hex(16)
+        session = secrets.token_hex(16)  # not to be guessed by other clients
         self._store.add_session(session, metadata)
         return web.json_response({"type": "create_session", "session_id": session})
 
@@ -428,9 +431,11 @@ class TinkerServer:
             except KeyError:
                 raise RequestError(f"there is no request {name} (any more)", status=410) from None
         elif stored.result is not None:
+            # From now on the result may be deleted, after some more requests.
             self._store.retrieved(name)
             answer = (stored.result, stored.ok and stored.kind == "forward_backward")
         if answer is None:
+            # 408 lets the SDK call again without counting an error.
             return web.json_response({"type": "try_again", "queue_state": "active"}, status=408)
         result, is_protobuf = answer
         content_type = PROTOBUF if is_protobuf else "application/json"
@@ -548,6 +553,7 @@ class TinkerServer:
         seconds = body.get("ttl_seconds")
         check_lifetime(seconds)
         now = datetime.now(UTC).timestamp()
+        # Its files are removed when checkpoints are listed.
         self._store.expire(checkpoint.path, None if seconds is None else now + seconds)
         return web.json_response({})
 

@@ -84,7 +84,7 @@ class Store:
         self.folder = folder
         self._database = sqlite3.connect(folder / "tinker.sqlite", check_same_thread=False)
         self._database.row_factory = sqlite3.Row
-        self._database.execute("pragma journal_mode=wal")
+        self._database.execute("pragma journal_mode=wal")  # commits without rewriting the file
         self._database.executescript(SCHEMA)
         columns = [row["name"] for row in self._rows("pragma table_info(requests)")]
         if "attempts" not in columns:  # a file of an earlier release
@@ -127,7 +127,12 @@ class Store:
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
         """Args: snapshot: the folder of its checkpoint; "" samples from the base model."""
         self._write(
-            "insert or ignore into samplers values (?, ?, ?, ?)", sampler, session, number, snapshot
+            # Ignored if the client repeats its request, as below.
+            "insert or ignore into samplers values (?, ?, ?, ?)",
+            sampler,
+            session,
+            number,
+            snapshot,
         )
 
     def samplers(self, session: str) -> list[str]:
@@ -307,7 +312,7 @@ class Store:
 
     def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
         self._write("delete from checkpoints where path = ?", checkpoint.path)
-        shutil.rmtree(checkpoint.folder, ignore_errors=True)
+        shutil.rmtree(checkpoint.folder, ignore_errors=True)  # a folder without a row is never read
 
 
 def _read(row: sqlite3.Row) -> dict[str, Any]:

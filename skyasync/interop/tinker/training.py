@@ -153,6 +153,7 @@ class TrainingQueue:
 
     async def _serve(self, model: str) -> None:
         """Carry out the model's requests in the order of their sequence ids, as they arrive."""
+        # Requests may arrive out of order: the next one in the sequence is waited for.
         seq = self._store.last_finished(model) + 1
         arrival = self._arrivals[model]
         while True:
@@ -220,6 +221,7 @@ class TrainingQueue:
             state=state,
             checkpoint=outcome.checkpoint,
         )
+        # After the commit: a crash before it leaves the old folder in use.
         if obsolete:
             shutil.rmtree(obsolete, ignore_errors=True)
         if outcome.checkpoint is not None and not outcome.checkpoint.named:
@@ -237,9 +239,10 @@ class TrainingQueue:
         self._counts[model]()  # a request that ends the ranks on its repetition counts, too
         row = self._store.model(model)
         async with dispatch.transfer.changing():
+            # A rank in which a request has failed may have a part of it.
             await dispatch.call(POLICY, "forget", model)
             await dispatch.call(POLICY, "activate", model, row["rank"], row["seed"])
-            if row["state"]:
+            if row["state"]:  # otherwise the new adapters are its state
                 await dispatch.call(POLICY, "load_adapters", row["state"], True)
         self._steps[model] = 0
         for request in self._store.since_state(model):
@@ -404,6 +407,7 @@ class TrainingQueue:
             OSError: if a rank could not write them.
         """
         folder = self._new_folder(parent)
+        # Each rank answers; one that could not write makes the folder useless.
         for saved in await dispatch.call(POLICY, "save_adapters", str(folder), optimizer):
             if saved.problem:
                 shutil.rmtree(folder, ignore_errors=True)

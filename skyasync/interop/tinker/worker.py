@@ -60,6 +60,7 @@ class MultiAdapterWorker(PolicyWorker):
             self._states[self.active] = previous_state
         if state is None:
             assert backend.adapters is not None
+            # The weights in the policy are those of the previous model.
             backend.adapters.initialize(seed, rank)
         self.active = model
         self._folder = ""

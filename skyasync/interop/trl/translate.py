@@ -83,6 +83,7 @@ def finish(draft: Draft) -> None:
     _passes(draft)
     _warm_up(draft)
     if "eval_steps" in draft.source_keys and draft.source_value("eval_strategy") in ("no", "epoch"):
+        # With epoch, evaluation is not counted in steps: it is left out.
         draft.put("trainer.eval_interval", 0, "eval_strategy")
         draft.no_counterpart["eval_steps"] = "it has no effect there without eval_strategy=steps"
     if draft.value(LOSS) == "cispo":
@@ -94,11 +95,12 @@ def finish(draft: Draft) -> None:
     if loss_type == "dr_grpo":
         draft.put("trainer.algorithm.max_seq_len", draft.value(RESPONSE_LENGTH), "loss_type")
     if draft.value(ESTIMATOR) == "normalized":
-        draft.put("trainer.algorithm.reward_norm_mean", "group")
+        draft.put("trainer.algorithm.reward_norm_mean", "group")  # TRL always subtracts it
     _correction(draft, has_correction=not rloo and not asynchronous)
     _batches(draft)
     _count_steps(draft)
     if draft.number("trainer.max_training_steps") > 0:
+        # max_steps has precedence over epochs there.
         draft.drop("trainer.epochs", "it has no effect there: max_steps decides")
     if "environment_factory" in draft.source_keys and "reward_funcs" in draft.source_keys:
         # Either of them gives the reward here.

@@ -65,6 +65,7 @@ def finish(draft: Draft) -> None:
     _penalty(draft)
     draft.remark_filters()
     for plan in _PROGRAM_DEFAULTS:
+        # As in python -m verl.experimental.fully_async_policy.fully_async_main.
         if plan in draft.recipe.command:
             draft.put(PLAN, plan)
             _program_defaults(draft, plan)
@@ -80,6 +81,7 @@ def finish(draft: Draft) -> None:
     if draft.source_keys.get("trainer.v1.trainer_mode") == "separate_async":
         _separate(draft)
     elif "fully_async" in draft.recipe.command or _STALENESS in draft.source_keys:
+        # The threshold alone shows that the recipe is of the asynchronous program.
         _staleness(draft)
     _warm_up(draft, "policy", "actor_rollout_ref.actor.optim.")
     _warm_up(draft, "critic", "critic.optim.")
@@ -98,6 +100,7 @@ def _penalty(draft: Draft) -> None:
         draft.set_one_of(KL_COEFFICIENT, "algorithm.kl_ctrl.kl_coef")
         draft.set_one_of("trainer.algorithm.kl_estimator_type", "algorithm.kl_penalty")
     coefficient = draft.number(KL_COEFFICIENT) if in_loss or in_reward else 0
+    # Both at once are not supported here: the term in the loss counts.
     draft.set_kl(in_loss, coefficient)
     draft.set_kl_clamp("k3", "k3_straight_through")
 
@@ -107,6 +110,7 @@ def _reduction(draft: Draft) -> None:
     loss = draft.value(LOSS)
     if loss in ("gspo", "sapo", "gmpo") and draft.value(REDUCTION) != "sequence_mean":
         draft.drop(REDUCTION, f"not for the policy's loss there: {_LOSS_MODE} decides")
+        # verl reduces these losses by sequences, whatever loss_agg_mode is.
         draft.put(REDUCTION, "sequence_mean", _LOSS_MODE)
     if loss == "gspo":
         _sequence_ratio(draft)
@@ -128,6 +132,7 @@ def _rewards(draft: Draft) -> None:
     rewards = "environment.reward_funcs"
     for name in draft.source_keys:
         if name.endswith(_FUNCTION) and rewards in draft.settings:
+            # The function's name is part of this setting: its key has a counterpart as well.
             draft.put(rewards, draft.value(rewards), *draft.origin(rewards), name)
             draft.no_counterpart.pop(name, None)
     if draft.value(rewards) == []:
@@ -161,6 +166,7 @@ def _correction(draft: Draft) -> None:
     if len(bounds) == 2:
         limits = [float(bound) for bound in bounds]
         if draft.value(CORRECTION) == "token_tis":
+            # With a lower bound verl masks tokens instead of truncating their weights.
             draft.put(CORRECTION, "icepop", _IS_TYPE, _IS_THRESHOLD)
     draft.set_correction(bool(draft.source_value(_IS_TYPE)), limits, _IS_THRESHOLD)
 
@@ -185,6 +191,7 @@ def _clip(draft: Draft) -> None:
     draft.put(
         "trainer.algorithm.dppo.divergence", str(draft.source_keys[_LOSS_MODE])[-2:], _LOSS_MODE
     )
+    # verl bounds the ratio of this loss with the same key.
     draft.settings.pop("trainer.algorithm.clip_ratio_c", None)
     draft.put("trainer.algorithm.extra.ratio_cap", draft.source_value(cap), cap)
     if draft.value(ANCHOR) == "proximal":
@@ -230,6 +237,7 @@ def _loss_of_bypass(draft: Draft) -> None:
         draft.no_counterpart.pop(_IS_THRESHOLD, None)
     else:
         draft.put(LOSS, "vanilla", _LOSS_TYPE)
+        # REINFORCE multiplies by the weight alone.
         draft.drop(ANCHOR, "a loss without a ratio has no anchor")
         if correction != "none":
             draft.remarks.append(
