@@ -97,8 +97,12 @@ def _line(row: TableRow) -> str:
             spelled.append(f"`{target}{fixed}`")
         settings = ", ".join(spelled)
     aliases = [f"`{source}={target}`" for source, target in row.aliases.items()]
-    notes = "; ".join(filter(None, (row.note, " ".join(aliases))))
-    cells = [cell.replace("|", "\\|") for cell in (source_names, settings, notes)]
+    notes = [row.note] if row.note else []
+    if aliases:
+        notes.append(" ".join(aliases))
+    cells = []
+    for cell in (source_names, settings, "; ".join(notes)):
+        cells.append(cell.replace("|", "\\|"))
     return f"| {' | '.join(cells)} |"
 
 

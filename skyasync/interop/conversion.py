@@ -136,7 +136,8 @@ def _list_entries(value: Value, context: ConversionContext) -> list[Value]:
     """The entries of a list, each for one target."""
     if isinstance(value, list):
         return value
-    return [value_of(text) for text in str(value).replace(",", " ").split()]
+    words = str(value).replace(",", " ").split()
+    return [value_of(word) for word in words]
 
 
 def _int(value: Value, context: ConversionContext) -> list[Value]:

@@ -289,7 +289,8 @@ class Draft:
         if self.value(PLAN) == "fully_async":
             # With a sync every n steps, samples of the last step are n - 1 steps old in any case.
             oldest = ceil(self.number("trainer.sync_interval")) - 1
-            self.put("trainer.max_staleness", max(ceil(ratio), oldest), name)
+            staleness = max(ceil(ratio), oldest)
+            self.put("trainer.max_staleness", staleness, name)
 
     def set_prompts(self, path: str, responses: int, *names: str) -> None:
         """Set a setting that counts prompts from a number of responses.
@@ -342,8 +343,13 @@ def begin(system: System, recipe: SourceRecipe) -> Draft:
         else:
             rows.append((name, row))
     recipe_rows = {id(row) for _, row in rows}
+
     # In the table's order, so that the order of flags does not matter. Keys that are ours come last.
-    rows.sort(key=lambda entry: order.get(id(entry[1]), len(order)))
+    def rank(entry: tuple[str, TableRow]) -> int:
+        _, row = entry
+        return order.get(id(row), len(order))
+
+    rows.sort(key=rank)
     # Rows with a function depend on other settings (units, group sizes): they are second.
     for has_function in (False, True):
         for name, row in rows:

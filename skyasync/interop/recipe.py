@@ -162,7 +162,9 @@ def _pop_config_file(keys: dict[str, Value], folder: Path) -> Path | None:
         for candidate in candidates:
             # A path often begins with the script's folder as a variable, ${DIR}/, or as a command,
             # $(dirname ...)/.
-            relative = candidate.rpartition("}/")[2].rpartition(")/")[2].lstrip("/")
+            _, _, relative = candidate.rpartition("}/")
+            _, _, relative = relative.rpartition(")/")
+            relative = relative.lstrip("/")
             if "$" in relative:
                 continue
             for base in (folder, *folder.parents):

@@ -238,7 +238,9 @@ class _Reader:
             if item.type != "case_item":
                 continue
             patterns = item.children_by_field_name("value")
-            matches = any(fnmatchcase(value, self.joined(pattern)) for pattern in patterns)
+            matches = False
+            for pattern in patterns:
+                matches = matches or fnmatchcase(value, self.joined(pattern))
             active = None if "$" in value else matches and not taken
             taken = taken or matches
             self.alternative = outer_alternative or (active is None and has_earlier_branch)
@@ -437,7 +439,8 @@ class _Reader:
             # An expansion that was not understood is one word.
             is_unknown = isinstance(value, str) and value.startswith("$")
             if not quoted and not is_unknown:
-                values = list(itertools.chain.from_iterable(map(_split, values)))
+                words = map(_split, values)
+                values = list(itertools.chain.from_iterable(words))
             if values:
                 has_quotes = has_quotes or quoted
                 fields[-1] += values[0]  # it continues the previous fragment

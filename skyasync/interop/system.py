@@ -134,8 +134,11 @@ class Table:
                 else:
                     exact[name] = row
         # The longest pattern first: find() takes the first match.
-        ordered = sorted(patterns, key=lambda name: -len(name.replace("*", "")))
-        compiled = [(re.compile(translate(name)), patterns[name]) for name in ordered]
+        ordered = sorted(patterns, key=_letters, reverse=True)
+        compiled = []
+        for name in ordered:
+            pattern = re.compile(translate(name))
+            compiled.append((pattern, patterns[name]))
         return cls(tuple(rows), exact, tuple(compiled))
 
     def find(self, path: str) -> TableRow | None:
@@ -151,6 +154,11 @@ class Table:
     def variables(self) -> dict[str, TableRow]:
         """The rows of environment variables, which the framework reads as it does its keys."""
         return {name: row for name, row in self.exact.items() if name.isupper()}
+
+
+def _letters(pattern: str) -> int:
+    """The number of letters that a pattern requires."""
+    return len(pattern.replace("*", ""))
 
 
 def expand(pattern: str) -> list[str]:

@@ -61,7 +61,8 @@ def translate(argv: Sequence[str]) -> None:
     system = _pop_system(arguments)
     try:
         recipe = read_recipe(arguments)
-        print(translated(recipe, system or detect(recipe)), end="")
+        result = translated(recipe, system or detect(recipe))
+        print(result, end="")
     except RecursionError:
         raise UserError("the recipe is nested too deeply") from None
 
@@ -228,9 +229,11 @@ def _problems(draft: Draft) -> list[str]:
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "translated.yaml"
-        file.write_text("\n".join(_tree(draft)) + "\n", encoding="utf-8")
+        text = "\n".join(_tree(draft))
+        file.write_text(f"{text}\n", encoding="utf-8")
         try:
-            return check_config(load_config(["--config", str(file)]), given={*draft.settings})
+            config = load_config(["--config", str(file)])
+            return check_config(config, given={*draft.settings})
         except UserError as error:
             problems = []
             for line in str(error).splitlines():

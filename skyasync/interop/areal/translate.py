@@ -343,7 +343,8 @@ def _steps(draft: Draft) -> None:
             "the learning rate changes with each optimizer step; there with each batch"
         )
     # Megatron's optimizer has float32 master weights, as we have.
-    uses_fsdp = str(draft.source_value("actor.backend") or "fsdp").startswith("fsdp")
+    backend = str(draft.source_value("actor.backend") or "fsdp")
+    uses_fsdp = backend.startswith("fsdp")
     if uses_fsdp and draft.value("trainer.policy.model.dtype") == "bfloat16":
         draft.remarks.append(
             "weights and AdamW's state are float32 here, and passes are computed in bfloat16; "

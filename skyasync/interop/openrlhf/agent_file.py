@@ -149,9 +149,9 @@ class OpenRLHFAgent(BaseTextEnv):
         changes = {}
         if sampling is None or sampling is self._sampling:
             # The agent may have changed the object in place.
-            original = vars(sampling_object(self.env_config.get(SAMPLING_KEY, {})))
+            original = sampling_object(self.env_config.get(SAMPLING_KEY, {}))
             for name, value in vars(self._sampling).items():
-                if name in SAMPLING and value != original[name]:
+                if name in SAMPLING and value != getattr(original, name):
                     changes[name] = value
             return changes
         self._sampling = sampling
@@ -223,8 +223,9 @@ def _read_answer(answer: Any, text: str) -> tuple[Mapping[str, Any], str]:
         )
     missing = [name for name in ("rewards", "done") if name not in answer]
     if missing:
+        present = ", ".join(map(str, answer))
         raise InvalidEnvOutputError(
-            f"step's dictionary lacks {', '.join(missing)}; it has: {', '.join(map(str, answer))}"
+            f"step's dictionary lacks {', '.join(missing)}; it has: {present}"
         )
     name = next((name for name in FEEDBACK if answer.get(name) is not None), None)
     if name is None:
@@ -307,7 +308,8 @@ def _check_step(step: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> None
     placeholder = ast.Constant(None)
     arguments.defaults = [placeholder for _ in arguments.defaults]
     arguments.kw_defaults = [default and placeholder for default in arguments.kw_defaults]
-    expression = ast.fix_missing_locations(ast.Expression(ast.Lambda(arguments, placeholder)))
+    expression = ast.Expression(ast.Lambda(arguments, placeholder))
+    ast.fix_missing_locations(expression)
     function = eval(compile(expression, "step", "eval"))
     takes_sampling(inspect.signature(function), path)
 
@@ -352,7 +354,8 @@ def load_agent(path: str) -> dict[str, Any]:
         finally:
             sys.modules.pop(module.__name__, None)
         agent = module.__dict__
-        if any(isinstance(agent.get(name), type) for name in ("AgentExecutor", "AgentInstance")):
+        classes = (agent.get("AgentExecutor"), agent.get("AgentInstance"))
+        if any(isinstance(value, type) for value in classes):
             _LOADED_FILES[path] = agent
         elif not callable(agent.get("step")):
             raise UserError(
@@ -404,4 +407,5 @@ def new_executor(executor_class: Foreign, optional: Mapping[str, object]) -> For
 
 @cache
 def _code(path: str) -> CodeType:
-    return compile(agent_file(path).read_text(), path, "exec")
+    source = agent_file(path).read_text()
+    return compile(source, path, "exec")

@@ -109,7 +109,8 @@ class _CurrentEpisode:
         # Newer files pass vLLM's TokensPrompt.
         if isinstance(prompt_token_ids, Mapping):
             prompt_token_ids = prompt_token_ids["prompt_token_ids"]
-        return await episode.generate(list(cast("list[int]", prompt_token_ids)), sampling_params)
+        tokens = list(cast("list[int]", prompt_token_ids))
+        return await episode.generate(tokens, sampling_params)
 
     async def put(self, result: Mapping[str, object]) -> None:
         _EPISODE.get().queued_result = result
@@ -134,7 +135,8 @@ class _ExecutorEpisode:
     async def generate(self, tokens: list[int], sampling_params: object) -> SimpleNamespace:
         """The engine's response, with the names of vLLM's ``RequestOutput``."""
         body: dict[str, object] = {"prompt": tokens, "return_token_ids": True, "logprobs": 1}
-        for name, default in vars(sampling_object(self._sampling)).items():
+        defaults = sampling_object(self._sampling)
+        for name, default in vars(defaults).items():
             value = getattr(sampling_params, name, default)
             # Without a limit the engine's context is the limit.
             if name == "max_tokens":
@@ -181,7 +183,8 @@ class _ExecutorEpisode:
             raise ValueError(
                 f"execute must return a dictionary with a reward; it returned {result!r:.120}"
             )
-        refuse_images(cast("list[object] | None", result.get("images")))
+        images = cast("list[object] | None", result.get("images"))
+        refuse_images(images)
         answer = {
             "rewards": result["reward"],
             "scores": result.get("scores"),

@@ -174,7 +174,8 @@ def _critic(draft: Draft) -> None:
     # With these keys, the reward model does not give the reward.
     if draft.present_names("reward.remote_url", "remote_rm_url", "train.agent_func_path"):
         return
-    model, _, _ = str(draft.value(reward)).partition(",")  # the first of several reward models
+    reward_models = str(draft.value(reward)).split(",")
+    model = reward_models[0]
     draft.put(path, model, *draft.origin(reward), note="the critic begins as the reward model")
 
 
@@ -205,10 +206,13 @@ def _plan(draft: Draft) -> None:
 def _slice_rows(draft: Draft) -> None:
     """The first rows of a data set, as a slice of its split."""
     path = "data.train_data"
-    name = next(iter(draft.present_names("data.max_samples", "max_samples")), "")
-    rows = draft.source_keys.get(name)
+    names = draft.present_names("data.max_samples", "max_samples")
     datasets = draft.value(path)
-    if not isinstance(rows, int) or not isinstance(datasets, list):
+    if not names or not isinstance(datasets, list):
+        return
+    name = names[0]
+    rows = draft.source_keys[name]
+    if not isinstance(rows, int):
         return
     dataset, split = "", "train"
     if len(datasets) == 1:

@@ -94,7 +94,8 @@ def grade_answer(answer: str | None, truth: str | None) -> bool:
 
 def _normalized(text: str) -> str:
     """An answer without blanks, currency signs, thousands separators and LaTeX's spacing."""
-    return re.sub(r"[\s$,]|\\left|\\right|\\!", "", text).rstrip(".").lower()
+    text = re.sub(r"[\s$,]|\\left|\\right|\\!", "", text)
+    return text.rstrip(".").lower()
 
 
 def _modules() -> dict[str, ModuleType]:

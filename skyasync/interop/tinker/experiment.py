@@ -62,7 +62,8 @@ async def served(
     model = cfg.trainer.policy.model
     store = Store(folder)
     try:
-        vocabulary = int(load_config(model.path, model.config_kwargs).get_text_config().vocab_size)
+        model_config = load_config(model.path, model.config_kwargs)
+        vocabulary = int(model_config.get_text_config().vocab_size)
         turns = PolicyTurns(dispatch, replace_ranks)
         snapshots = SnapshotTurns(store, turns, weights, client)
         server = TinkerServer(
@@ -223,4 +224,5 @@ class TinkerExperiment(BasePPOExp):
 def serve(cfg: Config, folder: str, host: str, port: int) -> TinkerExperiment:
     """The experiment, which ``run`` serves; the key is in the environment."""
     address = Address(host, port, os.environ.get(KEY_VARIABLE, ""))
-    return TinkerExperiment(cfg, Path(folder or FOLDER).expanduser().resolve(), address)
+    path = Path(folder or FOLDER).expanduser()
+    return TinkerExperiment(cfg, path.resolve(), address)

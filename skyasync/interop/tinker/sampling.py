@@ -249,7 +249,8 @@ class SamplingQueue:
         if not isinstance(error, UserError | ValueError | TypeError):
             category = "server"
             log.warning("a sampling request of Tinker's API has failed", exc_info=error)
-        return json.dumps({"error": headline(error), "category": category}).encode(), False
+        answer = json.dumps({"error": headline(error), "category": category})
+        return answer.encode(), False
 
     async def _answer(self, name: str, request: types.SampleRequest, snapshot: str) -> bytes:
         """The answer of a request, in protobuf."""

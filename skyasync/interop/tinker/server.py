@@ -173,9 +173,8 @@ class TinkerServer:
         for (method, path), handler in self._routes().items():
             app.router.add_route(method, f"/api/v1/{path}", self._with_key(handler))
         for (method, path), why in NOT_SUPPORTED.items():
-            app.router.add_route(
-                method, f"/api/v1/{path}", self._with_key(partial(_not_supported, path, why))
-            )
+            handler = partial(_not_supported, path, why)
+            app.router.add_route(method, f"/api/v1/{path}", self._with_key(handler))
         self._runner = web.AppRunner(app, **RUNNER_OPTIONS)
         await self._runner.setup()
         host = self._address.host
@@ -497,16 +496,19 @@ class TinkerServer:
 
     async def _cancel(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        self._sampling.cancel(str(body.get("request_id", "")))
+        name = str(body.get("request_id", ""))
+        self._sampling.cancel(name)
         return web.json_response({})
 
     # ---------------------------------------------------------------- the catalogue
 
     async def _training_runs(self, request: web.Request) -> web.Response:
-        return _list("training_runs", [self._run(model) for model in self._store.models()], request)
+        runs = [self._run(model) for model in self._store.models()]
+        return _list("training_runs", runs, request)
 
     async def _training_run(self, request: web.Request) -> web.Response:
-        return web.json_response(self._run(self._model(request.match_info["model"])))
+        model = self._model(request.match_info["model"])
+        return web.json_response(self._run(model))
 
     def _run(self, model: dict[str, Any]) -> dict[str, Any]:
         """A model as a training run of the protocol."""
@@ -530,8 +532,10 @@ class TinkerServer:
         model = request.match_info.get("model", "")
         if model:
             self._model(model)
-        checkpoints = self._store.checkpoints(model, named=True)
-        return _list("checkpoints", list(map(_described, checkpoints)), request)
+        checkpoints = []
+        for checkpoint in self._store.checkpoints(model, named=True):
+            checkpoints.append(_described(checkpoint))
+        return _list("checkpoints", checkpoints, request)
 
     def _checkpoint(self, path: str) -> Checkpoint:
         checkpoint = self._store.checkpoint(path)
@@ -568,7 +572,8 @@ class TinkerServer:
 
     async def _weights_info(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        checkpoint = self._checkpoint(str(body.get("tinker_path", "")))
+        path = str(body.get("tinker_path", ""))
+        checkpoint = self._checkpoint(path)
         answer = {
             "base_model": self._base_model,
             "is_lora": True,
@@ -604,7 +609,9 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(min(seconds, LATEST), UTC).isoformat()
+    """Seconds since 1970 as text."""
+    time = datetime.fromtimestamp(min(seconds, LATEST), UTC)
+    return time.isoformat()
 
 
 def _check_metadata(metadata: object) -> None:

@@ -152,11 +152,10 @@ class Store:
         self, model: str, session: str, rank: int, seed: int, metadata: Mapping[str, Any]
     ) -> None:
         now = time.time()
-        self._write(
-            "insert or ignore into models (id, session, rank, seed, about, created, used) "
-            "values (?, ?, ?, ?, ?, ?, ?)",
-            *(model, session, rank, seed, json.dumps(dict(metadata)), now, now),
-        )
+        text = json.dumps(dict(metadata))
+        names = "id, session, rank, seed, about, created, used"
+        statement = f"insert or ignore into models ({names}) values (?, ?, ?, ?, ?, ?, ?)"
+        self._write(statement, model, session, rank, seed, text, now, now)
 
     def models(self, session: str = "") -> list[dict[str, Any]]:
         """All models, or those of a session; the newest first."""
@@ -173,13 +172,13 @@ class Store:
         raise KeyError(model)
 
     def add_request(self, request: str, model: str, seq: int, kind: str, payload: bytes) -> None:
-        self._write(
-            "insert or ignore into requests (id, model, seq, kind, payload) values (?, ?, ?, ?, ?)",
-            *(request, model, seq, kind, payload),
-        )
+        names = "id, model, seq, kind, payload"
+        statement = f"insert or ignore into requests ({names}) values (?, ?, ?, ?, ?)"
+        self._write(statement, request, model, seq, kind, payload)
 
     def request(self, request: str) -> StoredRequest | None:
-        return next(iter(self._requests("id = ?", request)), None)
+        requests = self._requests("id = ?", request)
+        return requests[0] if requests else None
 
     def count_attempt(self, request: str, number: int) -> None:
         """Count a server that begins a request (1), or that leaves it to the next server (-1)."""
@@ -288,7 +287,8 @@ class Store:
         A checkpoint that replaces another one of its path has a new folder.
         """
         rows = self._rows("select * from checkpoints where path = ? or folder = ?", name, name)
-        return next(iter(self._unexpired(rows)), None)
+        checkpoints = self._unexpired(rows)
+        return checkpoints[0] if checkpoints else None
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
         """Checkpoints that have not expired, the oldest first; the files of expired ones are

@@ -421,4 +421,5 @@ class TrainingQueue:
 
 
 def _json(answer: Mapping[str, Any]) -> RequestOutcome:
-    return RequestOutcome(json.dumps(dict(answer)).encode())
+    text = json.dumps(dict(answer))
+    return RequestOutcome(text.encode())

@@ -63,8 +63,9 @@ def loss_batch(body: bytes, *, vocabulary: int, most_tokens: int) -> LossBatch:
     inputs: list[dict[str, Floats]] = []
     for index, datum in enumerate(message.data):
         try:
-            rows.append(_tokens(datum, vocabulary, most_tokens))
-            inputs.append(_inputs(datum, name, len(rows[-1]) - 1))
+            row = _tokens(datum, vocabulary, most_tokens)
+            rows.append(row)
+            inputs.append(_inputs(datum, name, len(row) - 1))
         except ValueError as error:
             raise UserError(f"datum {index}: {error}") from error
     lengths = [len(row) for row in rows]
@@ -131,7 +132,9 @@ def _tokens(datum: pb.Datum, vocabulary: int, most_tokens: int) -> NDArray[np.in
         if not chunk.HasField("encoded_text"):
             raise ValueError("images and audio are not supported: the policy reads text")
         texts.append(chunk.encoded_text.tokens)
-    read = np.frombuffer(b"".join(texts), dtype=np.int32).astype(np.int64)  # [length - 1]
+    # The protocol sends int32; torch indexes with int64.
+    encoded = np.frombuffer(b"".join(texts), dtype=np.int32)
+    read = encoded.astype(np.int64)  # [length - 1]
     target = _array(datum.loss_fn_inputs, "target_tokens")
     if target is None or not len(read):
         raise ValueError("it needs tokens and target_tokens")
@@ -217,9 +220,10 @@ def loss_result(logprobs: Tensor, batch: LossBatch) -> bytes:
     for name, values in (("logprobs", logprobs), ("elementwise_loss", losses)):
         rows = []
         for row, length in zip(values, lengths, strict=True):
-            rows.append(row[1 : length + 1].float().numpy())
+            targets = row[1 : length + 1]
+            rows.append(targets.float().numpy())
         field = record.fields[name]
-        field.data = np.concatenate(rows).astype(np.float32).tobytes()
+        field.data = np.concatenate(rows).tobytes()
         field.dtype = pb.DTYPE_FLOAT32
         field.offsets = offsets.tobytes()
     output = pb.ForwardBackwardOutput(loss_fn_output_type="TensorDict", loss_fn_outputs=[record])

@@ -177,7 +177,8 @@ def exchange(backend: FSDPBackend, state: AdapterState | None) -> AdapterState:
     if state is not None:
         rows = zip(parameters, state.weights, state.gradients, state.optimizer, strict=True)
         for parameter, weight, gradient, optimizer_state in rows:
-            local(parameter.detach()).copy_(weight)
+            shard = local(parameter.detach())
+            shard.copy_(weight)
             parameter.grad = gradient
             if optimizer_state:  # AdamW has none for a parameter before its first step
                 optimizer_states[parameter] = optimizer_state

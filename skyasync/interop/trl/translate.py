@@ -192,7 +192,8 @@ def _processes(draft: Draft) -> int:
         )
     if "num_processes" in names:
         # accelerate counts the processes of all machines, torchrun those of each.
-        draft.put(per_node, max(processes // max(nodes, 1), 1), *names)
+        processes_per_node = processes // max(nodes, 1)
+        draft.put(per_node, max(processes_per_node, 1), *names)
     else:
         processes *= nodes
     engines = processes // int(draft.number(ENGINE_SIZE))

@@ -168,7 +168,8 @@ def _correction(draft: Draft) -> None:
         if draft.value(CORRECTION) == "token_tis":
             # With a lower bound verl masks tokens instead of truncating their weights.
             draft.put(CORRECTION, "icepop", _IS_TYPE, _IS_THRESHOLD)
-    draft.set_correction(bool(draft.source_value(_IS_TYPE)), limits, _IS_THRESHOLD)
+    enabled = bool(draft.source_value(_IS_TYPE))
+    draft.set_correction(enabled, limits, _IS_THRESHOLD)
 
 
 def _clip(draft: Draft) -> None:
@@ -407,7 +408,8 @@ def _batches(draft: Draft) -> None:
     for name in draft.present_names("rollout.total_rollout_steps", "trainer.total_rollout_steps"):
         prompts = draft.source_keys[name]
         if isinstance(prompts, int):
-            draft.put("trainer.max_training_steps", int(prompts // draft.number(BATCH)), name)
+            steps = int(prompts // draft.number(BATCH))
+            draft.put("trainer.max_training_steps", steps, name)
             draft.no_counterpart.pop(name, None)
 
 
