@@ -128,7 +128,8 @@ class Draft:
         """The optimizer steps for one batch: its mini-batches times the passes over it."""
         batch = self.number(BATCH)
         mini_batch = self.number(MINI) or batch  # 0 stands for the full batch
-        return ceil(batch / mini_batch) * int(self.number("trainer.update_epochs_per_batch"))
+        passes = int(self.number("trainer.update_epochs_per_batch"))
+        return ceil(batch / mini_batch) * passes
 
     def source_value(self, *names: str) -> Value:
         """The value of a source key with these names: the recipe's, else the framework's default.
@@ -146,7 +147,7 @@ class Draft:
         return None
 
     def present_names(self, *names: str) -> list[str]:
-        """Those of these source keys that the recipe sets."""
+        """The names among these that the recipe sets."""
         return [name for name in names if name in self.source_keys]
 
     def origin(self, path: str) -> tuple[str, ...]:
@@ -246,10 +247,10 @@ class Draft:
 
     def set_kl_clamp(self, *estimators: str) -> None:
         """Clamp the KL estimate to plus or minus 10, as the framework does for these estimators."""
-        in_use = self.value("trainer.algorithm.use_kl_loss") or self.value(
-            "trainer.algorithm.use_kl_in_reward"
-        )
-        if in_use and self.value("trainer.algorithm.kl_estimator_type") in estimators:
+        in_loss = self.value("trainer.algorithm.use_kl_loss")
+        in_reward = self.value("trainer.algorithm.use_kl_in_reward")
+        estimator = self.value("trainer.algorithm.kl_estimator_type")
+        if (in_loss or in_reward) and estimator in estimators:
             self.put("trainer.algorithm.kl_clamp", 10.0)
 
     def remark_warm_up(self, section: str = "policy") -> None:

@@ -212,7 +212,7 @@ class System:
 
     @cached_property
     def translation(self) -> ModuleType:
-        """Its ``translate.py``: ``CONVERSIONS`` of its table, and ``finish(draft)``."""
+        """The module ``translate.py``: ``CONVERSIONS`` of the table, and ``finish(draft)``."""
         # Imported on first use: hints need the table alone.
         return import_module(f"{__package__}.{self.name}.translate")
 

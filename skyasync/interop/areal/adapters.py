@@ -1,9 +1,8 @@
-"""AReaL's reward functions, and agents that are classes with
-``async def run(self, data, **extra)``.
+"""AReaL's reward functions and agents.
 
-``run`` is given the row and, if it takes them, ``base_url``, ``api_key`` and ``http_client`` (one
-for all episodes of the process, with httpx installed); it returns the reward, or
-``{id of an answer: reward}``.
+An agent is a class with ``async def run(self, data, **extra)``. ``run`` gets the row and, if it
+takes them, ``base_url``, ``api_key`` and ``http_client`` (one for all episodes of the process, with
+httpx installed). It returns the reward, or ``{id of an answer: reward}``.
 
 Invariant: one object per process, made with those settings that its class takes. Source:
 ``areal/api/reward_api.py``.

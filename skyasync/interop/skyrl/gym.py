@@ -68,7 +68,7 @@ class ToolGroup:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._tool_registry = {}
+        self._tool_registry: dict[str, Foreign] = {}
         # getmembers_static, because getmembers would return bound methods, not the decorators.
         for _, member in inspect.getmembers_static(type(self)):
             if isinstance(member, tool):

@@ -125,15 +125,13 @@ class Store:
         raise KeyError(session)
 
     def add_sampler(self, sampler: str, session: str, number: int, snapshot: str) -> None:
-        """Args: snapshot: the folder of its checkpoint; "" samples from the base model."""
-        self._write(
-            # Ignored if the client repeats its request, as below.
-            "insert or ignore into samplers values (?, ?, ?, ?)",
-            sampler,
-            session,
-            number,
-            snapshot,
-        )
+        """Add a sampler, unless the client has repeated its request.
+
+        Args:
+            snapshot: the folder of its checkpoint; "" samples from the base model.
+        """
+        statement = "insert or ignore into samplers values (?, ?, ?, ?)"
+        self._write(statement, sampler, session, number, snapshot)
 
     def samplers(self, session: str) -> list[str]:
         rows = self._rows("select id from samplers where session = ?", session)
@@ -291,8 +289,10 @@ class Store:
         return checkpoints[0] if checkpoints else None
 
     def checkpoints(self, model: str = "", *, named: bool | None = None) -> list[Checkpoint]:
-        """Checkpoints that have not expired, the oldest first; the files of expired ones are
-        removed."""
+        """Checkpoints that have not expired, the oldest first.
+
+        Expired ones are removed with their files.
+        """
         checkpoints = []
         rows = self._rows("select * from checkpoints order by created, number")
         for checkpoint in self._unexpired(rows):
