@@ -161,6 +161,10 @@ class Draft:
         explicit = bool(self.present_names(*sources))
         self.settings[path] = DraftSetting(value, sources, explicit, note)
 
+    def change(self, path: str, value: Value, *sources: str, note: str = "") -> None:
+        """Set another value of our setting; it keeps its source keys and gets these in addition."""
+        self.put(path, value, *self.origin(path), *sources, note=note)
+
     def drop(self, path: str, why: str) -> None:
         """Leave our setting at its default.
 
@@ -324,7 +328,7 @@ class Draft:
                 if HUB.fullmatch(str(name)):
                     name = f"{name}:{split}"
                 with_split.append(name)
-            self.put(path, with_split, *self.origin(path), *present_names)
+            self.change(path, with_split, *present_names)
         for name in present_names:
             self.no_counterpart.pop(name, None)
             self.not_needed.setdefault(name, "the split is written with the data set's name")

@@ -155,7 +155,7 @@ def _finish(draft: Draft) -> None:
         name = f"trainer.{section}.optimizer_config.scheduler"
         options = f"{name}_kwargs"
         if options in draft.settings and draft.value(name) == "cosine":
-            draft.put(name, "cosine_with_min_lr", *draft.origin(name), *draft.origin(options))
+            draft.change(name, "cosine_with_min_lr", *draft.origin(options))
     _keep_metrics_file(draft)
     if draft.number(MINI) >= draft.number(BATCH):
         draft.put(MINI, 0, *draft.settings[MINI].sources)  # one update with the full batch
@@ -198,7 +198,7 @@ def _finish_placement(draft: Draft) -> None:
     elif draft.number(size) > 1:
         # A colocated engine shares one GPU with one rank of the policy.
         count = int(draft.number(engines) * draft.number(size))
-        draft.put(engines, count, *draft.origin(engines))
+        draft.change(engines, count)
         draft.drop(size, f"with {colocate_all} each engine has one GPU: {engines}={count}")
 
 

@@ -153,7 +153,7 @@ def _norms(draft: Draft) -> None:
             for path in _REWARD_NORMS.values():
                 draft.drop(path, "the estimator rloo")
         else:
-            draft.put(ESTIMATOR, "normalized", *draft.origin(ESTIMATOR))
+            draft.change(ESTIMATOR, "normalized")
             # The estimator rloo has no other normalization than by the mean of the group.
             draft.put("trainer.algorithm.extra.leave_one_out", True, f"{prefix}.mean_leave1out")
     if _has_prefix(draft, "critic."):

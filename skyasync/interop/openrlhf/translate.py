@@ -226,5 +226,5 @@ def _slice_rows(draft: Draft) -> None:
         )
         return
     slice_name = f"{dataset}:{split}[:{rows}]"
-    draft.put(path, [slice_name], *draft.origin(path), name)
+    draft.change(path, [slice_name], name)
     draft.no_counterpart.pop(name, None)

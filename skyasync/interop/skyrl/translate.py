@@ -52,7 +52,7 @@ def _masks(draft: Draft) -> None:
         if low in draft.settings or high in draft.settings:
             masks.append(mask)
     if masks:
-        draft.put(path, masks, *draft.origin(path))
+        draft.change(path, masks)
 
 
 def _terms(draft: Draft) -> None:

@@ -254,7 +254,7 @@ def _asynchronous(draft: Draft) -> None:
     draft.put(ANCHOR, "behaviour")
     for path, value in _ASYNC_DEFAULTS.items():
         if path not in draft.settings or not draft.settings[path].explicit:
-            draft.put(path, value, *draft.origin(path))
+            draft.change(path, value)
     # Defaults for colocated engines.
     draft.drop_default("generator.gpu_memory_utilization")
     draft.drop_default(ENGINE_SIZE)

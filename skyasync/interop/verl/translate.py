@@ -133,7 +133,7 @@ def _rewards(draft: Draft) -> None:
     for name in draft.source_keys:
         if name.endswith(_FUNCTION) and rewards in draft.settings:
             # The function's name is part of this setting: its key has a counterpart as well.
-            draft.put(rewards, draft.value(rewards), *draft.origin(rewards), name)
+            draft.change(rewards, draft.value(rewards), name)
             draft.no_counterpart.pop(name, None)
     if draft.value(rewards) == []:
         why = f"without one the data_source chooses among verl's functions: write {rewards}"
@@ -364,7 +364,7 @@ def _separate(draft: Draft) -> None:
     if batch % steps == 0:
         note = f"data.train_batch_size over the {steps} steps between two weight syncs"
         prompts = int(batch // steps)
-        draft.put(BATCH, prompts, *draft.origin(BATCH), interval, note=note)
+        draft.change(BATCH, prompts, interval, note=note)
     batches = steps * (1 + warmup_batches) - 1
     draft.put("trainer.async_generation_ratio", float(batches), warmup, interval)
     draft.put("trainer.max_staleness", batches, warmup, interval)
@@ -386,7 +386,7 @@ def _count_syncs(draft: Draft, *paths: str) -> None:
         syncs = draft.value(path)
         if path in draft.settings and isinstance(syncs, int) and syncs > 0:
             note = f"{syncs} weight syncs there, {steps:g} steps from one to the next"
-            draft.put(path, int(syncs * steps), *draft.origin(path), note=note)
+            draft.change(path, int(syncs * steps), note=note)
     if draft.value(ANCHOR) == "proximal":
         draft.remarks.append(
             f"{ANCHOR}=proximal: the policy at the start of each batch, there that of the last weight sync"
