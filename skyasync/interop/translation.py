@@ -232,8 +232,7 @@ def _problems(draft: Draft) -> list[str]:
         text = "\n".join(_tree(draft))
         file.write_text(f"{text}\n", encoding="utf-8")
         try:
-            config = load_config(["--config", str(file)])
-            return check_config(config, given={*draft.settings})
+            return check_config(load_config(["--config", str(file)]), given={*draft.settings})
         except UserError as error:
             problems = []
             for line in str(error).splitlines():
@@ -280,8 +279,8 @@ def _lines(draft: Draft) -> Iterator[str]:
     if draft.recipe.branches:
         yield "# The script's conditions were not evaluated: its first branches count. Check what they set."
     yield from _tree(draft)
-    used = set()
-    unfilled = []
+    used: set[str] = set()
+    unfilled: list[str] = []
     for setting in draft.settings.values():
         used.update(setting.sources)
         if "$" in str(setting.value):
