@@ -1,10 +1,10 @@
-"""The off-policy mathematics of reinforcement learning: pure functions on ``[batch, length]``
-tensors with masks.
+"""The off-policy mathematics of reinforcement learning, as pure functions on masked tensors.
 
-Here are its six registries: which modules hold their parts, what these may take, what they can do.
+Tensors are ``[batch, length]``. Here are the six registries: the modules of their components, and
+the inputs and capabilities that these may declare.
 
-Invariant: importing this package imports no torch, and neither does asking what is registered and
-what it needs; a module is loaded when one of its names is asked for. The functions import nothing
+Invariant: importing this package imports no torch, and neither do queries of what is registered and
+what it needs; a module is loaded when one of its names is looked up. The functions import nothing
 of the library but its registries and errors.
 """
 
@@ -39,13 +39,13 @@ ADVANTAGE_ESTIMATORS = Registry(
     inputs="rewards values mask group_ids",
     needs="rewards mask",
     capabilities={
-        # A sample is compared with the rest of its group: in a group of one every advantage is 0. A
-        # setting's name in place of true: where that setting is "group".
+        # A sample is compared with the rest of its group: in a group of one every advantage is 0.
+        # With a setting's name instead of true, it is if that setting is "group".
         "group_relative": False,
-        # An advantage depends on other groups of the batch as well. A setting's name: where that is
-        # "batch", or true.
+        # An advantage depends on other groups of the batch as well. With a setting's name instead
+        # of true, it does if that setting is "batch" or true.
         "whole_batch": False,
-        # Rewards enter at all.
+        # Advantages depend on rewards.
         "rewarded": True,
     },
 )

@@ -50,21 +50,23 @@ def compute_advantages(
         UserError: if it returns something else than two tensors of the shape of the rewards.
     """
     if trajectory_ids is not None:
+        # Every tensor becomes one row per trajectory; the results go back to the batch's rows.
         samples = JoinedRows(trajectory_ids)
-        whole = samples.join(values) if values is not None else None
+        joined_values = None
+        if values is not None:
+            joined_values = samples.join(values)
+        joined_lengths = None
         if lengths is not None:
-            sampled = samples.join(lengths[:, None]).sum(1)
-        else:
-            sampled = None
-        estimate = compute_advantages(
+            joined_lengths = samples.join(lengths[:, None]).sum(1)  # [trajectories]
+        advantages, returns = compute_advantages(
             cfg,
             samples.join(rewards),
             samples.join(mask),
             samples.first(group_ids),
-            whole,
-            lengths=sampled,
+            joined_values,
+            lengths=joined_lengths,
         )
-        return samples.split(estimate[0]), samples.split(estimate[1])
+        return samples.split(advantages), samples.split(returns)
     name = setting(cfg, "advantage_estimator", "grpo")
     estimator = bind(ADVANTAGE_ESTIMATORS[name], cfg)
     if "values" in estimator.inputs and values is None:
@@ -77,22 +79,25 @@ def compute_advantages(
         "lengths": lengths,
     }
     advantages, returns = _checked(estimator(tensors), rewards, name)
+    # Clipping comes last, so that its limit is in the units that the loss sees.
     if setting(cfg, "advantage_batch_normalize", False):
         advantages = whiten(advantages, mask)
     clip = setting(cfg, "advantage_clip", 0.0)
-    return (advantages.clamp(-clip, clip) if clip else advantages), returns
+    if clip:
+        advantages = advantages.clamp(-clip, clip)
+    return advantages, returns
 
 
 def _checked(outcome: object, rewards: Tensor, name: str) -> Estimate:
-    """A pair; one tensor of two rows would be taken apart as one, and another shape would be
-    broadcast."""
+    """The pair that an estimator returned.
+
+    Without this check one tensor of two rows would be unpacked as a pair, and another shape would
+    be broadcast.
+    """
     pair = outcome if isinstance(outcome, tuple | list) else ()
-    shapes = [tuple(each.shape) for each in pair if isinstance(each, torch.Tensor)]
+    shapes = [tuple(tensor.shape) for tensor in pair if isinstance(tensor, torch.Tensor)]
     if shapes != [rewards.shape] * 2:
-        if pair:
-            result = f"tensors of shapes {shapes}"
-        else:
-            result = type(outcome).__name__
+        result = f"tensors of shapes {shapes}" if pair else type(outcome).__name__
         raise UserError(
             f"advantage estimator {name!r} must return a pair (advantages, returns), each of the shape of the rewards, "
             f"{tuple(rewards.shape)}; it returned {result}"
@@ -101,13 +106,13 @@ def _checked(outcome: object, rewards: Tensor, name: str) -> Estimate:
 
 
 def scores(rewards: Tensor) -> Tensor:
-    """``[batch]``: the sum of each sample's rewards."""
+    """The sum of each sample's rewards, ``[batch]``, wherever in the row they are."""
     return rewards.sum(1)
 
 
 def broadcast(advantages: Tensor, mask: Tensor) -> Estimate:
-    """One number per sample to all its loss tokens; returns are the advantages."""
-    tokens = torch.where(mask, advantages.unsqueeze(1), 0)
+    """Give each sample's advantage ``[batch]`` to all its loss tokens; returns are the same."""
+    tokens = torch.where(mask, advantages.unsqueeze(1), 0)  # [batch, length]
     return tokens, tokens
 
 
@@ -136,7 +141,11 @@ def grpo(
 
 @ADVANTAGE_ESTIMATORS.register("dr_grpo", group_relative=True)
 def dr_grpo(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    singleton_raw: bool = False,
 ) -> Estimate:
     """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025
     (Dr.GRPO)."""
@@ -147,7 +156,11 @@ def dr_grpo(
 
 @ADVANTAGE_ESTIMATORS.register("rloo", group_relative=True)
 def rloo(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    singleton_raw: bool = False,
 ) -> Estimate:
     """``r - mean of the others``. Source: Ahmadian et al. 2024 (RLOO)."""
     advantages = normalize(
@@ -170,12 +183,13 @@ def maxrl(
 
     Source: Tajwar et al. 2026 (maximum-likelihood RL).
     """
-    total = scores(rewards)
+    total = scores(rewards)  # [batch]
     pool = Pools(group_ids, ~total.isnan())
     centred = normalize(total, group_ids, std="none")
-    advantages = centred / (pool.mean(total.double()) + eps).to(total.dtype)
-    alone = total if singleton_raw else torch.zeros_like(total)
-    return broadcast(torch.where(pool.sizes == 1, alone, advantages), mask)
+    group_mean = pool.mean(total.double())
+    advantages = centred / (group_mean + eps).to(total.dtype)
+    singleton = total if singleton_raw else torch.zeros_like(total)
+    return broadcast(torch.where(pool.sizes == 1, singleton, advantages), mask)
 
 
 @ADVANTAGE_ESTIMATORS.register("normalized", group_relative=("mean",), whole_batch=("mean", "std"))
@@ -213,10 +227,17 @@ def normalized(
 @ADVANTAGE_ESTIMATORS.register("reinforce++", whole_batch=True)
 @configured(gamma="gamma")
 def reinforce_pp(
-    rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, scale: bool = True, unbiased: bool = True
+    rewards: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float = 1.0,
+    scale: bool = True,
+    unbiased: bool = True,
 ) -> Estimate:
-    """Discounted returns of the token rewards, whitened over the batch's tokens. Source: Hu 2025
-    (REINFORCE++)."""
+    """Discounted returns of the token rewards, whitened over the batch's tokens.
+
+    Source: Hu 2025 (REINFORCE++).
+    """
     returns = discounted_returns(rewards, mask, gamma=gamma)
     return whiten(returns, mask, scale=scale, unbiased=unbiased), returns
 
@@ -252,10 +273,14 @@ def generalized(
     lambd: float = 1.0,
     whitened: bool = True,
 ) -> Estimate:
-    """Generalised advantage estimation with a critic, whitened over the batch's tokens. See
-    ``values.gae``."""
+    """Generalised advantage estimation with a critic, whitened over the batch's tokens.
+
+    See ``values.gae``.
+    """
     advantages, returns = gae(rewards, values, mask, gamma=gamma, lambd=lambd)
-    return (whiten(advantages, mask) if whitened else advantages), returns
+    if whitened:  # not the returns: the critic learns them in the units of the rewards
+        advantages = whiten(advantages, mask)
+    return advantages, returns
 
 
 @ADVANTAGE_ESTIMATORS.register("opo", group_relative=True)
@@ -274,11 +299,15 @@ def opo(
         lengths: ``[batch]``, sampled tokens; responses that are masked as truncated have theirs
             too.
     """
-    total = scores(rewards)
-    weights = (mask.sum(1) if lengths is None else lengths).double()
+    total = scores(rewards)  # [batch]
+    if lengths is None:
+        lengths = mask.sum(1)
+    weights = lengths.double()
+    exact = total.double()
     pool = Pools(group_ids, ~total.isnan())
-    baseline = pool.sum(weights * total.double()) / pool.sum(weights).clamp(min=1)
-    baseline = torch.where(pool.constant(total.double()), total.double(), baseline)
+    baseline = pool.sum(weights * exact) / pool.sum(weights).clamp(min=1)
+    # The weighted mean of equal scores may differ from them by rounding.
+    baseline = torch.where(pool.constant(exact), exact, baseline)
     if singleton_raw:
         baseline = torch.where(pool.sizes == 1, 0, baseline)
     return broadcast(total - baseline.to(total.dtype), mask)
@@ -286,33 +315,44 @@ def opo(
 
 @ADVANTAGE_ESTIMATORS.register("gpg", group_relative=True, whole_batch=True)
 def gpg(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, singleton_raw: bool = False
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    singleton_raw: bool = False,
 ) -> Estimate:
-    """``alpha (r - mean_group)``, alpha = samples / samples with a reward. Source: Chu et al. 2025
-    (GPG)."""
-    total = scores(rewards)
+    """``alpha (r - mean_group)``, alpha = samples / samples with a reward.
+
+    Source: Chu et al. 2025 (GPG).
+    """
+    total = scores(rewards)  # [batch]
     alpha = len(total) / total.count_nonzero().clamp(min=1)
-    return broadcast(
-        alpha * normalize(total, group_ids, std="none", singleton_raw=singleton_raw), mask
-    )
+    centred = normalize(total, group_ids, std="none", singleton_raw=singleton_raw)
+    return broadcast(alpha * centred, mask)
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_passk", group_relative=True)
 def grpo_passk(
-    rewards: Tensor, mask: Tensor, group_ids: Tensor, *, eps: float = 1e-6, norm_by_std: bool = True
+    rewards: Tensor,
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    eps: float = 1e-6,
+    norm_by_std: bool = True,
 ) -> Estimate:
     """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others:
     optimises pass@k.
 
     Source: verl ``grpo_passk``. A group whose best is shared gets 0.
     """
-    total = scores(rewards).double()
+    total = scores(rewards).double()  # [batch]
     pool = Pools(group_ids, ~total.isnan())
-    best = pool.extreme(total, "amax")
+    best = pool.extreme(total, "amax")  # [batch]: of each sample's group
     is_best = total == best
+    # -inf if all are best, which ``isfinite`` below excludes.
     second = Pools(group_ids, ~is_best).extreme(total, "amax")
-    shared = pool.sum(is_best.double()) > 1
-    gap = torch.where(is_best & ~shared & second.isfinite(), best - second, 0)
+    is_shared = pool.sum(is_best.double()) > 1
+    gap = torch.where(is_best & ~is_shared & second.isfinite(), best - second, 0)
     if norm_by_std:
         gap = gap / (pool.deviation(total) + eps)
     return broadcast(gap.to(rewards.dtype), mask)
@@ -320,7 +360,7 @@ def grpo_passk(
 
 @ADVANTAGE_ESTIMATORS.register("none", rewarded=False)
 def none(rewards: Tensor, mask: Tensor) -> Estimate:
-    """0 everywhere: rewards are measured and not trained on (a teacher is)."""
+    """0 everywhere: rewards are measured, and another signal, such as a teacher, is trained on."""
     return torch.zeros_like(rewards), torch.zeros_like(rewards)
 
 
@@ -349,61 +389,68 @@ def normalize(
         singleton_raw: a group of one keeps its score as its advantage (SkyRL, verl); otherwise it
             gets 0, having nothing to be compared with.
     """
-    values = scores.double()
-    known = ~values.isnan()
-    values = torch.where(known, values, 0)
-    groups = Pools(group_ids, known)
-    pools = {"group": groups, "batch": Pools(torch.zeros_like(group_ids), known)}
+    values = scores.double()  # [batch], as all tensors here
+    has_score = ~values.isnan()
+    values = torch.where(has_score, values, 0)
+    groups = Pools(group_ids, has_score)
+    pools = {"group": groups, "batch": Pools(torch.zeros_like(group_ids), has_score)}
     centred = values
     if mean != "none":
         pool = pools[mean]
         centred = values - pool.mean(values)
         if leave_one_out:
+            # r - mean of the others = (r - mean) n / (n - 1)
             centred = centred * pool.sizes / (pool.sizes - 1).clamp(min=1)
+        # A mean of equal scores may differ from them by rounding, which eps would not hide.
         centred = torch.where(pool.constant(values), 0, centred)
     result = centred
     if std != "none":
         pool = pools[std]
         deviation = pool.deviation(values if raw_std else centred, unbiased=unbiased)
+        # One score has no deviation: it is divided by 1, not by eps.
         result = centred / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
     if mean == "group":
+        singleton = torch.zeros_like(values)
         if singleton_raw:
-            alone = values / (1 + eps if std == "group" else 1)
-        else:
-            alone = torch.zeros_like(values)
-        result = torch.where(groups.sizes == 1, alone, result)
-    return torch.where(known, result, 0).to(scores.dtype)
+            singleton = values / (1 + eps if std == "group" else 1)
+        result = torch.where(groups.sizes == 1, singleton, result)
+    return torch.where(has_score, result, 0).to(scores.dtype)
 
 
 class Pools:
-    """Statistics of the known members of each pool, handed back to every sample (``[batch]``,
-    float64)."""
+    """Statistics of the members of each pool that have a score.
 
-    def __init__(self, ids: Tensor, known: Tensor) -> None:
-        unique, self.index = torch.unique(ids, return_inverse=True)
+    Every sample gets those of its pool: ``[batch]``, float64.
+    """
+
+    def __init__(self, ids: Tensor, has_score: Tensor) -> None:
+        unique, self.index = torch.unique(ids, return_inverse=True)  # [pools], [batch]
         self.count = len(unique)
-        self.known = known
-        self.sizes = self.sum(torch.ones_like(known, dtype=torch.float64))
+        self.has_score = has_score
+        self.sizes = self.sum(torch.ones_like(has_score, dtype=torch.float64))
 
     def sum(self, values: Tensor) -> Tensor:
-        totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)
-        return totals.index_add(0, self.index, torch.where(self.known, values, 0))[self.index]
+        totals = torch.zeros(self.count, dtype=torch.float64, device=values.device)  # [pools]
+        totals = totals.index_add(0, self.index, torch.where(self.has_score, values, 0))
+        return totals[self.index]
 
     def mean(self, values: Tensor) -> Tensor:
         return self.sum(values) / self.sizes.clamp(min=1)
 
     def deviation(self, values: Tensor, *, unbiased: bool = True) -> Tensor:
-        """Standard deviation of the known values of the sample's pool."""
+        """The standard deviation of the sample's pool."""
         centred = values - self.mean(values)
-        return (self.sum(centred.square()) / (self.sizes - int(unbiased)).clamp(min=1)).sqrt()
+        count = (self.sizes - int(unbiased)).clamp(min=1)
+        return (self.sum(centred.square()) / count).sqrt()
 
     def constant(self, values: Tensor) -> Tensor:
-        """Bool ``[batch]``: all known values of the sample's pool are the same number."""
+        """Bool ``[batch]``: all values of the sample's pool are the same number."""
+        # Not a deviation of 0, which rounding may miss.
         return self.extreme(values, "amax") == self.extreme(values, "amin")
 
-    def extreme(self, values: Tensor, which: str) -> Tensor:
-        """The largest ("amax") or smallest ("amin") known value of the sample's pool."""
-        fill = -torch.inf if which == "amax" else torch.inf
-        totals = torch.full((self.count,), fill, dtype=torch.float64, device=values.device)
-        values = torch.where(self.known, values, fill)
-        return totals.scatter_reduce(0, self.index, values, which)[self.index]
+    def extreme(self, values: Tensor, reduction: str) -> Tensor:
+        """The largest ("amax") or smallest ("amin") value of the sample's pool."""
+        fill = -torch.inf if reduction == "amax" else torch.inf
+        extremes = torch.full((self.count,), fill, dtype=torch.float64, device=values.device)
+        values = torch.where(self.has_score, values, fill)
+        return extremes.scatter_reduce(0, self.index, values, reduction)[self.index]

@@ -20,12 +20,14 @@ F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
 T = TypeVar("T")
 
-_MISSING = object()
+_MISSING = object()  # not None, which a setting may be
 
 
 def configured(**keys: str) -> Callable[[F], F]:
-    """Feed these keyword-only parameters from these keys under ``trainer.algorithm`` (dots for
-    nested groups)."""
+    """Feed these keyword-only parameters from these keys under ``trainer.algorithm``.
+
+    Keys of nested groups have dots.
+    """
 
     def mark(function: F) -> F:
         function.configuration_keys = keys  # type: ignore[attr-defined]
@@ -35,8 +37,7 @@ def configured(**keys: str) -> Callable[[F], F]:
 
 
 def setting(cfg: object, key: str, default: T) -> T:
-    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default`` where it
-    has none.
+    """The value of ``key`` ("eps_clip_low", "kl_ctrl.horizon") in ``cfg``, or ``default``.
 
     "." is ``cfg`` itself.
     """
@@ -55,35 +56,46 @@ def setting(cfg: object, key: str, default: T) -> T:
 
 @dataclass(frozen=True)
 class Bound(Generic[R]):
-    """A function with its settings filled in. ``inputs`` are the tensors that it takes, in
-    order."""
+    """A function with its settings filled in.
+
+    Args:
+        inputs: names of the tensors that it takes, in order.
+    """
 
     function: Callable[..., R]
     inputs: tuple[str, ...]
     settings: dict[str, Any]
 
     def __call__(self, tensors: Mapping[str, Any]) -> R:
-        return self.function(*(tensors[name] for name in self.inputs), **self.settings)
+        arguments = [tensors[name] for name in self.inputs]
+        return self.function(*arguments, **self.settings)
 
 
 def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the tensors that ``function`` takes, and its settings with their defaults."""
-    everything = inspect.signature(function).parameters.values()
-    inputs = tuple(p.name for p in everything if p.kind is p.POSITIONAL_OR_KEYWORD)
-    return inputs, {p.name: p.default for p in everything if p.kind is p.KEYWORD_ONLY}
+    inputs: list[str] = []
+    settings: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            inputs.append(parameter.name)
+        elif parameter.kind is parameter.KEYWORD_ONLY:
+            settings[parameter.name] = parameter.default
+    return tuple(inputs), settings
 
 
 def bind(function: Callable[..., R], cfg: object) -> Bound[R]:
-    """Fill in the settings of ``function`` from ``cfg``: its own keys first, then ``cfg.extra`` by
-    parameter name."""
+    """Fill in the settings of ``function`` from ``cfg``.
+
+    Its own keys come first, then ``cfg.extra`` by parameter name.
+    """
     inputs, settings = parameters(function)
     keys = declared(function, "configuration_keys", {})
-    settings = {
-        name: setting(cfg, keys[name], default) if name in keys else default
-        for name, default in settings.items()
-    }
     extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
-    settings.update({name: extra[name] for name in settings if name in extra})
+    for name, default in settings.items():
+        if name in extra:
+            settings[name] = extra[name]
+        elif name in keys:
+            settings[name] = setting(cfg, keys[name], default)
     return Bound(function, inputs, settings)
 
 
@@ -93,7 +105,10 @@ def refuse_unused_extra(cfg: object, *functions: Callable[..., Any]) -> None:
     Raises:
         UserError: with the nearest name and all that these functions accept.
     """
-    accepted = {name for function in functions for name in parameters(function)[1]}
+    accepted: set[str] = set()
+    for function in functions:
+        _, settings = parameters(function)
+        accepted |= settings.keys()
     extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
     for name in extra:
         if name not in accepted:

@@ -1,5 +1,6 @@
-"""KL divergence to a reference policy or a teacher, from the sampled tokens; in the loss, reward or
-advantages.
+"""KL divergence to a reference policy or a teacher, in the loss, reward or advantages.
+
+It is estimated from the sampled tokens.
 
 Invariant: ``[batch, length]`` in, ``[batch, length]`` out, token by token. p is the policy that
 sampled (with gradient in a loss), q the other one. k1 is unbiased with a high variance, k3 unbiased
@@ -32,8 +33,8 @@ from skyasync.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-LEAST = 1e-7
-"""Smallest probability that is assumed for all tokens outside the top k."""
+SMALLEST_REST = 1e-7
+"""Smallest probability of all tokens outside the top k: rounding may give 0, whose log is -inf."""
 
 
 @KL_ESTIMATORS.register("k1")
@@ -57,7 +58,7 @@ def k2(current: Tensor, reference: Tensor) -> Tensor:
 @KL_ESTIMATORS.register("k3")
 def k3(current: Tensor, reference: Tensor) -> Tensor:
     """``q / p - 1 - log(q / p)``, the log-ratio bounded to ±20."""
-    x = log_ratio(reference, current)
+    x = log_ratio(reference, current)  # log(q / p)
     return x.exp() - 1 - x
 
 
@@ -76,6 +77,7 @@ def k3_straight_through(current: Tensor, reference: Tensor) -> Tensor:
 def straight_through(value: Tensor, current: Tensor, reference: Tensor) -> Tensor:
     """``value``, with the gradient of k2."""
     gradient = k2(current, reference)
+    # The last two terms are 0 together, and have the gradient of the first of them.
     return value.detach() + gradient - gradient.detach()
 
 
@@ -87,33 +89,37 @@ def kl_estimate(
     bound: float = 0.0,
     weight: Tensor | None = None,
 ) -> Tensor:
-    """The named estimate per token.
+    """The named estimate per token, ``[batch, length]``.
 
     Args:
-        bound: clamp the value to ± this (gradient 0 beyond); 0 is off. The peers use 10: OpenRLHF
-            and AReaL on all estimators, SkyRL, verl and ROLL on k3. It biases the estimate.
+        bound: clamp the value to ± this (gradient 0 beyond); 0 is off. Other frameworks use 10:
+            OpenRLHF and AReaL on all estimators, SkyRL, verl and ROLL on k3. It biases the
+            estimate.
         weight: the ratio current / (policy that sampled), with gradient: the product then estimates
             KL and its gradient without bias although the samples are another policy's
             (DeepSeek-V3.2; TRL ``use_bias_correction_kl``).
     """
     value = KL_ESTIMATORS[estimator](current, reference)
     if bound:
-        straight = estimator.endswith("_straight_through")
-        clamped = value.clamp(-bound, bound)
-        if straight:
-            value = value + (clamped - value).detach()
+        clamped_value = value.clamp(-bound, bound)
+        if estimator.endswith("_straight_through"):
+            # The gradient is not the value's: clamping the value must not stop it.
+            value = value + (clamped_value - value).detach()
         else:
-            value = clamped
+            value = clamped_value
     if weight is None:
         return value
     return value * weight
 
 
-def bernoulli_kl(first: Tensor, second: Tensor, eps: float = 1e-8) -> Tensor:
-    """KL(p || q) of "this token or another", from log-probabilities; p, q kept inside
-    ``[eps, 1 - eps]``."""
-    p = first.exp().clamp(eps, 1 - eps)
-    q = second.exp().clamp(eps, 1 - eps)
+def bernoulli_kl(logprobs_p: Tensor, logprobs_q: Tensor, eps: float = 1e-8) -> Tensor:
+    """KL(p || q) of "this token or another", from log-probabilities.
+
+    Args:
+        eps: p and q are clamped to ``[eps, 1 - eps]``, where the logarithms are finite.
+    """
+    p = logprobs_p.exp().clamp(eps, 1 - eps)
+    q = logprobs_q.exp().clamp(eps, 1 - eps)
     return p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
 
 
@@ -127,7 +133,7 @@ def penalize_rewards(
     estimator: str = "k3",
     bound: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Token rewards minus ``coef`` times the KL estimate on the mask's tokens, and the mean KL.
+    """Subtract ``coef`` times the KL estimate from token rewards, on the mask's tokens.
 
     Args:
         policy: proximal log-probabilities.
@@ -136,14 +142,17 @@ def penalize_rewards(
         rewards ``[batch, length]``, and a scalar: the mean over sequences of their mean KL (what
         the controller sees).
     """
-    kl = torch.where(mask, kl_estimate(policy, reference, estimator, bound=bound), 0)
-    return rewards - coef * kl, masked_mean(masked_mean(kl, mask, dim=1), mask.any(1))
+    kl = kl_estimate(policy, reference, estimator, bound=bound)
+    kl = torch.where(mask, kl, 0)  # [batch, length]
+    row_kl = masked_mean(kl, mask, dim=1)  # [batch]
+    return rewards - coef * kl, masked_mean(row_kl, mask.any(1))
 
 
 @dataclass
 class KLController:
-    """The coefficient of the KL penalty in the reward. A subclass of your own is made with its
-    first value.
+    """The coefficient of the KL penalty in the reward.
+
+    A subclass of the user's is made with its first value.
 
     Args:
         value: the coefficient; ``kl_loss_coef`` at first. Checkpoints have it, and nothing else of
@@ -168,7 +177,7 @@ class FixedKLController(KLController):
     """A constant coefficient."""
 
     def update(self, kl: float, samples: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 @KL_CONTROLLERS.register("adaptive")
@@ -185,10 +194,10 @@ class AdaptiveKLController(KLController):
     horizon: int = field(default=10000, kw_only=True)
 
     def update(self, kl: float, samples: int) -> None:
-        """``kl``: the mean KL of a batch of ``samples`` trajectories; one that is not finite moves
-        nothing."""
+        """Move the coefficient towards the target; by nothing if ``kl`` is not finite."""
         if not math.isfinite(kl):
             return
+        # The paper's limits: one batch moves it by a fifth of its horizon's step at most.
         error = min(max(kl / self.target - 1, -0.2), 0.2)
         self.value *= 1 + error * samples / self.horizon
 
@@ -203,29 +212,30 @@ def kl_controller(cfg: object) -> KLController:
 
 
 def top_k_reverse_kl(logprobs: Tensor, teacher: Tensor) -> Tensor:
-    """KL(p || t) of distributions over k tokens and all others as one more, ``[...]``;
-    differentiable in p.
+    """KL(p || t) of distributions over k tokens, and all others as one more; ``[...]``.
 
-    It is the whole vocabulary's where k is that, and else never more. Source: Tail-Aware Top-k
-    On-Policy Distillation (arXiv 2608.14728); with p and t scaled to 1 over the k tokens instead,
-    what p gives to others would cost nothing.
+    Differentiable in p. It is the whole vocabulary's where k is that, and else never more. With p
+    and t scaled to 1 over the k tokens instead, what p gives to others would cost nothing.
+
+    Source: Tail-Aware Top-k On-Policy Distillation (arXiv 2608.14728).
 
     Args:
         logprobs: of k tokens under the policy, ``[..., k]``.
         teacher: of the same tokens under the teacher.
     """
-    rest = _log_rest(logprobs)
-    teachers_rest = _log_rest(teacher)
-    among = (logprobs.exp() * (logprobs - teacher)).sum(-1)
-    return among + rest.exp() * (rest - teachers_rest)
+    log_rest = _log_rest(logprobs)  # [...]
+    teacher_log_rest = _log_rest(teacher)
+    top_k_kl = (logprobs.exp() * (logprobs - teacher)).sum(-1)
+    return top_k_kl + log_rest.exp() * (log_rest - teacher_log_rest)
 
 
 def _log_rest(logprobs: Tensor) -> Tensor:
-    return (1.0 - logprobs.exp().sum(-1)).clamp(min=LEAST).log()
+    """The log-probability of all other tokens, ``[...]``, of ``[..., k]``."""
+    return (1.0 - logprobs.exp().sum(-1)).clamp(min=SMALLEST_REST).log()
 
 
 def teacher_advantages(logprobs: Tensor, teacher: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What the teacher adds to each token's advantage, and the mean reverse KL per token.
+    """The teacher's part of each token's advantage, and the mean reverse KL per token.
 
     Args:
         logprobs: of the sampled tokens under the policy before the update, ``[batch, length]``.

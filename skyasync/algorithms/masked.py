@@ -12,29 +12,31 @@ from skyasync.lazy_torch import torch
 if TYPE_CHECKING:
     from torch import Tensor
 
-EXPONENT_BOUND = (
-    20.0  # exp(20) = 5e8: far beyond every clip range, and still finite when multiplied
-)
+# exp(20) = 5e8: far beyond every clip range, and still finite when multiplied.
+EXPONENT_BOUND = 20.0
 
 
 def masked_sum(
-    values: Tensor, mask: Tensor, dim: int | None = None, keepdim: bool = False
+    values: Tensor,
+    mask: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
 ) -> Tensor:
     """Sum over the tokens of ``mask``: of all, or of each row with ``dim=1``."""
-    values = torch.where(mask, values, 0)
+    values = torch.where(mask, values, 0)  # not a product: 0 * NaN is NaN
     if dim is None:
         return values.sum()
     return values.sum(dim, keepdim=keepdim)
 
 
 def masked_mean(
-    values: Tensor, mask: Tensor, dim: int | None = None, keepdim: bool = False
+    values: Tensor,
+    mask: Tensor,
+    dim: int | None = None,
+    keepdim: bool = False,
 ) -> Tensor:
     """Mean over the tokens of ``mask``; 0 where there are none."""
-    if dim is None:
-        count = mask.sum()
-    else:
-        count = mask.sum(dim, keepdim=keepdim)
+    count = mask.sum() if dim is None else mask.sum(dim, keepdim=keepdim)
     return masked_sum(values, mask, dim, keepdim) / count.clamp(min=1)
 
 
@@ -49,36 +51,37 @@ def row_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """``log(p / q)`` per token, bounded to ±20 so that its exponential stays finite (gradient 0
-    beyond)."""
+    """``log(p / q)`` per token, bounded to ±20 (gradient 0 beyond): its exponential is finite."""
     # Not clamp(): hardtanh is the same, with one kernel in the backward pass in place of four.
     return torch.nn.functional.hardtanh(numerator - denominator, -EXPONENT_BOUND, EXPONENT_BOUND)
 
 
 def by_sign(condition: Tensor, positive: float, negative: float, like: Tensor) -> Tensor:
-    """``positive`` where the condition holds, else ``negative``, in the dtype of ``like``
-    (``where`` gives float32)."""
+    """``positive`` where the condition holds, else ``negative``, in the dtype of ``like``."""
+    # Of two Python numbers ``where`` would give float32.
     return torch.where(condition, like.new_full((), positive), like.new_full((), negative))
 
 
 def segment_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean over each contiguous run of mask tokens, given to each of its tokens; 0 outside the
-    mask. No gradient.
+    """Mean over each contiguous run of mask tokens, for each of its tokens; 0 outside the mask.
 
-    Found by the places where the mask changes, of which there are few, so that a scatter over all
-    tokens is spared.
+    No gradient. The positions where the mask changes are few: a scatter over all tokens would cost
+    more.
     """
     rows, length = mask.shape
     width = length + 1  # a column of padding keeps the runs of neighbouring rows apart
-    bounded = torch.nn.functional.pad(mask, (1, 1))
-    edges = (bounded[:, 1:] != bounded[:, :-1]).flatten().nonzero().squeeze(1)
+    padded_mask = torch.nn.functional.pad(mask, (1, 1))  # [rows, length + 2]
+    is_edge = padded_mask[:, 1:] != padded_mask[:, :-1]  # [rows, width]
+    edges = is_edge.flatten().nonzero().squeeze(1)
     # The flat batch is gap, run, gap, run, ..., gap; a gap holds zeros.
-    lengths = torch.diff(
-        edges, prepend=edges.new_zeros(1), append=edges.new_full((1,), rows * width)
-    )
+    begin = edges.new_zeros(1)
+    end = edges.new_full((1,), rows * width)
+    lengths = torch.diff(edges, prepend=begin, append=end)  # [segments]
     flat = torch.nn.functional.pad(torch.where(mask, values.detach(), 0), (0, 1)).flatten()
     means = torch.segment_reduce(flat, "sum", lengths=lengths) / lengths.clamp(min=1)
-    return means.repeat_interleave(lengths, output_size=rows * width).view(rows, width)[:, :length]
+    # With the output's size the CPU need not wait for a GPU to count.
+    of_tokens = means.repeat_interleave(lengths, output_size=rows * width)
+    return of_tokens.view(rows, width)[:, :length]
 
 
 def whiten(
@@ -100,6 +103,7 @@ def whiten(
             (AReaL) to the standard deviation.
     """
     exact = values.double()  # equal values then differ from their mean by less than eps
+    # [batch, length], 0 outside the mask
     centred = torch.where(mask, exact - masked_mean(exact, mask), 0)
     if not scale:
         return centred.to(values.dtype)
@@ -113,8 +117,7 @@ def whiten(
 
 
 class JoinedRows:
-    """Trajectories of several sequences as one sample each: the rows of a trajectory one after
-    another.
+    """Trajectories of several sequences as one sample each, their rows one after another.
 
     ``split(join(x))`` is ``x``. What is computed on joined tensors sees a trajectory as one row, in
     the order of its rows: it has one score, one length, and counts once.
@@ -126,27 +129,30 @@ class JoinedRows:
     def __init__(self, trajectory_ids: Tensor) -> None:
         unique, self._sample = torch.unique(trajectory_ids, return_inverse=True)
         self._samples = len(unique)
-        same = self._sample[:, None] == self._sample[None, :]
-        self._place = same.tril(-1).sum(1)  # how many rows of the trajectory come before
+        same_trajectory = self._sample[:, None] == self._sample[None, :]  # [batch, batch]
+        # [batch]: how many rows of the trajectory come before
+        self._position = same_trajectory.tril(-1).sum(1)
+        self._max_rows = 1
         if len(trajectory_ids):
-            self._most = int(self._place.max()) + 1
-        else:
-            self._most = 1
+            self._max_rows = int(self._position.max()) + 1
 
     def join(self, values: Tensor) -> Tensor:
-        """``[batch, length]`` as ``[trajectories, most rows of one * length]``, padded with zero
-        rows."""
-        joined = values.new_zeros(self._samples, self._most, values.shape[1])
-        joined[self._sample, self._place] = values
+        """Join ``[batch, length]`` to ``[trajectories, most rows of one * length]``.
+
+        Trajectories with fewer rows are padded with zero rows.
+        """
+        joined = values.new_zeros(self._samples, self._max_rows, values.shape[1])
+        joined[self._sample, self._position] = values
         return joined.flatten(1)
 
     def split(self, joined: Tensor) -> Tensor:
         """Undo ``join``."""
-        return joined.unflatten(1, (self._most, -1))[self._sample, self._place]
+        rows = joined.unflatten(1, (self._max_rows, -1))  # [trajectories, rows, length]
+        return rows[self._sample, self._position]
 
     def first(self, values: Tensor) -> Tensor:
-        """``[batch]``, equal within a trajectory, as ``[trajectories]``."""
-        firsts = self._place == 0
+        """Reduce ``[batch]``, equal within a trajectory, to ``[trajectories]``."""
+        is_first = self._position == 0  # [batch]
         result = values.new_zeros(self._samples)
-        result[self._sample[firsts]] = values[firsts]
+        result[self._sample[is_first]] = values[is_first]
         return result

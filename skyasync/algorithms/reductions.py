@@ -32,27 +32,35 @@ def loss_weights(
     dtype: torch.dtype | None = None,
     trajectory_ids: Tensor | None = None,
 ) -> Tensor:
-    """The weights of ``loss_reduction``, ``[batch, length]``: call it on a whole mini-batch before
-    it is split.
+    """The weights of ``loss_reduction``, ``[batch, length]``, of a whole mini-batch.
 
-    Rows that share one of ``trajectory_ids`` (``[batch]``) count as one sequence. By default in
-    float64.
+    Call it before the mini-batch is split.
+
+    Args:
+        dtype: of the weights, by default float64.
+        trajectory_ids: ``[batch]``; rows that share one count as one sequence.
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
-        return samples.split(loss_weights(cfg, samples.join(mask), samples.first(group_ids), dtype))
-    reduction = bind(LOSS_REDUCTIONS[setting(cfg, "loss_reduction", "token_mean")], cfg)
+        joined_mask = samples.join(mask)
+        weights = loss_weights(cfg, joined_mask, samples.first(group_ids), dtype)
+        return samples.split(weights)
+    name = setting(cfg, "loss_reduction", "token_mean")
+    reduction = bind(LOSS_REDUCTIONS[name], cfg)
     return reduction({"mask": mask, "group_ids": group_ids}).to(dtype or torch.float64)
 
 
 def loss_numerators(
-    cfg: object, mask: Tensor, group_ids: Tensor, trajectory_ids: Tensor | None = None
+    cfg: object,
+    mask: Tensor,
+    group_ids: Tensor,
+    trajectory_ids: Tensor | None = None,
 ) -> tuple[Tensor, float]:
-    """The weights of some whole groups without their denominator, ``[batch, length]``, and that
-    denominator.
+    """The weights of some whole groups without their denominator, and the denominator.
 
-    Denominators add up: the weights of all parts of a mini-batch, divided by the sum of their
-    denominators, are those that ``loss_weights`` gives for the mini-batch.
+    Weights are ``[batch, length]``. Denominators add up: the weights of all parts of a mini-batch,
+    divided by the sum of their denominators, are those that ``loss_weights`` gives for the
+    mini-batch.
 
     Raises:
         UserError: for a reduction of the user's own that gives no denominator.
@@ -71,14 +79,15 @@ def loss_numerators(
         )
     inputs = {"mask": mask, "group_ids": group_ids}
     total = float(bind(denominator, cfg)(inputs))
-    return bind(reduction, cfg)(inputs) * max(total, 1.0), total
+    weights = bind(reduction, cfg)(inputs)
+    return weights * max(total, 1.0), total  # reductions divide by 1 at least
 
 
 def divided_by(denominator: Callable[..., Tensor]) -> Callable[[F], F]:
-    """What a reduction divides by (at least 1): a function of the same arguments, additive over
-    parts of whole groups.
+    """Name the denominator (at least 1) of a reduction.
 
-    A reduction without one needs the whole mini-batch at once.
+    It is a function of the same arguments, additive over parts of whole groups. A reduction without
+    one needs the whole mini-batch at once.
     """
 
     def mark(reduction: F) -> F:
@@ -97,7 +106,7 @@ def _nothing(mask: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def _sequences(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
-    rows = torch.ones_like(mask[:, 0]) if count_empty else mask.any(1)
+    rows = torch.ones_like(mask[:, 0]) if count_empty else mask.any(1)  # bool [batch]
     return rows.sum()
 
 
@@ -124,39 +133,49 @@ def token_sum(mask: Tensor, group_ids: Tensor) -> Tensor:
 def sequence_mean(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
     """Every sequence weighs the same, and so do the tokens within one. Source: GRPO."""
     sequences = _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
-    return mask.double() / mask.sum(1, keepdim=True).clamp(min=1) / sequences
+    tokens = mask.sum(1, keepdim=True).clamp(min=1)  # [batch, 1]
+    return mask.double() / tokens / sequences
 
 
 @LOSS_REDUCTIONS.register("sequence_token_sum", by_parts=True)
 @divided_by(_sequences)
 def sequence_token_sum(mask: Tensor, group_ids: Tensor, *, count_empty: bool = False) -> Tensor:
-    """The mean over sequences of the sum over tokens: 1 / sequences. Source: verl, ROLL
-    ``seq-mean-token-sum``."""
-    return mask.double() / _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
+    """The mean over sequences of the sum over tokens: 1 / sequences.
+
+    Source: verl, ROLL ``seq-mean-token-sum``.
+    """
+    sequences = _sequences(mask, group_ids, count_empty=count_empty).clamp(min=1)
+    return mask.double() / sequences
 
 
 @LOSS_REDUCTIONS.register("seq_mean_token_sum_norm", by_parts=True)
 @divided_by(_sequences)
 @configured(max_seq_len="max_seq_len")
 def seq_mean_token_sum_norm(
-    mask: Tensor, group_ids: Tensor, *, max_seq_len: int = 0, count_empty: bool = False
+    mask: Tensor,
+    group_ids: Tensor,
+    *,
+    max_seq_len: int = 0,
+    count_empty: bool = False,
 ) -> Tensor:
     """1 / (sequences * max_seq_len): the sum over tokens, divided by a constant. Source: Dr.GRPO.
 
     ``max_seq_len=0`` takes the width of the tensor, which changes from batch to batch: set it.
     """
-    return sequence_token_sum(mask, group_ids, count_empty=count_empty) / (
-        max_seq_len or mask.shape[1]
-    )
+    weights = sequence_token_sum(mask, group_ids, count_empty=count_empty)
+    return weights / (max_seq_len or mask.shape[1])
 
 
 @LOSS_REDUCTIONS.register("prompt_mean", by_parts=True)
 @divided_by(_prompts)
 def prompt_mean(mask: Tensor, group_ids: Tensor) -> Tensor:
-    """Every prompt weighs the same, and so do the tokens within its group. Source: SkyRL
-    ``prompt_mean``."""
-    groups, index = torch.unique(group_ids, return_inverse=True)
-    tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device).index_add(
-        0, index, mask.sum(1).double()
-    )
-    return mask.double() / tokens.clamp(min=1)[index].unsqueeze(1) / (tokens > 0).sum().clamp(min=1)
+    """Every prompt weighs the same, and so do the tokens within its group.
+
+    Source: SkyRL ``prompt_mean``.
+    """
+    groups, index = torch.unique(group_ids, return_inverse=True)  # [groups], [batch]
+    tokens = torch.zeros(len(groups), dtype=torch.float64, device=mask.device)
+    tokens = tokens.index_add(0, index, mask.sum(1).double())  # [groups]
+    row_tokens = tokens.clamp(min=1)[index].unsqueeze(1)  # [batch, 1]: of the row's group
+    prompts = (tokens > 0).sum().clamp(min=1)
+    return mask.double() / row_tokens / prompts

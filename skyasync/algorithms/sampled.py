@@ -1,5 +1,4 @@
-"""The distribution that a token is sampled from: logits to the tokens that top-k, top-p and min-p
-leave.
+"""The distribution that a token is sampled from, after temperature, top-k, top-p and min-p.
 
 Invariant: the engine and the trainer call the same functions, so that the log-probabilities of both
 are those of one distribution, and their ratio is 1 for equal weights.
@@ -26,30 +25,36 @@ def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tenso
     the fewest whose probability reaches p. In bfloat16 such ties are common. Off is ``top_k <= 0``,
     ``top_p = 1``, ``min_p = 0`` (all ``[rows]``).
     """
-    floor = logits.amax(dim=1) + min_p.log()
+    floor = logits.amax(dim=1) + min_p.log()  # [rows]; -inf if min-p is off
     candidates = logits >= floor[:, None]
     if not bool((top_k > 0).any()) and not bool((top_p < 1).any()):
         return candidates
-    ordered, tokens = logits.sort(dim=1, descending=True, stable=True)  # [rows, vocabulary], both
-    rank = torch.arange(ordered.shape[1], device=logits.device)[None, :]
-    candidates = ordered >= floor[:, None]
+    # [rows, vocabulary] each; stable: of equal logits the lower ids come first.
+    sorted_logits, tokens = logits.sort(dim=1, descending=True, stable=True)
+    rank = torch.arange(sorted_logits.shape[1], device=logits.device)[None, :]
+    candidates = sorted_logits >= floor[:, None]
     candidates &= (top_k[:, None] <= 0) | (rank < top_k[:, None])
-    probs = ordered.masked_fill(~candidates, -torch.inf).softmax(dim=1)
+    probs = sorted_logits.masked_fill(~candidates, -torch.inf).softmax(dim=1)
     probability_before = probs.cumsum(dim=1) - probs
+    # Rank 0 stays even if top-p is 0; ``top_p >= 1`` because rounding may sum to more than 1.
     candidates &= (top_p[:, None] >= 1) | (probability_before < top_p[:, None]) | (rank == 0)
+    # Back from the sorted order to the vocabulary's.
     return torch.zeros_like(candidates).scatter(1, tokens, candidates)
 
 
 def addends(
-    vocabulary: int, logit_bias: Mapping[int, float], allowed_token_ids: Sequence[int]
+    vocabulary: int,
+    logit_bias: Mapping[int, float],
+    allowed_token_ids: Sequence[int],
 ) -> Tensor:
-    """``[vocabulary]``: added to the logits first; -inf for tokens that are not allowed."""
-    added = torch.zeros(vocabulary)
+    """What is added to the logits first, ``[vocabulary]``; -inf for tokens that are not allowed."""
+    bias = torch.zeros(vocabulary)
     if allowed_token_ids:
-        added.fill_(-torch.inf)[torch.tensor(list(allowed_token_ids))] = 0.0
+        bias.fill_(-torch.inf)
+        bias[torch.tensor(list(allowed_token_ids))] = 0.0
     if logit_bias:
-        added[torch.tensor(list(logit_bias))] += torch.tensor(list(logit_bias.values()))
-    return added
+        bias[torch.tensor(list(logit_bias))] += torch.tensor(list(logit_bias.values()))
+    return bias
 
 
 class Sampling(Protocol):
@@ -65,8 +70,7 @@ class Sampling(Protocol):
 
 @dataclass(frozen=True)
 class SampledDistribution:
-    """The temperature and filters that turn a policy's logits into those that its tokens were
-    sampled from.
+    """The temperature and filters by which a policy's tokens were sampled.
 
     Penalties, bad words, ``min_tokens`` and grammars, which depend on the tokens before, are not
     among it.
@@ -104,21 +108,20 @@ class SampledDistribution:
                 weights, put them outside the filters.
         """
         if self.logit_bias or self.allowed_token_ids:
-            added = addends(logits.shape[1], self.logit_bias, self.allowed_token_ids).to(
-                logits.device
-            )
-            logits = (logits + added.clamp(min=_NEVER)).clamp(min=_NEVER)
+            bias = addends(logits.shape[1], self.logit_bias, self.allowed_token_ids)
+            bias = bias.clamp(min=_NEVER).to(logits.device)  # [vocabulary]
+            logits = (logits + bias).clamp(min=_NEVER)
+        # After the bias and before the filters, as engines do.
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        else:
-            logits = logits
         if not (self.top_k > 0 or self.top_p < 1 or self.min_p > 0):
             return logits
-        rows = len(logits)
-        top_k = torch.full((rows,), self.top_k, device=logits.device)
-        top_p, min_p = (
-            torch.full((rows,), value, device=logits.device) for value in (self.top_p, self.min_p)
-        )
+        rows = (len(logits),)
+        top_k = torch.full(rows, self.top_k, device=logits.device)
+        top_p = torch.full(rows, self.top_p, device=logits.device)
+        min_p = torch.full(rows, self.min_p, device=logits.device)
+        # The choice of tokens has no gradient, the logits that stay have one.
         with torch.no_grad():
-            likely_tokens = likely(logits, top_k, top_p, min_p).scatter(1, targets[:, None], True)
+            likely_tokens = likely(logits, top_k, top_p, min_p)  # bool [n, vocabulary]
+            likely_tokens = likely_tokens.scatter(1, targets[:, None], True)
         return logits.masked_fill(~likely_tokens, _NEVER)

@@ -1,5 +1,6 @@
-"""What happens to rewards before they become advantages: truncation, length penalties, scale, clip,
-normalisation; and which groups are worth training on.
+"""Reward shaping before advantages: truncation, length penalties, scale, clip, normalisation.
+
+Also the filters that choose which groups are worth training on.
 
 Invariant: a change is put on the last loss token of its sample, so that a sample's score is the
 shaped reward and discounting sees it at the end. Shaping sees what the environment gave: a KL
@@ -31,12 +32,11 @@ def shape_rewards(
     group_ids: Tensor | None = None,
     trajectory_ids: Tensor | None = None,
 ) -> Tensor:
-    """Token rewards ``[batch, length]`` with every sample's score shaped; the very same tensor if
-    nothing is asked for.
+    """Shape every sample's score; token rewards are ``[batch, length]``.
 
-    In this order: ``truncated_responses=zero`` or ``stop_properly_penalty_coef``,
-    ``overlong_buffer``, ``reward_bias``, ``reward_scale``, ``reward_clip``,
-    ``reward_normalization``.
+    The result is the very same tensor if no setting changes it. In this order:
+    ``truncated_responses=zero`` or ``stop_properly_penalty_coef``, ``overlong_buffer``,
+    ``reward_bias``, ``reward_scale``, ``reward_clip``, ``reward_normalization``.
 
     Args:
         mask: loss tokens; their number is a sample's length.
@@ -46,45 +46,43 @@ def shape_rewards(
     """
     if trajectory_ids is not None:
         samples = JoinedRows(trajectory_ids)
-        per_sample = [None if x is None else samples.first(x) for x in (truncated, group_ids)]
-        shaped = shape_rewards(
+        joined_rewards = shape_rewards(
             cfg,
             samples.join(rewards),
             samples.join(mask),
-            truncated=per_sample[0],
-            group_ids=per_sample[1],
+            truncated=None if truncated is None else samples.first(truncated),
+            group_ids=None if group_ids is None else samples.first(group_ids),
         )
-        return samples.split(shaped)
-    score = rewards.sum(1)
-    shaped = _score(cfg, score, mask.sum(1), truncated, group_ids)
-    if shaped is score:
+        return samples.split(joined_rewards)
+    score = rewards.sum(1)  # [batch]
+    new_score = _score(cfg, score, mask.sum(1), truncated, group_ids)
+    if new_score is score:
         return rewards
-    return add_at_end(rewards, shaped - score, mask)
+    return add_at_end(rewards, new_score - score, mask)
 
 
 def _score(
-    cfg: object, score: Tensor, lengths: Tensor, truncated: Tensor | None, group_ids: Tensor | None
+    cfg: object,
+    score: Tensor,
+    lengths: Tensor,
+    truncated: Tensor | None,
+    group_ids: Tensor | None,
 ) -> Tensor:
-    """The shaped scores ``[batch]``; ``score`` itself where nothing is asked for."""
+    """The shaped scores ``[batch]``; ``score`` itself if no setting changes it."""
     if setting(cfg, "truncated_responses", "train") == "zero":
         coef = 0.0
     else:
-        coef = None
-    if coef is None:
         coef = setting(cfg, "stop_properly_penalty_coef", 1.0)
-    else:
-        coef = coef
     if coef != 1.0 and truncated is not None:
         score = stop_properly_penalty(score, truncated, coef)
     buffer = setting(cfg, "overlong_buffer.len", 0)
     if buffer:
+        max_length = setting(cfg, "overlong_buffer.max_len", 0)
         factor = setting(cfg, "overlong_buffer.penalty_factor", 1.0)
-        score = score + overlong_penalty(
-            lengths, setting(cfg, "overlong_buffer.max_len", 0), buffer, factor=factor
-        )
-    bias, scale, clip = (
-        setting(cfg, f"reward_{k}", d) for k, d in (("bias", 0.0), ("scale", 1.0), ("clip", 0.0))
-    )
+        score = score + overlong_penalty(lengths, max_length, buffer, factor=factor)
+    bias = setting(cfg, "reward_bias", 0.0)
+    scale = setting(cfg, "reward_scale", 1.0)
+    clip = setting(cfg, "reward_clip", 0.0)
     if (bias, scale, clip) != (0.0, 1.0, 0.0):
         score = scale_and_clip(score, bias=bias, scale=scale, clip=clip)
     pool = setting(cfg, "reward_normalization", "none")
@@ -94,14 +92,20 @@ def _score(
 
 
 def scale_and_clip(
-    scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float = 0.0
+    scores: Tensor,
+    *,
+    bias: float = 0.0,
+    scale: float = 1.0,
+    clip: float = 0.0,
 ) -> Tensor:
-    """``(score + bias) * scale``, clamped to ± ``clip`` unless that is 0. Source: AReaL's reward
-    settings."""
-    shaped = (scores + bias) * scale
+    """``(score + bias) * scale``, clamped to ± ``clip`` unless that is 0.
+
+    Source: AReaL's reward settings.
+    """
+    scores = (scores + bias) * scale
     if clip:
-        return shaped.clamp(-clip, clip)
-    return shaped
+        scores = scores.clamp(-clip, clip)
+    return scores
 
 
 def add_at_end(rewards: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
@@ -110,64 +114,75 @@ def add_at_end(rewards: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
 
     A row without such a token gets it in column 0, where no loss token ever stands.
     """
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    last = torch.where(mask, positions, 0).amax(1, keepdim=True)
-    return rewards.scatter_add(1, last, scores.unsqueeze(1).to(rewards.dtype))
+    positions = torch.arange(mask.shape[1], device=mask.device)  # [length]
+    last_position = torch.where(mask, positions, 0).amax(1, keepdim=True)  # [batch, 1]
+    return rewards.scatter_add(1, last_position, scores.unsqueeze(1).to(rewards.dtype))
 
 
 def overlong_penalty(
-    lengths: Tensor, max_length: int, buffer: int, *, factor: float = 1.0, capped: bool = True
+    lengths: Tensor,
+    max_length: int,
+    buffer: int,
+    *,
+    factor: float = 1.0,
+    capped: bool = True,
 ) -> Tensor:
-    """0 up to ``max_length - buffer`` tokens, then falling linearly to ``-factor`` at
-    ``max_length``; ``[batch]``.
+    """A penalty ``[batch]`` that falls linearly to ``-factor`` at ``max_length``.
+
+    It is 0 up to ``max_length - buffer`` tokens.
 
     Args:
         capped: never below ``-factor`` (OpenRLHF, TRL); verl and AReaL go on falling.
 
     Source: Yu et al. 2025 (DAPO), soft overlong punishment.
     """
-    excess = (lengths - (max_length - buffer)).clamp(min=0).double()
-    return -(excess.clamp(max=buffer) if capped else excess) / buffer * factor
+    excess = (lengths - (max_length - buffer)).clamp(min=0).double()  # [batch], in tokens
+    if capped:
+        excess = excess.clamp(max=buffer)
+    return -excess / buffer * factor
 
 
 def stop_properly_penalty(scores: Tensor, truncated: Tensor, coef: float) -> Tensor:
-    """Truncated samples: score times ``coef`` if that is not negative, else ``coef`` in its place.
-    Source: OpenRLHF.
+    """Penalize truncated samples, of scores ``[batch]``.
 
-    A negative score times a coefficient below 1 is *less* negative: use it with scores that are not
+    Their score is multiplied by ``coef`` if that is not negative; else ``coef`` replaces it. A
+    negative score times a coefficient below 1 is *less* negative: use it with scores that are not
     negative.
+
+    Source: OpenRLHF.
     """
-    return torch.where(
-        truncated, scores * coef if coef >= 0 else torch.full_like(scores, coef), scores
-    )
+    penalized = scores * coef if coef >= 0 else torch.full_like(scores, coef)
+    return torch.where(truncated, penalized, scores)
 
 
 def overlong_filter(mask: Tensor, stop_reasons: Sequence[str] | Tensor) -> Tensor:
-    """The mask without samples that did not stop by themselves. Source: DAPO; SkyRL
-    ``apply_overlong_filtering``.
+    """The mask ``[batch, length]`` without samples that did not stop by themselves.
 
     Args:
         stop_reasons: one per row, or bool ``[batch]``: it was truncated.
+
+    Source: DAPO; SkyRL ``apply_overlong_filtering``.
     """
-    if not isinstance(stop_reasons, torch.Tensor):
-        stop_reasons = torch.tensor(
-            [reason != "stop" for reason in stop_reasons], device=mask.device
-        )
-    return mask & ~stop_reasons.unsqueeze(1)
+    if isinstance(stop_reasons, torch.Tensor):
+        is_truncated = stop_reasons
+    else:
+        reasons = [reason != "stop" for reason in stop_reasons]
+        is_truncated = torch.tensor(reasons, device=mask.device)
+    return mask & ~is_truncated.unsqueeze(1)
 
 
 def high_entropy_mask(entropies: Tensor, mask: Tensor, quantile: float) -> Tensor:
-    """Bool ``[batch, length]``: mask tokens whose entropy is at least the given quantile (linear)
-    of the mask's.
+    """Mask tokens whose entropy is at least the quantile (linear) of the mask's.
 
     The quantile is that of the tensors given: call it on the whole batch. Source: Wang et al. 2025
     (the 80/20 rule).
     """
-    return mask & (entropies >= torch.quantile(entropies[mask], quantile))
+    threshold = torch.quantile(entropies[mask], quantile)
+    return mask & (entropies >= threshold)
 
 
 def mean_inside(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -> bool:
-    """``low < mean < high``, both strict: neither solved by all nor by none.
+    """Whether ``low < mean < high``, both strict: neither solved by all nor by none.
 
     Source: DAPO's dynamic sampling; OpenRLHF ``dynamic_filtering``, ROLL ``mean_filter`` and
     ``difficulty_mask``. A group of equal partial scores passes: use ``has_variance`` to drop it.
@@ -176,19 +191,31 @@ def mean_inside(rewards: Sequence[float], low: float = 0.0, high: float = 1.0) -
 
 
 def cannot_be_inside(
-    rewards: Sequence[float], samples: int, *, low: float, high: float, least: float, most: float
+    rewards: Sequence[float],
+    samples: int,
+    *,
+    low: float,
+    high: float,
+    min_reward: float,
+    max_reward: float,
 ) -> bool:
-    """Whether ``mean_inside`` is false for any rewards, each within ``[least, most]``, of the rest
-    of ``samples``."""
+    """Whether ``mean_inside`` is false for any rewards of the rest of ``samples``.
+
+    Each reward is within ``[min_reward, max_reward]``.
+    """
     total = sum(rewards)
-    left = samples - len(rewards)
-    return (total + left * most) / samples <= low or (total + left * least) / samples >= high
+    remaining = samples - len(rewards)
+    largest_mean = (total + remaining * max_reward) / samples
+    smallest_mean = (total + remaining * min_reward) / samples
+    return largest_mean <= low or smallest_mean >= high
 
 
 def has_variance(
-    rewards: Sequence[float], tolerance: float = 0.0, keep_singletons: bool = True
+    rewards: Sequence[float],
+    tolerance: float = 0.0,
+    keep_singletons: bool = True,
 ) -> bool:
-    """Some reward differs from another by more than ``tolerance``: the group has a gradient.
+    """Whether rewards differ by more than ``tolerance``, so that the group has a gradient.
 
     Args:
         keep_singletons: a group of one passes, there being nothing to compare (verl; SkyRL's
@@ -203,8 +230,7 @@ def has_variance(
 
 
 def group_filter(cfg: object) -> Callable[[Sequence[float]], bool]:
-    """The filter that ``dynamic_sampling`` in the configuration asks for: rewards of a group ->
-    keep it?"""
+    """The filter of ``dynamic_sampling``: whether a group with these rewards is trained on."""
     kind = setting(cfg, "dynamic_sampling.type", "none")
     if kind == "mean":
         low = setting(cfg, "dynamic_sampling.low", 0.0)

@@ -1,5 +1,4 @@
-"""Values and returns: sums of rewards along a sequence, the critic's loss, and how well it predicts
-returns.
+"""Values and returns: sums of rewards along a sequence, the critic's loss and its metrics.
 
 Invariant: tokens outside the mask (padding, tool outputs between turns) are skipped: the running
 value is carried over them unchanged, and what stands there (rewards, values) has no influence. The
@@ -18,8 +17,11 @@ if TYPE_CHECKING:
 
 
 def discounted_returns(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """``G_t = r_t + gamma G_next``, next being the next token of the mask; ``[batch, length]``, 0
-    outside the mask."""
+    """``G_t = r_t + gamma G_next``, where next is the next token of the mask.
+
+    Returns are ``[batch, length]``, 0 outside the mask.
+    """
+    # GAE without values and with lambd = 1 is the sum of discounted rewards.
     return gae(rewards, torch.zeros_like(rewards), mask, gamma=gamma, lambd=1.0)[0]
 
 
@@ -46,20 +48,19 @@ def gae(
 
     Source: Schulman et al. 2016; skipping as in verl and AReaL.
     """
-    if bootstrap is None:
-        next_value = torch.zeros_like(values[:, 0])
-    else:
-        next_value = bootstrap
-    running = torch.zeros_like(values[:, 0])
-    columns = []
-    for reward, value, valid in zip(
-        *(t.unbind(1)[::-1] for t in (rewards, values, mask)), strict=True
-    ):
-        step = reward + gamma * (next_value + lambd * running) - value
-        running = torch.where(valid, step, running)
-        next_value = torch.where(valid, value, next_value)
-        columns.append(running)
-    advantages = torch.where(mask, torch.stack(columns[::-1], 1), 0)
+    next_value = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap  # [batch]
+    advantage = torch.zeros_like(values[:, 0])  # [batch]: of the next token of the mask
+    advantage_columns = []
+    columns = zip(rewards.unbind(1), values.unbind(1), mask.unbind(1), strict=True)
+    # From the last column to the first: an advantage needs the next one. [batch] each.
+    for reward, value, is_token in reversed(list(columns)):
+        step = reward + gamma * (next_value + lambd * advantage) - value
+        # A column outside the mask carries both over unchanged.
+        advantage = torch.where(is_token, step, advantage)
+        next_value = torch.where(is_token, value, next_value)
+        advantage_columns.append(advantage)
+    advantages = torch.stack(advantage_columns[::-1], 1)  # [batch, length]
+    advantages = torch.where(mask, advantages, 0)
     return advantages, torch.where(mask, advantages + values, 0)
 
 
@@ -72,64 +73,71 @@ def turn_gae(
     gamma: float = 1.0,
     lambd: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """GAE whose steps are turns: a turn's reward is the sum of its tokens', its value that of its
-    first token.
+    """GAE whose steps are turns.
+
+    A turn's reward is the sum of its tokens', its value that of its first token.
 
     Args:
         turn_ids: int ``[batch, length]``, the same for all tokens of a turn.
 
     Returns:
-        advantages and returns, ``[batch, length]``: each token has those of its turn. Source:
-        AReaL.
+        advantages and returns, ``[batch, length]``: each token has those of its turn.
+
+    Source: AReaL.
     """
-    same = mask.unsqueeze(1) & mask.unsqueeze(2) & (turn_ids.unsqueeze(1) == turn_ids.unsqueeze(2))
-    first = same.int().argmax(
-        2
-    )  # [batch, length]: position of the first token of this token's turn
-    starts = mask & (first == torch.arange(mask.shape[1], device=mask.device))
-    totals = (same * torch.where(mask, rewards, 0).unsqueeze(1)).sum(2)
-    advantages, returns = gae(totals, values, starts, gamma=gamma, lambd=lambd)
-    return torch.where(mask, advantages.gather(1, first), 0), torch.where(
-        mask, returns.gather(1, first), 0
-    )
+    both_tokens = mask.unsqueeze(1) & mask.unsqueeze(2)  # [batch, length, length]
+    same_turn = both_tokens & (turn_ids.unsqueeze(1) == turn_ids.unsqueeze(2))
+    # [batch, length]: the position of the first token of each token's turn
+    turn_start = same_turn.int().argmax(2)
+    is_start = mask & (turn_start == torch.arange(mask.shape[1], device=mask.device))
+    totals = (same_turn * torch.where(mask, rewards, 0).unsqueeze(1)).sum(2)  # [batch, length]
+    # With a mask of the first tokens alone, the next token is the next turn.
+    advantages, returns = gae(totals, values, is_start, gamma=gamma, lambd=lambd)
+    advantages = torch.where(mask, advantages.gather(1, turn_start), 0)
+    returns = torch.where(mask, returns.gather(1, turn_start), 0)
+    return advantages, returns
 
 
 def clipped_value_loss(
-    values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float = 0.2
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    *,
+    clip: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """``max((V - R)^2, (V_old + clamp(V - V_old, ±clip) - R)^2) / 2`` per token, and where the
-    clipped term is larger.
+    """``max((V - R)^2, (V_old + clamp(V - V_old, ±clip) - R)^2) / 2`` per token.
+
+    The statistic is where the clipped term is larger.
 
     Source: Schulman et al. 2017 (PPO's reference code); OpenRLHF, SkyRL, AReaL, verl.
     """
-    moved = values - old_values
-    clipped = old_values + moved.clamp(-clip, clip)
-    plain = (values - returns).square()
-    bounded = (clipped - returns).square()
+    change = values - old_values
+    clipped_values = old_values + change.clamp(-clip, clip)
+    loss = (values - returns).square()
+    clipped_loss = (clipped_values - returns).square()
     # Inside the range the two differ by rounding alone.
-    return torch.maximum(plain, bounded) / 2, {
-        "value_clip_fraction": (moved.abs() > clip) & (bounded > plain)
-    }
+    is_clipped = (change.abs() > clip) & (clipped_loss > loss)
+    return torch.maximum(loss, clipped_loss) / 2, {"value_clip_fraction": is_clipped}
 
 
 def value_metrics(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
-    """Means over the tokens of ``mask``, and the share of the returns' variance that the values
-    explain.
+    """Means over the tokens of ``mask``, and the share of the variance that the values explain.
 
     ``1 - Var(R - V) / Var(R)``: 1 is foreseen exactly, 0 no better than a constant, less is worse
     than one. 0 where the returns do not differ.
     """
     variance = _variance(returns, mask)
+    explained_variance = 0.0
     if variance > 0:
-        explained = 1.0 - _variance(returns - values, mask) / variance
-    else:
-        explained = 0.0
+        explained_variance = 1.0 - _variance(returns - values, mask) / variance
     return {
-        "explained_variance": explained,
+        "explained_variance": explained_variance,
         "values_mean": float(masked_mean(values, mask)),
         "returns_mean": float(masked_mean(returns, mask)),
     }
 
 
 def _variance(values: Tensor, mask: Tensor) -> float:
-    return float(masked_mean((values.double() - masked_mean(values.double(), mask)).square(), mask))
+    exact = values.double()
+    deviations = exact - masked_mean(exact, mask)
+    return float(masked_mean(deviations.square(), mask))

@@ -53,7 +53,12 @@ def early_stop_rule(cfg: DynamicSamplingConfig) -> StopRule | None:
                 f"{cfg.reward_max:g}, by which {key}.early_end decides: set them to the environment's bounds"
             )
         return cannot_be_inside(
-            rewards, samples, low=cfg.low, high=cfg.high, least=cfg.reward_min, most=cfg.reward_max
+            rewards,
+            samples,
+            low=cfg.low,
+            high=cfg.high,
+            min_reward=cfg.reward_min,
+            max_reward=cfg.reward_max,
         )
 
     return stops

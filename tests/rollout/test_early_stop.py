@@ -37,7 +37,9 @@ def test_a_group_is_decided_only_if_no_further_rewards_bring_it_inside(
 @pytest.mark.parametrize(("found", "decided"), [([1.0, 1.0], False), ([1.0] * 3, True), ([0.0] * 3, True),
                                                 ([0.0, 1.0, 1.0], False), ([0.5] * 4, False)])  # fmt: skip
 def test_three_of_four_may_decide(found: list[float], decided: bool) -> None:
-    assert cannot_be_inside(found, 4, low=0.25, high=0.75, least=0.0, most=1.0) is decided
+    assert (
+        cannot_be_inside(found, 4, low=0.25, high=0.75, min_reward=0.0, max_reward=1.0) is decided
+    )
 
 
 def test_nothing_decides_unless_it_is_asked_for() -> None:

@@ -26,26 +26,32 @@ Statistics: TypeAlias = "dict[str, Tensor]"
 
 
 def clipped_surrogate(
-    ratio: Tensor, advantages: Tensor, eps_low: float, eps_high: float, dual_clip: float = 0.0
+    ratio: Tensor,
+    advantages: Tensor,
+    eps_low: float,
+    eps_high: float,
+    dual_clip: float = 0.0,
 ) -> tuple[Tensor, Statistics]:
-    """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``; for A < 0 at most ``-dual_clip A``
-    where that is set.
+    """``-min(r A, clamp(r, 1 - eps_low, 1 + eps_high) A)``.
+
+    For A < 0 it is at most ``-dual_clip A`` where that is set.
 
     Statistics: ``ratio``, and ``clip_fraction``: the tokens on which the clipped term is strictly
     the smaller one, before any dual clip. The terms that bound are constants where they win, so
     they are made without a graph: that is half of the backward pass.
     """
-    unclipped = ratio * advantages
+    # All tensors are [batch, length], or [batch, 1] with one ratio per sequence.
+    surrogate = ratio * advantages
     with torch.no_grad():
-        clipped = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
-        frozen = clipped < unclipped
-    surrogate = torch.where(frozen, clipped, unclipped)
+        bound = ratio.clamp(1 - eps_low, 1 + eps_high) * advantages
+        is_clipped = bound < surrogate
+    surrogate = torch.where(is_clipped, bound, surrogate)
     if dual_clip:
         with torch.no_grad():
             floor = torch.where(advantages < 0, dual_clip * advantages, -torch.inf)
-            below = surrogate < floor
-        surrogate = torch.where(below, floor, surrogate)
-    return -surrogate, {"clip_fraction": frozen, "ratio": ratio.detach()}
+            is_below = surrogate < floor
+        surrogate = torch.where(is_below, floor, surrogate)
+    return -surrogate, {"clip_fraction": is_clipped, "ratio": ratio.detach()}
 
 
 @POLICY_LOSSES.register("ppo")
@@ -82,9 +88,8 @@ def dual_clip(
     TRL's ``delta`` caps the ratio of the unclipped term, which is the same for delta > 1 +
     eps_high.
     """
-    return clipped_surrogate(
-        log_ratio(current, anchor).exp(), advantages, eps_low, eps_high, dual_clip
-    )
+    ratio = log_ratio(current, anchor).exp()
+    return clipped_surrogate(ratio, advantages, eps_low, eps_high, dual_clip)
 
 
 @POLICY_LOSSES.register("decoupled_ppo")
@@ -111,22 +116,22 @@ def decoupled_ppo(
     ``behave_imp_weight_cap``). The same as ``ppo`` with the correction ``icepop`` (low 0), or
     ``token_tis`` if ``truncated``.
     """
-    loss, statistics = clipped_surrogate(
-        log_ratio(current, proximal).exp(), advantages, eps_low, eps_high, dual_clip
-    )
+    ratio = log_ratio(current, proximal).exp()
+    loss, statistics = clipped_surrogate(ratio, advantages, eps_low, eps_high, dual_clip)
     weight = log_ratio(proximal, behaviour).exp().detach()
     if cap:
-        if truncated:
-            weight = truncate(weight, 0.0, cap)
-        else:
-            weight = zero_outside(weight, 0.0, cap)
-    return loss * weight, {**statistics, "correction_weight": weight}
+        limit = truncate if truncated else zero_outside
+        weight = limit(weight, 0.0, cap)
+    statistics["correction_weight"] = weight
+    return loss * weight, statistics
 
 
 @POLICY_LOSSES.register("importance_sampling")
 def importance_sampling(current: Tensor, anchor: Tensor, advantages: Tensor) -> Tensor:
-    """``-r A`` without any clip, ``r = exp(current - anchor)``. Source: Tinker's
-    ``importance_sampling`` loss."""
+    """``-r A`` without any clip, ``r = exp(current - anchor)``.
+
+    Source: Tinker's ``importance_sampling`` loss.
+    """
     return -log_ratio(current, anchor).exp() * advantages
 
 
@@ -154,6 +159,7 @@ def sapo(
         log_r = row_mean(log_r, mask).expand_as(log_r)
         advantages = row_mean(advantages, mask).expand_as(advantages)
     tau = by_sign(advantages > 0, tau_pos, tau_neg, like=current)
+    # 4 / tau makes the gradient at r = 1 that of the plain policy gradient.
     return -torch.sigmoid(tau * (log_r.exp() - 1)) * (4 / tau) * advantages
 
 
@@ -169,8 +175,7 @@ def dppo(
     delta_high: float = 0.15,
     ratio_cap: float | None = None,
 ) -> tuple[Tensor, Statistics]:
-    """``-r A`` on tokens whose probability has not moved too far in the advantage's direction, 0 on
-    the others.
+    """``-r A``, but 0 on tokens whose probability moved too far in the advantage's direction.
 
     The move from behaviour mu to current p is measured on the two-way choice "this token or
     another": total variation ``|p - mu|`` ("tv") or the Bernoulli KL(mu || p) ("kl"); up to
@@ -183,17 +188,18 @@ def dppo(
 
     Source: Qi et al. 2026 (divergence PPO).
     """
+    # Which tokens count is no function of the gradient: p is detached.
     p = current.detach().exp()
     mu = behaviour.exp()
-    moved = p - mu
+    change = p - mu
     if divergence == "tv":
-        distance = moved.abs()
+        distance = change.abs()
     else:
         distance = bernoulli_kl(behaviour, current.detach())
     too_far = torch.where(
         advantages > 0,
-        (moved > 0) & (distance > delta_high),
-        (advantages < 0) & (moved < 0) & (distance > delta_low),
+        (change > 0) & (distance > delta_high),
+        (advantages < 0) & (change < 0) & (distance > delta_low),
     )
     if ratio_cap is None:
         gain = log_ratio(current, behaviour).exp()
@@ -231,17 +237,20 @@ def gspo(
     Source: Zheng et al. 2025 (GSPO). The paper's clip range is narrow: 3e-4 below, 4e-4 above.
     """
     if token_gradient:
-        mean = row_mean(current.detach() - anchor, mask)
+        mean = row_mean(current.detach() - anchor, mask)  # [batch, 1]
+        # Adds 0 with a gradient: [batch, length], with equal values in a row.
         log_s = (mean + current - current.detach()).clamp(max=EXPONENT_BOUND)
     else:
         summary = row_sum if product else row_mean
-        log_s = summary(current - anchor, mask).clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
+        log_s = summary(current - anchor, mask)  # [batch, 1]
+        log_s = log_s.clamp(-EXPONENT_BOUND, EXPONENT_BOUND)
     if mean_advantage:
         advantages = row_mean(advantages, mask)
     loss, statistics = clipped_surrogate(log_s.exp(), advantages, eps_low, eps_high)
-    return loss.expand_as(current), {
-        name: value.expand_as(current) for name, value in statistics.items()
-    }
+    # Each token has its row's loss: the reduction's weights are per token.
+    for name, value in statistics.items():
+        statistics[name] = value.expand_as(current)
+    return loss.expand_as(current), statistics
 
 
 @POLICY_LOSSES.register("gmpo")
@@ -261,13 +270,13 @@ def gmpo(
     Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy
     optimisation).
     """
-    x = log_ratio(current, anchor)
+    x = log_ratio(current, anchor)  # [batch, length]
     with torch.no_grad():
-        frozen = torch.where(advantages > 0, x > eps_high, x < -eps_low)
+        is_clipped = torch.where(advantages > 0, x > eps_high, x < -eps_low)
         bound = by_sign(advantages > 0, eps_high, -eps_low, like=x)
-    y = torch.where(frozen, bound, x)
-    loss = -row_mean(advantages, mask) * row_mean(y, mask).exp()
-    return loss.expand_as(current), {"clip_fraction": frozen}
+    y = torch.where(is_clipped, bound, x)
+    loss = -row_mean(advantages, mask) * row_mean(y, mask).exp()  # [batch, 1]
+    return loss.expand_as(current), {"clip_fraction": is_clipped}
 
 
 @POLICY_LOSSES.register("vespo")
@@ -288,7 +297,9 @@ def vespo(
     k and lambda by the sign of A (A >= 0 is positive). Source: Shen et al. 2026 (VESPO); TRL
     ``loss_type=vespo``.
     """
-    log_w = row_sum(log_ratio(current.detach(), anchor), mask).clamp(math.log(1e-8), EXPONENT_BOUND)
+    log_w = row_sum(log_ratio(current.detach(), anchor), mask)  # [batch, 1]
+    # Below 1e-8 a weight is 0 in effect, and its power would underflow.
+    log_w = log_w.clamp(math.log(1e-8), EXPONENT_BOUND)
     positive = advantages >= 0
     k = by_sign(positive, k_pos, k_neg, current)
     lam = by_sign(positive, lambda_pos, lambda_neg, current)

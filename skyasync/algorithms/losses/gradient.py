@@ -1,5 +1,6 @@
-"""Policy-gradient losses: ``-w A log pi`` with a detached weight w, so that no token's gradient is
-clipped away.
+"""Policy-gradient losses: ``-w A log pi`` with a detached weight w.
+
+No token's gradient is clipped away.
 
 Invariant: each token's loss depends on that token alone, and the gradient goes through ``current``
 only, never through the weight.
@@ -22,21 +23,27 @@ Statistics: TypeAlias = "dict[str, Tensor]"
 
 @POLICY_LOSSES.register("vanilla")
 def vanilla(current: Tensor, advantages: Tensor) -> Tensor:
-    """``-A log pi``: REINFORCE, with no ratio at all. Source: Williams 1992; verl calls it
-    ``gpg``."""
+    """``-A log pi``: REINFORCE, with no ratio at all.
+
+    Source: Williams 1992; verl calls it ``gpg``.
+    """
     return -advantages * current
 
 
 @POLICY_LOSSES.register("tis")
 @configured(low="tis_low", high="tis_high")
 def tis(
-    current: Tensor, anchor: Tensor, advantages: Tensor, *, low: float = 0.0, high: float = 1.0
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
 ) -> Tensor:
-    """``-sg[clamp(r, low, high)] A log pi``, ``r = exp(current - anchor)``: truncated importance
-    sampling.
+    """Truncated importance sampling: ``-sg[clamp(r, low, high)] A log pi``.
 
-    Source: ROLL ``pg_variant=tis`` (truncation at 1). Not the correction ``token_tis``, whose ratio
-    is proximal / behaviour.
+    ``r = exp(current - anchor)``. Source: ROLL ``pg_variant=tis`` (truncation at 1). Not the
+    correction ``token_tis``, whose ratio is proximal / behaviour.
     """
     return -_ratio(current, anchor).clamp(low, high) * advantages * current
 
@@ -52,8 +59,9 @@ def cispo(
     eps_high: float = 4.0,
     unified_mask: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """``-sg[clamp(r, 1 - eps_low, 1 + eps_high)] A log pi``: the weight is clipped, the gradient is
-    not.
+    """``-sg[clamp(r, 1 - eps_low, 1 + eps_high)] A log pi``.
+
+    The weight is clipped, the gradient is not.
 
     Args:
         eps_low: 1 or more is no lower clip, as in the paper. TRL's ``epsilon_high`` is 1 + this
@@ -64,12 +72,13 @@ def cispo(
     ``clip_fraction`` marks ratios outside the band. Source: MiniMax-M1 (2025).
     """
     ratio = _ratio(current, anchor)
-    above = ratio > 1 + eps_high
-    below = ratio < 1 - eps_low
+    is_above = ratio > 1 + eps_high
+    is_below = ratio < 1 - eps_low
     loss = -ratio.clamp(1 - eps_low, 1 + eps_high) * advantages * current
     if unified_mask:
-        loss = torch.where((above & (advantages > 0)) | (below & (advantages < 0)), 0, loss)
-    return loss, {"clip_fraction": above | below}
+        is_clipped_by_ppo = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
+        loss = torch.where(is_clipped_by_ppo, 0, loss)
+    return loss, {"clip_fraction": is_above | is_below}
 
 
 @POLICY_LOSSES.register("topr")
@@ -83,8 +92,9 @@ def topr(
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
 ) -> Tensor:
-    """``-A log pi`` on positive samples, ``-sg[clamp(r, 0, 1)] A log pi`` on negative ones: tapered
-    REINFORCE.
+    """Tapered REINFORCE: the ratio weighs negative samples only.
+
+    ``-A log pi`` on positive samples, ``-sg[clamp(r, 0, 1)] A log pi`` on negative ones.
 
     Args:
         positive: bool, broadcast to ``[batch, length]``: which samples are positive (ROLL: score >
@@ -94,10 +104,10 @@ def topr(
     Source: Le Roux et al. 2025 (TOPR); the paper's ratio is the sequence's, here as in ROLL it is
     the token's.
     """
-    positive = advantages > 0 if positive is None else positive
-    weight = torch.where(
-        positive, positive_weight, negative_weight * _ratio(current, anchor).clamp(max=1.0)
-    )
+    if positive is None:
+        positive = advantages > 0
+    ratio = _ratio(current, anchor).clamp(max=1.0)
+    weight = torch.where(positive, positive_weight, negative_weight * ratio)
     return -weight * advantages * current
 
 
@@ -122,16 +132,17 @@ def rollout_is(
     eps_low: float = 0.2,
     eps_high: float = 0.2,
 ) -> tuple[Tensor, Statistics]:
-    """``-sg[r] A log pi`` where ``1 - eps_low < r < 1 + eps_high``, else 0;
-    ``r = exp(current - behaviour)``.
+    """``-sg[r] A log pi`` where ``1 - eps_low < r < 1 + eps_high``, else 0.
 
-    The ratio is taken straight from the behaviour policy, so no proximal log-probabilities are
-    needed. Source: GLM-5 (2026); SkyRL ``rollout_is``.
+    ``r = exp(current - behaviour)``. The ratio is taken straight from the behaviour policy, so no
+    proximal log-probabilities are needed. Source: GLM-5 (2026); SkyRL ``rollout_is``.
     """
     ratio = _ratio(current, behaviour)
-    inside = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)
-    return torch.where(inside, -ratio * advantages * current, 0), {"clip_fraction": ~inside}
+    in_range = (ratio > 1 - eps_low) & (ratio < 1 + eps_high)
+    loss = torch.where(in_range, -ratio * advantages * current, 0)
+    return loss, {"clip_fraction": ~in_range}
 
 
 def _ratio(current: Tensor, anchor: Tensor) -> Tensor:
+    """The importance ratio ``[batch, length]`` without gradient."""
     return log_ratio(current.detach(), anchor).exp()

@@ -24,8 +24,10 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def prepared_by(select: Callable[..., Tensor]) -> Callable[[F], F]:
-    """Make ``select`` the function that chooses this loss's tokens; bound to the configuration as
-    losses are."""
+    """Make ``select`` the function that chooses this loss's tokens.
+
+    It is bound to the configuration as losses are.
+    """
 
     def mark(loss: F) -> F:
         loss.select = select  # type: ignore[attr-defined]
@@ -35,9 +37,12 @@ def prepared_by(select: Callable[..., Tensor]) -> Callable[[F], F]:
 
 
 def covariance(logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """``(A - mean A) (log pi - mean log pi)`` per token, means over the mask. Source: Cui et al.
-    2025."""
-    return (advantages - masked_mean(advantages, mask)) * (logprobs - masked_mean(logprobs, mask))
+    """``(A - mean A) (log pi - mean log pi)`` per token, means over the mask.
+
+    Source: Cui et al. 2025.
+    """
+    centred_advantages = advantages - masked_mean(advantages, mask)  # [batch, length]
+    return centred_advantages * (logprobs - masked_mean(logprobs, mask))
 
 
 @configured(share="clip_cov.clip_ratio", low="clip_cov.clip_cov_lb", high="clip_cov.clip_cov_ub")
@@ -51,8 +56,9 @@ def mid_covariance(
     high: float = 5.0,
     eligible: Tensor | None = None,
 ) -> Tensor:
-    """Tokens (bool) drawn at random among those with ``low < covariance < high``: ``share`` of the
-    mask, at least 1.
+    """Draw tokens (bool) at random among those with ``low < covariance < high``.
+
+    Their number is ``share`` of the mask, at least 1.
 
     Args:
         eligible: bool ``[batch, length]``; only these can be drawn (verl, SkyRL: those that PPO
@@ -62,36 +68,48 @@ def mid_covariance(
     candidates = mask & (score > low) & (score < high)
     if eligible is not None:
         candidates &= eligible
-    count = max(1, int(share * int(mask.sum())))
-    return _largest(torch.rand_like(score), candidates, count)
+    # The largest of random numbers are a random choice.
+    return _largest(torch.rand_like(score), candidates, _count(share, mask))
 
 
 @configured(share="kl_cov.kl_cov_frac")
 def top_covariance(
-    proximal: Tensor, advantages: Tensor, mask: Tensor, *, share: float = 0.2
+    proximal: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    share: float = 0.2,
 ) -> Tensor:
     """The tokens (bool) with the largest covariance: ``share`` of the mask, at least 1."""
-    return _largest(
-        covariance(proximal, advantages, mask), mask, max(1, int(share * int(mask.sum())))
-    )
+    score = covariance(proximal, advantages, mask)  # [batch, length]
+    return _largest(score, mask, _count(share, mask))
 
 
 @configured(threshold="m2po_threshold")
 def small_second_moment(
-    proximal: Tensor, behaviour: Tensor, mask: Tensor, *, threshold: float = 0.04
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    *,
+    threshold: float = 0.04,
 ) -> Tensor:
-    """All tokens (bool) but the fewest with the largest ``(proximal - behaviour)^2`` that bring its
-    mean below ``threshold``; one token always stays. Source: Zheng et al. 2025 (M2PO)."""
-    moment, order = torch.where(mask, (proximal - behaviour).square(), torch.inf).flatten().sort()
+    """All tokens (bool) without the fewest that bring the second moment below ``threshold``.
+
+    The moment is the mean of ``(proximal - behaviour)^2``; the largest are left out. One token
+    always stays. Source: Zheng et al. 2025 (M2PO).
+    """
+    # Infinite outside the mask, so that the mask's tokens come first in the order.
+    squares = torch.where(mask, (proximal - behaviour).square(), torch.inf)
+    moment, order = squares.flatten().sort()
     total = int(mask.sum())
+    # The mean of the smallest ones grows with their number.
     running_mean = moment[:total].cumsum(0) / torch.arange(1, total + 1, device=mask.device)
+    count = 0
     if total:
         count = max(1, int((running_mean < threshold).sum()))
-    else:
-        count = 0
-    keep = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
-    keep[order[:count]] = True
-    return keep.view_as(mask)
+    selection = torch.zeros(mask.numel(), dtype=torch.bool, device=mask.device)
+    selection[order[:count]] = True
+    return selection.view_as(mask)
 
 
 @POLICY_LOSSES.register("clip_cov")
@@ -110,23 +128,31 @@ def clip_cov(
 
     Source: Cui et al. 2025 (the entropy mechanism); ``clip_fraction`` marks the selected tokens.
     """
-    loss, statistics = clipped_surrogate(
-        log_ratio(current, anchor).exp(), advantages, eps_low, eps_high
-    )
-    chosen = selection.bool()
-    return torch.where(chosen, 0, loss), {**statistics, "clip_fraction": chosen}
+    ratio = log_ratio(current, anchor).exp()
+    loss, statistics = clipped_surrogate(ratio, advantages, eps_low, eps_high)
+    is_selected = selection.bool()
+    statistics["clip_fraction"] = is_selected
+    return torch.where(is_selected, 0, loss), statistics
 
 
 @POLICY_LOSSES.register("kl_cov")
 @prepared_by(top_covariance)
 @configured(coef="kl_cov.ppo_kl_coef")
 def kl_cov(
-    current: Tensor, anchor: Tensor, advantages: Tensor, selection: Tensor, *, coef: float = 1.0
+    current: Tensor,
+    anchor: Tensor,
+    advantages: Tensor,
+    selection: Tensor,
+    *,
+    coef: float = 1.0,
 ) -> Tensor:
-    """``-r A``, and on the tokens of ``selection`` a penalty ``coef |current - anchor|``. Source:
-    Cui et al. 2025."""
-    x = log_ratio(current, anchor)
-    return -x.exp() * advantages + torch.where(selection.bool(), coef * x.abs(), 0)
+    """``-r A``, and on the tokens of ``selection`` a penalty ``coef |current - anchor|``.
+
+    Source: Cui et al. 2025.
+    """
+    x = log_ratio(current, anchor)  # [batch, length]
+    penalty = torch.where(selection.bool(), coef * x.abs(), 0)
+    return -x.exp() * advantages + penalty
 
 
 @POLICY_LOSSES.register("m2po")
@@ -146,17 +172,22 @@ def m2po(
     The reduction's denominator still counts all tokens; AReaL divides by the kept ones (multiply
     the mask that the reduction sees by the selection for that). Source: Zheng et al. 2025 (M2PO).
     """
-    loss, statistics = clipped_surrogate(
-        log_ratio(current, proximal).exp(), advantages, eps_low, eps_high
-    )
-    keep = selection.bool()
-    return torch.where(keep, loss, 0), {**statistics, "correction_weight": keep}
+    ratio = log_ratio(current, proximal).exp()
+    loss, statistics = clipped_surrogate(ratio, advantages, eps_low, eps_high)
+    is_selected = selection.bool()
+    statistics["correction_weight"] = is_selected
+    return torch.where(is_selected, loss, 0), statistics
+
+
+def _count(share: float, mask: Tensor) -> int:
+    return max(1, int(share * int(mask.sum())))
 
 
 def _largest(score: Tensor, candidates: Tensor, count: int) -> Tensor:
     """The ``count`` candidates (bool) with the largest score, or all of them if they are fewer."""
     count = min(count, int(candidates.sum()))
-    chosen = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
+    selection = torch.zeros(score.numel(), dtype=torch.bool, device=score.device)
     if count:
-        chosen[torch.where(candidates, score, -torch.inf).flatten().topk(count).indices] = True
-    return chosen.view_as(candidates)
+        candidate_scores = torch.where(candidates, score, -torch.inf).flatten()
+        selection[candidate_scores.topk(count).indices] = True
+    return selection.view_as(candidates)
