@@ -1,5 +1,7 @@
-"""Models, and the backends that compute with them. What planning shares with workers is here: it
-imports no torch."""
+"""Models, and the backends that compute with them.
+
+Planning shares the names and sizes here with workers, so this module imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,32 +10,38 @@ from dataclasses import dataclass
 from skyasync.registry import Registry
 
 BACKENDS = Registry("training backend", {"skyasync.models.fsdp.backend": "fsdp2"})
-"""What holds and trains models (``ModelBackend``), by the names of ``trainer.strategy``."""
+"""Classes that hold and train models (``ModelBackend``), by the names of ``trainer.strategy``."""
 
 VOCABULARY = "vocabulary"
 VALUE = "value"
 SCORE = "score"
-"""What a model computes of a token: a causal language model's logits; one number, by a head that is
-new if the files lack it; one number, by a head that the files hold."""
+"""Heads of models.
+
+A causal language model's gives logits. A value head gives one number per token, and is new if the
+files lack it. A score head is the same, from the files.
+"""
 
 MICRO_BATCH_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""By default. On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are
-computed about 1.4 times faster than 16,384 at once (benchmarks/update_speed.py)."""
+"""Default of the tokens of a micro-batch, by device.
+
+On a CPU the activations should stay in its caches: of a tiny model 4,096 tokens are computed about
+1.4 times faster than 16,384 at once (benchmarks/update_speed.py).
+"""
 
 MIN_SAVED_TOKENS = 0.2
-"""Share of all tokens that shared prefixes must save; attention with a mask is slower than causal
-attention."""
+"""Share of all tokens that shared prefixes must save: attention with a mask is slower."""
 
 MAX_LOGITS = 1 << 27
-"""Most logits in memory at once (half a GiB in float32); beyond it they are recomputed in the
-backward pass, in chunks."""
+"""Most logits in memory at once: half a GiB in float32.
+
+Beyond it they are recomputed in the backward pass, in chunks.
+"""
 
 STEPPED_AT_ONCE = 1 << 22
 """Numbers of which an optimizer with a low-precision state makes float32 copies at once."""
 
 MAX_PADDING = 0.05
-"""Share of padding up to which rows are a padded batch; with more they are packed, if the model
-can."""
+"""Share of padding up to which rows are a padded batch; with more they are packed, if possible."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +77,12 @@ class MeshShape:
 
     @classmethod
     def of(
-        cls, ranks: int, context: int = 1, tensor: int = 1, pipeline: int = 1, expert: int = 1
+        cls,
+        ranks: int,
+        context: int = 1,
+        tensor: int = 1,
+        pipeline: int = 1,
+        expert: int = 1,
     ) -> MeshShape:
         """The data dimension takes all of ``ranks`` that the other dimensions leave."""
         shape = cls(ranks // (context * tensor * pipeline), context, tensor, pipeline, expert)

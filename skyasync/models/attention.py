@@ -1,5 +1,4 @@
-"""Packed sequences: linear layers see each token once and no padding, and attention is computed per
-row.
+"""Packed sequences: linear layers see each token once, and attention is computed per row.
 
 Invariant: a token attends to what it would attend to in a row of its own. The tokens that a row
 adds to those before it are its queries, and all of its tokens are its keys. Rows of similar length
@@ -39,13 +38,15 @@ if TYPE_CHECKING:
     from skyasync.models.parallel.context import Context
 
 NAME = "skyasync_blocks"
-"""Of the attention, in transformers' table. Without blocks it is the library's sdpa."""
+"""Name of the attention in transformers' table. Without blocks it is the library's sdpa."""
 
 
 def tree_mask(visible_until: Tensor) -> Tensor:
     """Bool ``[rows, 1, width, width]``: which tokens each token sees; padding sees padding only."""
-    index = torch.arange(visible_until.shape[1], device=visible_until.device)
-    return (index[:, None] < visible_until[:, None, :]).tril_()[:, None]
+    query = torch.arange(visible_until.shape[1], device=visible_until.device)[:, None]
+    visible = query < visible_until[:, None, :]  # [rows, width, width]: queries by keys
+    # In place: the mask is the largest tensor here.
+    return visible.tril_()[:, None]
 
 
 @dataclass(eq=False)
@@ -70,12 +71,11 @@ class AttentionPlan:
     context: Context | None = None
 
     def exact(self, *states: Tensor) -> list[Tensor]:
-        """Queries, keys and values as they are computed with."""
+        """Queries, keys and values in the dtype that attention computes in."""
+        dtype = states[0].dtype
         if self.in_float32:
-            exact = torch.promote_types(states[0].dtype, torch.float32)
-        else:
-            exact = states[0].dtype
-        return [tensor.to(exact) for tensor in states]
+            dtype = torch.promote_types(dtype, torch.float32)  # float64 stays
+        return [tensor.to(dtype) for tensor in states]
 
 
 def attention_inputs(
@@ -87,8 +87,9 @@ def attention_inputs(
     in_float32: bool = False,
     context: Context | None = None,
 ) -> dict[str, Any]:
-    """Arguments of a model besides tokens and positions: ``attention_mask``, and ``attention_plan``
-    if necessary.
+    """Arguments of a model besides tokens and positions.
+
+    They are ``attention_mask``, and ``attention_plan`` if necessary.
 
     A dense mask, bool ``[packed rows, 1, width, width]``, is made only if neither causality nor
     FlexAttention says which tokens each token sees. Its size is the width's square, so it is made
@@ -107,14 +108,12 @@ def attention_inputs(
         plan.blocks = blocks
         plan.masks = tuple(block.mask() for block in blocks)
     else:
-        if visible_until is None:
-            mask = None
-        else:
-            mask = tree_mask(visible_until)
-        return {
-            "attention_mask": mask,
-            **({"attention_plan": plan} if context or in_float32 else {}),
-        }
+        inputs: dict[str, Any] = {"attention_mask": None}
+        if visible_until is not None:
+            inputs["attention_mask"] = tree_mask(visible_until)
+        if context or in_float32:
+            inputs["attention_plan"] = plan
+        return inputs
     # Four-dimensional, so that models pass it on as it is; empty and of integers, so that no other
     # attention takes it.
     stand_in = torch.empty(1, 1, 0, 0, dtype=torch.int64, device=device)
@@ -122,14 +121,17 @@ def attention_inputs(
 
 
 _WITHOUT_PLAN = ("nemotron", "doge")
-"""Families whose layers do not pass the plan on to the attention, or make a mask of their own from
-the stand-in."""
+"""Families whose layers drop the plan, or make a mask of their own from the stand-in."""
 
 
 def pack_rows(model: PreTrainedModel) -> bool:
-    """Give a model, or its language model, the attention that takes blocks, if it can have it;
-    whether it has."""
-    model = model.get_decoder() if model.config.sub_configs else model
+    """Give a model, or its language model, the attention that takes blocks.
+
+    Returns:
+        Whether the model has this attention; some families cannot.
+    """
+    if model.config.sub_configs:
+        model = model.get_decoder()
     config = model.config
     takes_plan = model._supports_attention_backend and config.model_type not in _WITHOUT_PLAN
     if config._attn_implementation == "sdpa" and takes_plan and not config.sub_configs:
@@ -146,32 +148,35 @@ def _attention(
     attention_plan: AttentionPlan | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Queries, keys, values ``[1, heads, tokens, size]``; the result is
-    ``[1, tokens, heads, size]``."""
+    """Attend within the rows of a packed sequence.
+
+    Queries, keys, values are ``[1, heads, tokens, size]``; the result is
+    ``[1, tokens, heads, size]``.
+    """
     if attention_plan is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     if attention_plan.spec is not None:
-        return flex_attention_forward(
-            module, query, key, value, attention_plan.spec.mask(), **options
-        )[0], None
+        squares = attention_plan.spec.mask()
+        output, _ = flex_attention_forward(module, query, key, value, squares, **options)
+        return output, None
     dtype = query.dtype
     blocks = attention_plan.blocks
     query, key, value = attention_plan.exact(query, key, value)
     if not blocks:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0].to(
-            dtype
-        ), None
-    queries = [block.queries for block in blocks]
-    keys = [block.queries if block.keys is None else block.keys for block in blocks]
-    split = [
-        _SplitIntoBlocks.apply(tensor.transpose(1, 2)[0], rectangles)
-        for tensor, rectangles in ((query, queries), (key, keys), (value, keys))
-    ]
-    results = [
-        sdpa_attention_forward(module, q, k, v, mask, **options)[0]
-        for mask, q, k, v in zip(attention_plan.masks, *split, strict=True)
-    ]
-    return _JoinBlocks.apply(blocks, *results)[None].to(dtype), None
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return output.to(dtype), None
+    query_indices = [block.queries for block in blocks]
+    key_indices = [block.queries if block.keys is None else block.keys for block in blocks]
+    # [rows, heads, width, size] per block; of keys and values [rows, heads, length, size].
+    queries = _SplitIntoBlocks.apply(query.transpose(1, 2)[0], query_indices)
+    keys = _SplitIntoBlocks.apply(key.transpose(1, 2)[0], key_indices)
+    values = _SplitIntoBlocks.apply(value.transpose(1, 2)[0], key_indices)
+    outputs = []  # [rows, width, heads, size] of each block
+    for mask, q, k, v in zip(attention_plan.masks, queries, keys, values, strict=True):
+        output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
+        outputs.append(output)
+    joined = _JoinBlocks.apply(blocks, *outputs)  # [tokens, heads, size]
+    return joined[None].to(dtype), None
 
 
 class _SplitContext(FunctionCtx):
@@ -188,24 +193,31 @@ class _SplitIntoBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _SplitContext, values: Tensor, rectangles: Sequence[Tensor]
+        ctx: _SplitContext,
+        values: Tensor,
+        rectangles: Sequence[Tensor],
     ) -> tuple[Tensor, ...]:
         ctx.rectangles = rectangles
         ctx.tokens = len(values)
-        return tuple(
-            values.index_select(0, indices.flatten()).unflatten(0, indices.shape).transpose(1, 2)
-            for indices in rectangles
-        )
+        blocks = []
+        for indices in rectangles:
+            flat = values.index_select(0, indices.flatten())  # [rows * width, heads, size]
+            block = flat.unflatten(0, indices.shape)  # [rows, width, heads, size]
+            blocks.append(block.transpose(1, 2))
+        return tuple(blocks)
 
     @staticmethod
     def backward(ctx: _SplitContext, *gradients: Tensor) -> tuple[Tensor, None]:
-        """A token's gradients are summed over the rows that have it, in float32 at least."""
-        first = gradients[0]
-        exact = torch.promote_types(first.dtype, torch.float32)
-        whole = first.new_zeros(ctx.tokens, first.shape[1], first.shape[3], dtype=exact)
+        """Sum a token's gradients over the rows that have it, in float32 at least."""
+        _, heads, _, size = gradients[0].shape
+        dtype = gradients[0].dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        sums = gradients[0].new_zeros(ctx.tokens, heads, size, dtype=exact)
         for indices, gradient in zip(ctx.rectangles, gradients, strict=True):
-            whole.index_add_(0, indices.flatten(), gradient.transpose(1, 2).flatten(0, 1).to(exact))
-        return whole.to(first.dtype), None
+            flat = gradient.transpose(1, 2).flatten(0, 1)  # [rows * width, heads, size]
+            # Padding's keys get a gradient of 0: no query that counts sees them.
+            sums.index_add_(0, indices.flatten(), flat.to(exact))
+        return sums.to(dtype), None
 
 
 class _JoinContext(FunctionCtx):
@@ -213,28 +225,31 @@ class _JoinContext(FunctionCtx):
 
 
 class _JoinBlocks(torch.autograd.Function):
-    """The rows' own tokens, from ``[rows, width, heads, size]`` of each block to
-    ``[tokens, heads, size]``."""
+    """``[rows, width, heads, size]`` of each block to the rows' own tokens.
+
+    The result is ``[tokens, heads, size]``, without padding.
+    """
 
     @staticmethod
     def forward(ctx: _JoinContext, blocks: tuple[PackedBlock, ...], *values: Tensor) -> Tensor:
         ctx.blocks = blocks
-        whole = values[0].new_empty(
-            sum(len(block.tokens) for block in blocks), *values[0].shape[2:]
-        )
+        tokens = sum(len(block.tokens) for block in blocks)
+        # Empty, not zeros: each token is in exactly one block, so all of it is written.
+        output = values[0].new_empty(tokens, *values[0].shape[2:])
         for block, value in zip(blocks, values, strict=True):
-            flat = value.flatten(0, 1)
-            whole.index_copy_(
-                0, block.tokens, flat if block.cells is None else flat.index_select(0, block.cells)
-            )
-        return whole
+            flat = value.flatten(0, 1)  # [rows * width, heads, size]
+            if block.cells is not None:
+                flat = flat.index_select(0, block.cells)
+            output.index_copy_(0, block.tokens, flat)
+        return output
 
     @staticmethod
     def backward(ctx: _JoinContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients: list[Tensor] = []
         for block in ctx.blocks:
-            flat = gradient.index_select(0, block.tokens)
+            flat = gradient.index_select(0, block.tokens)  # [tokens of the block, heads, size]
             if block.cells is not None:
+                # The gradient of padding is 0: nothing reads its result.
                 zeros = flat.new_zeros(block.queries.numel(), *flat.shape[1:])
                 flat = zeros.index_copy_(0, block.cells, flat)
             gradients.append(flat.unflatten(0, block.queries.shape))
@@ -249,34 +264,38 @@ AttentionMaskInterface.register(NAME, sdpa_mask)
 SQUARE = 128
 """Tokens on a side of the squares that the kernel computes or skips as a whole."""
 
-
 SMALLEST_HEAD = 16
-"""That FlexAttention's kernel takes; with smaller heads a GPU attends in rectangles, as a CPU
-does."""
-
+"""Smallest head that FlexAttention's kernel takes; a GPU attends to smaller ones in rectangles."""
 
 RECOMPILATIONS = 64
-"""FlexAttention is compiled per kind of shape: one row or several, short or long, with a window or
-without."""
+"""Limit of compilations of FlexAttention: one per kind of shape and per layer window.
+
+Shapes are one row or several, short or long, with a window or without.
+"""
 
 
 def allow_recompilations() -> None:
-    """For this process. Beyond torch's limit of 8, FlexAttention would make the whole matrix of
-    scores: an error is better."""
+    """Raise torch's limit of recompilations for this process, and make hitting it an error.
+
+    Beyond torch's limit of 8, FlexAttention would silently make the whole matrix of scores.
+    """
     torch._dynamo.config.recompile_limit = RECOMPILATIONS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 class MaskSpec:
-    """Which tokens each token sees, by their ``visible_until``, int32 ``[batch, length]``, as in
-    ``Layout``."""
+    """Which tokens each token sees.
+
+    Args:
+        visible_until: int32 ``[batch, length]``, as in ``Layout``.
+    """
 
     def __init__(self, visible_until: Tensor) -> None:
         self.visible_until = visible_until
         self._masks: dict[int, BlockMask] = {}
 
     def mask(self, window: int = 0) -> BlockMask:
-        """Over the last ``window`` tokens (0: over all); made once, for all layers."""
+        """The mask over the last ``window`` tokens (0: over all); made once, for all layers."""
         if window not in self._masks:
             self._masks[window] = _mask(self.visible_until, window)
         return self._masks[window]
@@ -284,9 +303,14 @@ class MaskSpec:
 
 @lru_cache(maxsize=8)
 def window_mask(length: int, window: int, device: torch.device) -> BlockMask:
-    """Causal, over the last ``window`` tokens, of rows that are one sequence each."""
+    """Causal mask over the last ``window`` tokens, for rows that are one sequence each."""
     visible_until = torch.full((1, length), NO_END, dtype=torch.int32, device=device)
-    return _mask(visible_until, window, lambda b, h, q, k: (k <= q) & (q - k < window))
+
+    # Without ``visible_until``: it has one row, and the batch may have more.
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q - k < window)
+
+    return _mask(visible_until, window, sees)
 
 
 def _mask(
@@ -295,48 +319,59 @@ def _mask(
     sees: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> BlockMask:
     length = visible_until.shape[1]
-    last = window or length
+    reach = window or length
 
-    def sees_own(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q - k < last) & (q < visible_until[b, k])
+    def sees_until(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q - k < reach) & (q < visible_until[b, k])
 
-    some, every = (squares[:, None] for squares in block_coverage(visible_until, window))
-    # How many each row of squares has, and which, those first.
-    partial, full = (
-        (
-            squares.sum(-1, dtype=torch.int32),
-            squares.int().argsort(dim=-1, descending=True, stable=True).int(),
-        )
-        for squares in (some & ~every, every)
-    )
-    mask_mod = sees or sees_own
+    visible, full = block_coverage(visible_until, window)
+    partial = visible & ~full
     return BlockMask.from_kv_blocks(
-        *partial, *full, BLOCK_SIZE=SQUARE, mask_mod=mask_mod, seq_lengths=(length, length)
+        *_listed(partial[:, None]),
+        *_listed(full[:, None]),
+        BLOCK_SIZE=SQUARE,
+        mask_mod=sees or sees_until,
+        seq_lengths=(length, length),
     )
+
+
+def _listed(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """How many squares each row of squares has, and their columns, as ``BlockMask`` takes them.
+
+    Args:
+        squares: bool ``[batch, 1, squares, squares]``.
+
+    Returns:
+        int32 ``[batch, 1, squares]``, and ``[batch, 1, squares, squares]`` with those first.
+    """
+    counts = squares.sum(-1, dtype=torch.int32)
+    columns = squares.int().argsort(dim=-1, descending=True, stable=True)
+    return counts, columns.int()
 
 
 def block_coverage(
-    visible_until: Tensor, window: int = 0, square: int = SQUARE
+    visible_until: Tensor,
+    window: int = 0,
+    square: int = SQUARE,
 ) -> tuple[Tensor, Tensor]:
-    """Bool ``[batch, squares, squares]``: squares in which a token may see another, and those in
-    which all see all.
+    """Squares in which a token may see another, and those in which all see all.
 
-    By the least and the greatest end among a square's tokens.
+    By the least and the greatest limit of visibility among a square's tokens. Squares are bool
+    ``[batch, squares, squares]``, queries by keys.
     """
     length = visible_until.shape[1]
-    padded = torch.cat(
-        [visible_until, visible_until[:, -1:].expand(-1, -length % square)], 1
-    ).unflatten(1, (-1, square))
-    least = padded.amin(-1)[:, None, :]
-    most = padded.amax(-1)[:, None, :]
-    start = torch.arange(padded.shape[1], device=visible_until.device) * square
-    distance = start[:, None] - start[None, :]  # of the first tokens
+    padding = visible_until[:, -1:].expand(-1, -length % square)  # repeats the last end
+    limits = torch.cat([visible_until, padding], 1).unflatten(1, (-1, square))
+    smallest_limit = limits.amin(-1)[:, None, :]  # [batch, 1, squares]: of the keys
+    largest_limit = limits.amax(-1)[:, None, :]
+    start = torch.arange(limits.shape[1], device=visible_until.device) * square
+    query_start = start[:, None]  # [squares, 1]
+    query_stop = query_start + square
+    distance = query_start - start  # [squares, squares]: of the first tokens
     nearest = distance - square + 1
     farthest = distance + square - 1
-    some = (most > start[:, None]) & (distance >= 0) & (nearest < (window or length))
-    within = (
-        (start + square <= length)[:, None]
-        & (distance > 0)
-        & (farthest < (window or length + square))
-    )
-    return some, some & (least >= start[:, None] + square) & within
+    visible = (largest_limit > query_start) & (distance >= 0) & (nearest < (window or length))
+    # The diagonal is never full, and a square that limits beyond the length has padding.
+    in_range = (query_stop <= length) & (distance > 0)
+    in_range &= farthest < (window or length + square)
+    return visible, visible & (smallest_limit >= query_stop) & in_range

@@ -1,5 +1,6 @@
-"""The interface by which workers compute with a model and train it, for any way of sharding and
-scheduling.
+"""The interface by which workers compute with a model and train it.
+
+It holds for any way of sharding and scheduling.
 
     worker ──batch, LossFn──▶ backend: micro-batches ─▶ forward ─▶ LossFn ─▶ backward
 
@@ -36,22 +37,25 @@ ENTROPY = "entropy"
 VALUES = "values"
 TOP_K = "top_k"
 TOKEN_LOGPROBS = "token_logprobs"
-"""Outputs, zero where there is no loss token, ``[rows, length]`` unless stated: the log-probability
-of each loss token; the entropy of the distribution that it was drawn from; the value of the state
-before it; the ``top_k`` likeliest tokens and then their log-probabilities, ``[rows, length, 2 k]``;
-log-probabilities of ``token_ids``, ``[rows, length, k]``."""
+"""Names of outputs, zero where there is no loss token, ``[rows, length]`` unless stated.
+
+- The log-probability of each loss token.
+- The entropy of the distribution that it was drawn from.
+- The value of the state before it.
+- The ``top_k`` likeliest tokens and then their log-probabilities, ``[rows, length, 2 k]``.
+- Log-probabilities of ``token_ids``, ``[rows, length, k]``.
+"""
 
 LOOPBACK = "127.0.0.1"
 
 MODEL = "model"
 VALUE_HEAD = "value_head"
-"""Parts of a model with an optimizer of their own: the model itself; a critic's head on the
-policy's layers."""
+"""Parts of a model with an optimizer each: the model; a critic's head on the policy's layers."""
 
 
 @dataclass(frozen=True)
 class OutputRequest:
-    """What a model shall compute for each loss token.
+    """The outputs that a model computes for each loss token.
 
     Args:
         names: of the outputs.
@@ -78,7 +82,7 @@ class OutputRequest:
 
 
 class LossTerm(NamedTuple):
-    """What a part of the model learns from a micro-batch.
+    """The loss of a part of the model on a micro-batch.
 
     Args:
         loss: a scalar.
@@ -115,23 +119,27 @@ class LossFn(ABC):
 class JointLoss(LossFn):
     """Losses of different parts of one model, computed in one pass."""
 
-    def __init__(self, first: LossFn, second: LossFn) -> None:
-        self._losses = first, second
+    def __init__(self, policy_loss: LossFn, critic_loss: LossFn) -> None:
+        self._losses = policy_loss, critic_loss
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
-        first, second = (loss.request(batch) for loss in self._losses)
+        policy, critic = (loss.request(batch) for loss in self._losses)
         return replace(
-            first, names=first.names | second.names, value_gradient=second.value_gradient
+            policy, names=policy.names | critic.names, value_gradient=critic.value_gradient
         )
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
-        return {part: term for loss in self._losses for part, term in loss(outputs, batch).items()}
+        terms: dict[str, LossTerm] = {}
+        for loss in self._losses:
+            terms |= loss(outputs, batch)  # they have different parts
+        return terms
 
 
 ROW_TOKENS = "row_tokens"
 COMPUTED_TOKENS = "computed_tokens"
 """Metrics: tokens of the rows, and those that were computed: shared ones once, and padding."""
 
+# Metrics that are sums over all ranks; the others are means over loss tokens.
 SUMMED = {"loss", "tokens", ROW_TOKENS, COMPUTED_TOKENS}
 
 
@@ -152,7 +160,9 @@ class Totals:
             self.sums[name] = self.sums.get(name, 0.0) + value.detach().double()
 
     def reduce(
-        self, group: dist.ProcessGroup | None = None, device: torch.device | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
     ) -> dict[str, float]:
         """Loss and token counts of all ranks of ``group``; the other metrics as means over their
         loss tokens.
@@ -160,20 +170,21 @@ class Totals:
         Args:
             device: of the collective.
         """
-        names = list(self.sums)
-        sums = torch.stack(list(self.sums.values()))
+        # One collective for all metrics: each would wait for the slowest rank.
+        sums = torch.stack(list(self.sums.values()))  # [metrics]
         if group is not None:
             sums = sums.to(device)
             dist.all_reduce(sums, group=group)
-        totals = dict(zip(names, sums.tolist(), strict=True))
-        tokens = max(1.0, totals["tokens"])
-        return {name: value if name in SUMMED else value / tokens for name, value in totals.items()}
+        metrics = dict(zip(self.sums, sums.tolist(), strict=True))
+        tokens = max(1.0, metrics["tokens"])
+        for name in metrics.keys() - SUMMED:
+            metrics[name] /= tokens
+        return metrics
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Which model a backend loads, how the model is divided over ranks, and which parts of it are
-    trained.
+    """The model that a backend loads, its division over ranks, and the parts that are trained.
 
     Args:
         role: its name, for errors and file names.
@@ -213,8 +224,10 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class RankContext:
-    """One rank of a model, and the rendezvous with the others: ``store``, or rank 0's at ``host``
-    and ``port``."""
+    """One rank of a model, and the rendezvous with the others.
+
+    That is ``store``, or rank 0's at ``host`` and ``port``.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -226,7 +239,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class SaveResult:
-    """What one rank has written, by file name, as far as it knows, or why it could not."""
+    """The files that one rank has written, or the reason why it could not."""
 
     files: Sums = field(default_factory=dict)
     problem: str = ""
@@ -261,7 +274,10 @@ class ModelBackend(ABC):
         """The outputs requested, without gradient, in the batch's rows, float32 on the CPU."""
 
     def forward_backward(
-        self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()
+        self,
+        batch: UpdateBatch,
+        loss: LossFn,
+        returns: Collection[str] = (),
     ) -> dict[str, Tensor]:
         """Add the gradient of this rank's rows to the gradient since the last optimizer step.
 
@@ -281,7 +297,10 @@ class ModelBackend(ABC):
         raise self._not_supported("train")
 
     def optimizer_step(
-        self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
+        self,
+        lr: Mapping[str, float],
+        scale: float = 1.0,
+        beta1: float | None = None,
     ) -> dict[str, dict[str, float]]:
         """Change the weights by the gradient, and forget the gradient.
 
@@ -292,9 +311,8 @@ class ModelBackend(ABC):
 
         Returns:
             Of each part that had a loss: ``loss``, ``grad_norm`` (before clipping), ``tokens``, and
-                the loss's metrics,
-            averaged over the loss tokens of all ranks; with ``max_grad_cosine``, after the first
-            step, ``grad_cosine``.
+            the loss's metrics, averaged over the loss tokens of all ranks. With
+            ``max_grad_cosine``, after the first step, ``grad_cosine``.
 
         Raises:
             NonFiniteError: on every rank, before any weight changes. The gradient is forgotten.
@@ -307,19 +325,19 @@ class ModelBackend(ABC):
 
     @abstractmethod
     def sharded_weights(self) -> Mapping[str, Any]:
-        """Weights and saved buffers by their names in the model, the same names in the same order
-        on every rank.
+        """Weights and saved buffers by their names in the model.
 
-        Whole tensors, or anything with ``dtype``, ``shape`` and a collective ``full_tensor()``, of
-        the whole.
+        Names and their order are the same on every rank. Values are whole tensors, or anything with
+        ``dtype``, ``shape`` and a collective ``full_tensor()``, of the whole.
         """
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The same, whole. All ranks go through it to the end; a rank needs memory for one of them
-        at a time."""
-        from skyasync.weight_sync.full_tensors import (
-            gathered,
-        )  # torch's distributed tensors; the controller has none
+        """Whole weights, one at a time: a rank needs memory for one.
+
+        All ranks go through it to the end.
+        """
+        # Here, as it imports torch's distributed tensors: the controller has none.
+        from skyasync.weight_sync.full_tensors import gathered
 
         return gathered(self.sharded_weights())
 
@@ -332,8 +350,10 @@ class ModelBackend(ABC):
         raise self._not_supported("train adapters")
 
     def offload(self) -> None:
-        """Move the state to host memory. Until ``onload`` only ``save`` and ``restore`` may be
-        called."""
+        """Move the state to host memory.
+
+        Until ``onload`` only ``save`` and ``restore`` may be called.
+        """
         raise self._not_supported("offload")
 
     def onload(self) -> None:
@@ -341,12 +361,14 @@ class ModelBackend(ABC):
         raise self._not_supported("offload")
 
     def save(self, folder: Path) -> SaveResult:
-        """Write all that the next optimizer step depends on, into an empty folder that all ranks
-        share."""
+        """Write all that the next optimizer step depends on.
+
+        The folder is empty, and all ranks share it.
+        """
         raise self._not_supported("save checkpoints")
 
     def begin_save(self, folder: Path) -> None:
-        """As ``save``, of a copy of the state: this returns when the copy is made."""
+        """Begin to save a copy of the state: this returns when the copy is made."""
         raise self._not_supported("save checkpoints")
 
     def saved(self) -> SaveResult | None:

@@ -29,95 +29,83 @@ B = TypeVar("B", bound="TokenBatch")
 
 @dataclass
 class TokenBatch:
-    """Rows of tokens: enough to ask a model for log-probabilities. Shapes are ``[batch, length]``
-    unless stated."""
+    """Rows of tokens, from which a model computes log-probabilities.
+
+    Shapes are ``[batch, length]`` unless stated.
+    """
 
     tokens: Tensor  # int64
     attention_mask: Tensor  # bool
     loss_mask: Tensor  # bool
     group_ids: Tensor  # int64 [batch]: samples of one prompt share one
-    trajectory_ids: Tensor | None = (
-        None  # int64 [batch]: rows of one trajectory share one; None: a row each
-    )
+    # int64 [batch]: rows of one trajectory share one; None: each row is a trajectory
+    trajectory_ids: Tensor | None = None
     routed_experts: Tensor | None = None
     """``[batch, length, layers, top_k]``: the experts that the engine's routers chose, which the
     trained model replays; the dtype's largest number if they are not known. None: the trained model
     chooses."""
     images: tuple[Images, ...] | None = None  # of each row; None: no row has any
-    rope: Tensor | None = (
-        None  # int64 [batch, length, 3]: positions in time, height, width; None: those of text
-    )
+    # int64 [batch, length, 3]: positions in time, height, width; None: those of text
+    rope: Tensor | None = None
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Self]) -> Self:
-        """Concatenated rows, padded to the longest; groups and trajectories of different batches
-        stay different.
+    def concatenate(cls, batches: Sequence[Self]) -> Self:
+        """Concatenate the rows of batches, padded to the longest.
 
-        A tensor that a part lacks, and a number in which parts differ, is None.
+        Groups and trajectories of different batches stay different. A tensor that a batch lacks,
+        and a number in which batches differ, is None.
         """
-        length = max(part.tokens.shape[1] for part in parts)
-        whole = copy(parts[0])
-        if any(part.images for part in parts):
-            whole.images = tuple(row for part in parts for row in part.images or ((),) * len(part))
-        for name in vars(whole):
+        length = max(batch.tokens.shape[1] for batch in batches)
+        result = copy(batches[0])
+        if any(batch.images for batch in batches):
+            images: list[Images] = []
+            for batch in batches:
+                images += batch.images or [()] * len(batch)
+            result.images = tuple(images)
+        for name in vars(result):
             if name == "images":
                 continue
-            values = [value for part in parts if isinstance(value := vars(part).get(name), Tensor)]
-            if len(values) < len(parts):
-                given = [vars(part).get(name) for part in parts]
-                setattr(
-                    whole,
-                    name,
-                    None if values or any(value != given[0] for value in given) else given[0],
-                )
-                continue
-            start = 0
-            for i, value in enumerate(values):
-                if name.endswith("_ids"):
-                    values[i] = value + start
-                    if len(value):
-                        start = int(values[i].max()) + 1
-                    else:
-                        start = start
-                elif value.dim() >= 2:
-                    values[i] = pad(
-                        value, (*[0, 0] * (value.dim() - 2), 0, length - value.shape[1])
-                    )
-            setattr(whole, name, torch.cat(values))
-        return whole
+            attributes = [vars(batch).get(name) for batch in batches]
+            tensors = [value for value in attributes if isinstance(value, Tensor)]
+            if len(tensors) == len(batches):
+                setattr(result, name, _concatenate_tensors(name, tensors, length))
+            elif tensors or any(value != attributes[0] for value in attributes):
+                setattr(result, name, None)
+        return result
 
     def select(self, rows: Tensor) -> Self:
-        """The given rows (int64 ``[n]``), in that order."""
-        selected = self.each(lambda tensor: tensor[rows])
+        """The batch of these rows (int64 ``[n]``), in that order."""
+        batch = self.each(lambda tensor: tensor[rows])
         if self.images is not None:
-            selected.images = tuple(self.images[row] for row in rows.tolist())
-        return selected
+            batch.images = tuple(self.images[row] for row in rows.tolist())
+        return batch
 
     def trim(self) -> Self:
         """Shorten the sequence dimension to the longest row."""
-        if len(self):
+        length = 0
+        if len(self):  # max() needs a row
             length = int(self.attention_mask.sum(1).max())
-        else:
-            length = 0
         return self.each(lambda tensor: tensor[:, :length] if tensor.dim() >= 2 else tensor)
 
     def mini_batches(self, size: int, first: int | None = None) -> Iterator[tuple[Self, int]]:
-        """Mini-batches of whole groups, in order, and how many groups each has: ``first``, then
-        ``size`` at a time.
+        """Mini-batches of whole groups, in order, and how many groups each has.
 
-        ``size=0`` gives the whole batch.
+        Args:
+            size: groups at a time; 0 gives the whole batch.
+            first: groups of the first one, by default ``size``.
         """
-        groups = self.group_ids.unique()
+        groups = self.group_ids.unique()  # sorted
         if size:
             count = size if first is None else first
         else:
             count = len(groups)
         while len(groups):
-            chosen = torch.isin(self.group_ids, groups[:count])
-            yield self.select(chosen.nonzero().squeeze(1)), len(groups[:count])
+            chosen_groups = groups[:count]
+            is_chosen = torch.isin(self.group_ids, chosen_groups)  # [batch]
+            yield self.select(is_chosen.nonzero().squeeze(1)), len(chosen_groups)
             groups = groups[count:]
             count = size
 
@@ -127,25 +115,47 @@ class TokenBatch:
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The batch with ``function`` applied to each of its tensors, also to those that a hook has
-        added."""
-        changed = copy(self)
-        vars(changed).update(
-            {name: function(v) for name, v in vars(self).items() if isinstance(v, Tensor)}
-        )
-        return changed
+        """Apply ``function`` to each tensor of the batch, also to those that a hook has added."""
+        batch = copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(batch, name, function(value))
+        return batch
 
-    def to_stage(self, stage: type[B], **more: Tensor | None) -> B:
-        """The same batch at a later stage, with the tensors of that stage. Tensors that a hook has
-        added are kept.
+    def to_stage(self, stage: type[B], **tensors: Tensor | None) -> B:
+        """The same batch at a later stage, with the tensors of that stage.
+
+        Tensors that a hook has added stay.
 
         Raises:
             TypeError: if something that the stage promises is missing.
         """
-        values = {**vars(self), **more}
-        result = stage(**{f.name: values.pop(f.name) for f in fields(stage) if f.name in values})
+        values = {**vars(self), **tensors}
+        arguments = {}
+        for field in fields(stage):
+            if field.name in values:
+                arguments[field.name] = values.pop(field.name)
+        result = stage(**arguments)
         vars(result).update(values)
         return result
+
+
+def _concatenate_tensors(name: str, tensors: list[Tensor], length: int) -> Tensor:
+    """Concatenate one tensor of several batches, padded to ``length``."""
+    result = []
+    next_id = 0
+    for tensor in tensors:
+        if name.endswith("_ids"):
+            # Groups of different batches may have equal ids, and are different groups.
+            tensor = tensor + next_id
+            if len(tensor):
+                next_id = int(tensor.max()) + 1
+        elif tensor.dim() >= 2:
+            # pad takes the last dimension first: only the sequence dimension grows.
+            inner_dimensions = [0, 0] * (tensor.dim() - 2)
+            tensor = pad(tensor, (*inner_dimensions, 0, length - tensor.shape[1]))
+        result.append(tensor)
+    return torch.cat(result)
 
 
 @dataclass(kw_only=True)
@@ -196,8 +206,7 @@ class UpdateBatch(TrainingBatch):
 
     loss_weights: Tensor
     selection: Tensor | None = None  # what ``Objective.prepare`` chose on the whole mini-batch
-    approximated_version: int | None = (
-        None  # that this update makes, where the proximal policy is interpolated
-    )
+    # The version that this update makes, where the proximal policy is interpolated.
+    approximated_version: int | None = None
     correction_exponent: float = 1.0  # of the off-policy correction's factors
     critic_alone: bool = False  # a critic on the policy's layers learns from it, and no policy

@@ -53,8 +53,7 @@ _REJECTED = {
 
 
 def config_value(config: object, name: str, default: Any = None) -> Any:  # noqa: ANN401  (a field's value)
-    """A field of a transformers configuration, or of a part of one; ``default`` if its class lacks
-    it or it is None.
+    """A field of a transformers configuration, or ``default`` if it is None or its class lacks it.
 
     Families describe the same thing by different fields, so that a missing field is an answer.
     """
@@ -65,8 +64,9 @@ def config_value(config: object, name: str, default: Any = None) -> Any:  # noqa
 
 
 def head_size(text: PreTrainedConfig) -> int:
-    """Of attention, in a language model's configuration."""
-    return int(config_value(text, "head_dim") or text.hidden_size // text.num_attention_heads)
+    """The size of an attention head, by a language model's configuration."""
+    size = config_value(text, "head_dim") or text.hidden_size // text.num_attention_heads
+    return int(size)
 
 
 def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
@@ -76,9 +76,9 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
     config: PreTrainedConfig = AutoConfig.from_pretrained(path)
     if not kwargs:
         return config
-    changed = type(config).from_dict({**config.to_dict(), **overrides(config, kwargs)})
-    changed.name_or_path = config.name_or_path
-    return changed
+    new_config = type(config).from_dict({**config.to_dict(), **overrides(config, kwargs)})
+    new_config.name_or_path = config.name_or_path
+    return new_config
 
 
 def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,30 +89,35 @@ def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def overrides(config: PreTrainedConfig, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs`` by the names of the configuration's class; rotary embeddings as one entry."""
+    """Translate ``kwargs`` to the names of the configuration's class.
+
+    Settings of rotary embeddings become one entry.
+    """
     names = config.attribute_map
-    values = {
-        names.get(name, name): value
-        for name, value in kwargs.items()
-        if name not in (ROPE, _THETA, _SCALING)
-    }
-    if not kwargs.keys() & {ROPE, _THETA, _SCALING}:
+    rope_names = {ROPE, _THETA, _SCALING}
+    values = {}
+    for name, value in kwargs.items():
+        if name not in rope_names:
+            values[names.get(name, name)] = value
+    if not kwargs.keys() & rope_names:
         return values
     current = dict(config_value(config, ROPE, {}))
-    changes = {**(kwargs.get(_SCALING) or {}), **(kwargs.get(ROPE) or {})}
-    if "type" in changes:
+    changes = dict(kwargs.get(_SCALING) or {})
+    changes.update(kwargs.get(ROPE) or {})
+    if "type" in changes:  # its name in older files
         changes["rope_type"] = changes.pop("type")
     if _THETA in kwargs:
         changes[_THETA] = float(kwargs[_THETA])
-    if changes.get("rope_type", current.get("rope_type")) != current.get(
-        "rope_type"
-    ):  # of another type: all but theta
-        current = {_THETA: current[_THETA]} if _THETA in current else {}
-    return values | {ROPE: current | changes}
+    current_type = current.get("rope_type")
+    if changes.get("rope_type", current_type) != current_type:
+        # Settings of the old type would be unknown to the new one; theta is common to all.
+        current = {name: value for name, value in current.items() if name == _THETA}
+    values[ROPE] = current | changes
+    return values
 
 
 def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[str]:
-    """What is wrong with ``<section>.config_kwargs``, a line each, by the model's own class.
+    """Find what is wrong with ``<section>.config_kwargs``, a line each, by the model's own class.
 
     Args:
         section: of the model, such as ``trainer.policy.model``.
@@ -125,18 +130,17 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
     key = f"{section}.config_kwargs"
     family = type(config).__name__
     valid = True
-    known = set(config.to_dict()) | set(config.attribute_map)
-    if ROPE in known:
-        known |= {_THETA, _SCALING}
+    setting_names = set(config.to_dict()) | set(config.attribute_map)
+    if ROPE in setting_names:
+        setting_names |= {_THETA, _SCALING}
     for name, value in kwargs.items():
         reason = _REJECTED.get(name)
         if reason:
             yield f"{key}.{name} is not taken: {reason.format(section=section)}"
-        elif name not in known:
-            close = " or ".join(nearest(name, known))
-            yield f"{key}.{name} is no setting of {family}" + (
-                f": did you mean {close}?" if close else ""
-            )
+        elif name not in setting_names:
+            suggestions = " or ".join(nearest(name, setting_names))
+            hint = f": did you mean {suggestions}?" if suggestions else ""
+            yield f"{key}.{name} is no setting of {family}{hint}"
         elif name in _SHAPE or config.attribute_map.get(name) in _SHAPE:
             yield f"{key}.{name}={value!r} would need other weights than those of {path}: train a model of that shape"
         elif name in (ROPE, _SCALING) and not isinstance(value, Mapping):
@@ -146,26 +150,28 @@ def complaints(path: str, kwargs: Mapping[str, Any], section: str) -> Iterator[s
         valid = False
     if not valid:
         return
-    changed = overrides(config, kwargs)
-    rope = changed.get(ROPE) or {}
+    new_values = overrides(config, kwargs)
+    rope = new_values.get(ROPE) or {}
     rope_types = {"default", *ROPE_INIT_FUNCTIONS}
     if _THETA in kwargs and any(isinstance(value, Mapping) for value in rope.values()):
         yield f"{key}.{_THETA} is not one number for this model's kinds of layers: say {key}.{ROPE} of each"
     elif rope.get("rope_type", "default") not in rope_types:
-        close = " or ".join(nearest(str(rope["rope_type"]), rope_types)) or ", ".join(
-            sorted(rope_types)
-        )
-        yield f"{key}: unknown rope_type {rope['rope_type']!r}: did you mean {close}?"
+        suggestions = " or ".join(nearest(str(rope["rope_type"]), rope_types))
+        if not suggestions:
+            suggestions = ", ".join(sorted(rope_types))
+        yield f"{key}: unknown rope_type {rope['rope_type']!r}: did you mean {suggestions}?"
     else:
         try:
-            type(config).from_dict({**config.to_dict(), **changed})
+            type(config).from_dict({**config.to_dict(), **new_values})
         except Exception as error:  # of any class: each validates in its own way
             yield f"{key}={dict(kwargs)} is rejected by {family}: {' '.join(str(error).split())}"
 
 
 def linear_layers(path: str) -> list[str]:
-    """The last parts of the names of a causal language model's linear layers without its head;
-    nothing is loaded."""
+    """The last parts of the names of a causal language model's linear layers, without its head.
+
+    Nothing is loaded.
+    """
     import torch
     from transformers import AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
@@ -173,9 +179,9 @@ def linear_layers(path: str) -> list[str]:
     with ONE_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path, {}))
     head = model.get_output_embeddings()
-    layers = [
-        name
-        for name, m in model.named_modules()
-        if isinstance(m, torch.nn.Linear | Conv1D) and m is not head
-    ]
-    return sorted({name.rpartition(".")[2] for name in layers})
+    names: set[str] = set()
+    for name, module in model.named_modules():
+        # GPT-2's layers are Conv1D: a linear layer with a transposed weight.
+        if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
+            names.add(name.rpartition(".")[2])
+    return sorted(names)

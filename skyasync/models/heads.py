@@ -1,4 +1,4 @@
-"""The kinds of models that roles have: the class of transformers that loads a folder, and the head.
+"""Heads of the roles' models, and the classes of transformers that load them.
 
 Invariant: a model is that of its files. Only a value head may be missing from them; a new one is
 drawn from the run's seed, so that it is the same on every rank. To add a kind, write a
@@ -41,8 +41,10 @@ from skyasync.utils.weight_files import check_model_files
 
 @contextmanager
 def _sdpa_required(path: str, config: PreTrainedConfig) -> Iterator[None]:
-    """transformers' error for a family without this attention advises an argument that no setting
-    is."""
+    """Replace transformers' error for a family without sdpa attention.
+
+    It advises an argument that is no setting here.
+    """
     try:
         yield
     except ValueError as error:
@@ -63,13 +65,16 @@ class Head:
     config_kwargs: Mapping[str, Any] = MappingProxyType({})
 
     def with_config(self, config_kwargs: Mapping[str, Any]) -> Self:
-        other = copy(self)
-        other.config_kwargs = config_kwargs
-        return other
+        head = copy(self)
+        head.config_kwargs = config_kwargs
+        return head
 
     def config(self, path: str) -> PreTrainedConfig:
-        """The configuration of a folder or hub name for training; a ``UserError`` if it cannot be
-        trained."""
+        """The configuration of a folder or hub name for training.
+
+        Raises:
+            UserError: if the model cannot be trained.
+        """
         return training_config(path, self.config_kwargs)
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
@@ -101,8 +106,9 @@ class Head:
         factory: Any = None,  # noqa: ANN401
         **options: Any,  # noqa: ANN401
     ) -> PreTrainedModel:
-        """The model with the weights of its files: safetensors only, no code from the folder; on
-        the CPU by default.
+        """Load the model with the weights of its files, on the CPU by default.
+
+        The files are safetensors only; no code from the folder is run.
 
         Args:
             factory: has ``from_pretrained``; by default transformers' own for this kind of model.
@@ -110,8 +116,10 @@ class Head:
         """
         config = self.config(path)
         check_model_files(Path(path))
+        if factory is None:
+            factory = self.auto(config)
         with ONE_AT_A_TIME, self.loading(), _sdpa_required(path, config):
-            model, info = (factory or self.auto(config)).from_pretrained(
+            model, info = factory.from_pretrained(
                 path,
                 config=config,
                 dtype=dtype,
@@ -121,8 +129,8 @@ class Head:
                 **options,
             )
         self.complete(path, model, info["missing_keys"])
-        loaded: PreTrainedModel = model
-        return loaded
+        model_with_weights: PreTrainedModel = model
+        return model_with_weights
 
 
 class ValueHead(Head):
@@ -139,27 +147,30 @@ class ValueHead(Head):
         return config
 
     def auto(self, config: PreTrainedConfig) -> type[_BaseAutoModelClass]:
-        kind = type(config)
-        if (
-            kind not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
-        ):  # the family has no such class: make one
-            base: Any = MODEL_MAPPING[kind]
-            base = next(iter(base)) if isinstance(base, tuple) else base
+        config_class = type(config)
+        if config_class not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            # The family has no such class in transformers: make one of its base class.
+            base: Any = MODEL_MAPPING[config_class]
+            if isinstance(base, tuple):
+                base = base[0]
+            # Layers of a family share what its own PreTrainedModel says of them.
             family = next(c for c in base.__mro__ if PreTrainedModel in c.__bases__)
             attributes = {
                 "base_model_prefix": family.base_model_prefix,
-                "config_class": kind,
+                "config_class": config_class,
                 "__module__": base.__module__,
             }
             name = f"{base.__name__.removesuffix('Model')}ForSequenceClassification"
             classifier = type(name, (GenericForSequenceClassification, family), attributes)
-            AutoModelForSequenceClassification.register(kind, classifier, exist_ok=True)
+            AutoModelForSequenceClassification.register(config_class, classifier, exist_ok=True)
         return AutoModelForSequenceClassification
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """transformers warns of an ignored and a new head; ``complete`` raises an error if anything
-        else is missing."""
+        """Silence transformers' warnings of an ignored and of a new head.
+
+        ``complete`` raises an error if anything else is missing.
+        """
         log = logging.getLogger("transformers.modeling_utils")
         level = log.level
         log.setLevel(logging.ERROR)
@@ -176,12 +187,12 @@ class ValueHead(Head):
             raise UserError(
                 f"{path}: {type(model).__name__} has no linear head named {SCORE_LAYER}: it can hold no values"
             )
-        others = sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"})
-        if others:
+        missing_layers = sorted(set(missing) - {f"{SCORE_LAYER}.weight", f"{SCORE_LAYER}.bias"})
+        if missing_layers:
             raise UserError(
-                f"{path}: its files lack {others[0]}, which {type(model).__name__} needs"
+                f"{path}: its files lack {missing_layers[0]}, which {type(model).__name__} needs"
             )
-        for name, parameter in model.get_submodule(SCORE_LAYER).named_parameters():
+        for name, parameter in head.named_parameters():
             if f"{SCORE_LAYER}.{name}" in missing:
                 copy_own_part(parameter, new_head(name, parameter))
 
@@ -202,26 +213,30 @@ HEADS: dict[str, Head] = {VOCABULARY: Head(), VALUE: ValueHead(), SCORE: ScoreHe
 
 
 def load_causal_lm(path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """A causal language model from a folder or hub name, as ``Head.load`` says."""
+    """Load a causal language model from a folder or hub name, as ``Head.load`` does."""
     return HEADS[VOCABULARY].load(path, dtype)
 
 
 def new_head(name: str, like: torch.Tensor) -> torch.Tensor:
-    """A head's weights, whole: small, so that the first values are near 0 (OpenRLHF's scale); a
-    bias is 0."""
+    """Draw a head's weights ``[1, hidden]``, whole, so that the first values are near 0.
+
+    The scale is OpenRLHF's; a bias is 0.
+    """
     if name == "bias":
         return torch.zeros(like.shape)
+    # The run's seed, on the CPU: the same numbers on every rank and device.
     generator = torch.Generator().manual_seed(torch.initial_seed())
     return torch.randn(like.shape, generator=generator) / (like.shape[-1] + 1)
 
 
-def copy_own_part(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+def copy_own_part(parameter: torch.Tensor, full_tensor: torch.Tensor) -> None:
     """Fill this rank's part of a parameter, which may be sharded."""
     with torch.no_grad():
         if isinstance(parameter, DTensor):
+            # Every rank has the full tensor: nothing is sent.
             part = distribute_tensor(
-                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+                full_tensor, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
             parameter.to_local().copy_(part.to_local())
         else:
-            parameter.copy_(whole)
+            parameter.copy_(full_tensor)

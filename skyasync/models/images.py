@@ -13,7 +13,7 @@ import hashlib
 import io
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from skyasync.errors import UserError
 THUMBNAIL = 160  # the longer side, in pixels
 MOST_PIXELS = (
     1 << 26
-)  # of an image: 200 MB when it is decoded; its file may be a thousandth of that
+)  # of an image: 200 MB when it is decoded, and its file may be 1,000 times less
 #: Formats that are read, by Pillow's names. Others may start a program (EPS) or are not for pictures.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 
@@ -61,8 +61,7 @@ FAMILIES = {
 
 @lru_cache
 def reads_images(model: str) -> bool:
-    """Whether the model of a folder or a hub name is of one of these types. It is on this
-    machine."""
+    """Whether the model of a folder or a hub name, on this machine, is of one of these types."""
     file = config_file(model) if model else None
     settings = read_json(file, model) if file else {}
     return bool(settings.get("vision_config")) and settings.get("model_type") in FAMILIES
@@ -94,7 +93,7 @@ class Image:
 
 _KNOWN: WeakValueDictionary[str, Image] = WeakValueDictionary()
 Images = tuple[Image, ...]
-"""Of one sequence, in the order of their placeholders."""
+"""Images of one sequence, in the order of their placeholders."""
 
 
 class ImageTokens(list[int]):
@@ -112,8 +111,9 @@ class ImageTokens(list[int]):
 
 
 def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
-    """An image from bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL
-    image.
+    """Read an image.
+
+    It is bytes, a file, a data: or file: URL, a Hugging Face ``{bytes, path}``, or a PIL image.
 
     Args:
         files: read files of this machine. If false, they are rejected, and only the header of the
@@ -134,14 +134,11 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
         value = buffer.getvalue()
     if isinstance(value, str) and value.startswith("data:"):
         kind, _, text = value.partition(",")
-        try:
-            if kind.endswith(";base64"):
+        value = None
+        if kind.endswith(";base64"):
+            with suppress(binascii.Error):
                 value = base64.b64decode(text, validate=True)
-            else:
-                value = None
-        except binascii.Error:
-            value = None
-        if value is None:
+        if value is None:  # also of an invalid base64
             raise UserError(
                 f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}"
             )
@@ -176,8 +173,10 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
 
 @lru_cache(64)
 def data_url(image: Image) -> str:
-    """The image as OpenAI's API takes it. One text for all that ask, so that a message holds it
-    once."""
+    """The image as OpenAI's API takes it.
+
+    The cache gives all callers one text, so that a message holds it once.
+    """
     from PIL import Image as PIL
 
     with PIL.open(io.BytesIO(image.data)) as opened:
@@ -187,8 +186,10 @@ def data_url(image: Image) -> str:
 
 @lru_cache(64)
 def rgb_url(image: Image) -> str:
-    """The pixels of ``decoded``, for a server, which turns images by their EXIF and puts
-    transparent ones on white."""
+    """The pixels of ``decoded``, for a server that would decode the image in another way.
+
+    Servers turn images by their EXIF, and put transparent ones on white.
+    """
     from PIL import Image as PIL
 
     with PIL.open(io.BytesIO(image.data)) as opened:
@@ -207,7 +208,7 @@ def thumbnail_url(image: Image) -> str:
 
 
 def decoded(image: Image) -> Any:  # noqa: ANN401
-    """As a PIL image with three channels."""
+    """Decode an image: a PIL image with three channels."""
     with _opened(image) as picture:
         return picture.convert("RGB")
 
@@ -220,7 +221,7 @@ def pixels(image: Image) -> int:
 
 @contextmanager
 def _opened(image: Image) -> Iterator[Any]:
-    """A PIL image whose header has been read.
+    """Open an image: a PIL image whose header has been read.
 
     Raises:
         UserError: if it is of none of ``FORMATS``, has more than ``MOST_PIXELS``, or cannot be
@@ -234,7 +235,7 @@ def _opened(image: Image) -> Iterator[Any]:
             "images need Pillow and torchvision: pip install pillow torchvision"
         ) from error
     problem = f"an image of {len(image.data)} bytes cannot be decoded"
-    PIL.init()
+    PIL.init()  # fills PIL.OPEN: some builds of Pillow lack formats
     formats = [name for name in FORMATS if name in PIL.OPEN]
     try:
         with PIL.open(io.BytesIO(image.data), formats=formats) as opened:
@@ -250,21 +251,22 @@ def _opened(image: Image) -> Iterator[Any]:
         struct.error,
         PIL.DecompressionBombError,
     ) as error:
-        unknown = isinstance(error, UnidentifiedImageError)
-        why = (
-            f"it begins with {image.data[:12]!r}, which is not an image format"
-            if unknown
-            else error
-        )
-        raise UserError(f"{problem}: {why}") from error
+        reason: object = error
+        if isinstance(error, UnidentifiedImageError):
+            reason = f"it begins with {image.data[:12]!r}, which is not an image format"
+        raise UserError(f"{problem}: {reason}") from error
 
 
 def images_of(conversation: Any) -> Images:  # noqa: ANN401
     """The images of a conversation whose parts have been read, in order."""
     if isinstance(conversation, str):
         return ()
-    contents = (message.get("content") for message in conversation)
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return tuple(
-        part["image"] for part in parts if isinstance(part, Mapping) and part.get("type") == "image"
-    )
+    images = []
+    for message in conversation:
+        content = message.get("content")
+        if not isinstance(content, list):  # a text
+            continue
+        for part in content:
+            if isinstance(part, Mapping) and part.get("type") == "image":
+                images.append(part["image"])
+    return tuple(images)

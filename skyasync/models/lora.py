@@ -1,5 +1,6 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft: targets, initialization,
-merging.
+"""Low-rank adapters (LoRA, arXiv 2106.09685) on a frozen model, by peft.
+
+This module has their targets, initialization and merging.
 
 Invariant: while the adapters are detached, the model and the names of its weights are those of its
 files. In this state it is loaded, sent to engines (with the adapters added to its weights), and
@@ -70,27 +71,25 @@ class Adapters:
             raise UserError(
                 f"{KEY}.target_modules: {error}: list it in {KEY}.exclude_modules"
             ) from error
-        self._layers = [
-            _AdaptedLayer(
-                model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], name, module
-            )
-            for name, module in model.named_modules()
-            if isinstance(module, peft.tuners.lora.LoraLayer)
-        ]
+        self._layers: list[_AdaptedLayer] = []
+        for name, module in model.named_modules():
+            if isinstance(module, peft.tuners.lora.LoraLayer):
+                parent, _, child = name.rpartition(".")
+                layer = _AdaptedLayer(model.get_submodule(parent), child, name, module)
+                self._layers.append(layer)
         for adapted in self._layers:
             for half in adapted.halves:
                 half.to(torch.float32)  # master weights, as of anything that is trained
 
     def split(self, mesh: DeviceMesh) -> None:
-        """Over the tensor dimension of the mesh, as the adapted layers."""
+        """Split the adapters over the tensor dimension of the mesh, as the adapted layers."""
         from skyasync.models.parallel.tensor import split_adapters
 
-        split_adapters(
-            ((adapted.name, adapted.layer) for adapted in self._layers), self._model, mesh
-        )
+        layers = [(adapted.name, adapted.layer) for adapted in self._layers]
+        split_adapters(layers, self._model, mesh)
 
     def begin(self, seed: int, device: torch.device) -> None:
-        """Initialize them, in memory of ``device``."""
+        """Initialize the adapters in memory of ``device``, and freeze all else."""
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
         for adapted in self._layers:
@@ -99,21 +98,23 @@ class Adapters:
         self.initialize(seed)
 
     def initialize(self, seed: int, rank: int | None = None) -> None:
-        """A is uniform as peft's, B is 0.
+        """Initialize A uniformly, as peft does, and B with 0.
 
         Args:
             rank: how many rows of A are not zero, by default all: the others, and their columns of
                 B, stay zero in training, so that the adapters have this rank.
         """
+        # On the CPU and whole: the same numbers on any number of ranks, and on any device.
         generator = torch.Generator().manual_seed(seed)
         for adapted in self._layers:
-            first, second = (half.weight for half in adapted.halves)
-            bound = 1 / math.sqrt(first.shape[1])
-            whole = (2 * torch.rand(first.shape, generator=generator) - 1) * bound
+            half_a, half_b = adapted.halves
+            shape = half_a.weight.shape  # [rank, in]
+            bound = 1 / math.sqrt(shape[1])
+            weight = (2 * torch.rand(shape, generator=generator) - 1) * bound
             if rank is not None:
-                whole[rank:] = 0
-            copy_own_part(first, whole)
-            copy_own_part(second, torch.zeros(second.shape))
+                weight[rank:] = 0
+            copy_own_part(half_a.weight, weight)
+            copy_own_part(half_b.weight, torch.zeros(half_b.weight.shape))
 
     def detach_adapters(self) -> None:
         for adapted in self._layers:
@@ -125,7 +126,7 @@ class Adapters:
 
     @contextmanager
     def detached(self) -> Iterator[None]:
-        """Meanwhile the model is that of its files."""
+        """Make the model that of its files, inside this context."""
         self.detach_adapters()
         try:
             yield
@@ -134,11 +135,11 @@ class Adapters:
 
     @contextmanager
     def dropping(self, seed: int) -> Iterator[None]:
-        """Meanwhile their dropout acts, if they have any, by this seed alone."""
+        """Let the adapters' dropout act inside this context, if they have any, by this seed."""
         if not self.config.lora_dropout:
             yield
             return
-        with torch.random.fork_rng():
+        with torch.random.fork_rng():  # the generator continues after it as if nothing was drawn
             torch.manual_seed(seed)
             self.set_dropout(True)
             try:
@@ -151,46 +152,55 @@ class Adapters:
             adapted.layer.lora_dropout.train(on)
 
     def merged(self) -> dict[str, Any]:
-        """Weights and saved buffers by their names in the files; those with an adapter as
-        ``Merged``."""
-        layers = {f"{adapted.name}.weight": adapted for adapted in self._layers}
+        """Weights and saved buffers by their names in the files.
+
+        Those with an adapter are ``Merged``.
+        """
         with self.detached():
-            tensors = own_tensors(self._model)
-        return {
-            name: Merged(value, layers[name]) if name in layers else value
-            for name, value in tensors.items()
-        }
+            tensors: dict[str, Any] = own_tensors(self._model)
+        for adapted in self._layers:
+            name = f"{adapted.name}.weight"
+            if name in tensors:  # a tied weight has another name here
+                tensors[name] = Merged(tensors[name], adapted)
+        return tensors
 
     def adapter_weights(self) -> dict[str, Tensor]:
-        """The adapters' weights, whole, on the CPU, by the names that peft's folders have. All
-        ranks call it."""
-        return {
-            f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}": whole(value)
-            .cpu()
-            .contiguous()
-            for name, value in own_tensors(self._model).items()
-            if ADAPTER in name
-        }
+        """The adapters' weights, whole, on the CPU, by the names that peft's folders have.
+
+        All ranks call it.
+        """
+        weights = {}
+        for name, value in own_tensors(self._model).items():
+            if ADAPTER in name:
+                peft_name = f"base_model.model.{name.replace(f'.{NAME}.weight', '.weight')}"
+                weights[peft_name] = whole(value).cpu().contiguous()
+        return weights
 
     def alone(self) -> Adapter:
-        """For engines that have the frozen weights. All ranks call it; the frozen weights are read
-        once."""
+        """The adapters for engines that have the frozen weights.
+
+        All ranks call it; the frozen weights are read once.
+        """
         if not self._base:
             with self.detached():
-                frozen = own_tensors(self._model)
-            specs = specs_in(frozen, self.dtype)
-            self._base = frozen_weights_id(
-                self.dtype, {n: digest(w.to(specs[n][0])) for n, w in gathered(frozen)}
-            )
+                frozen_weights = own_tensors(self._model)
+            specs = specs_in(frozen_weights, self.dtype)
+            digests = {}
+            for name, weight in gathered(frozen_weights):
+                dtype, _ = specs[name]
+                digests[name] = digest(weight.to(dtype))
+            self._base = frozen_weights_id(self.dtype, digests)
         config: dict[str, Any] = {
             "peft_type": "LORA",
             "r": self.config.r,
             "lora_alpha": self.config.lora_alpha,
+            "target_modules": sorted({adapted.child for adapted in self._layers}),
         }
-        config["target_modules"] = sorted({adapted.child for adapted in self._layers})
         scale = self._layers[0].layer.scaling[NAME]
-        transposed = [adapted.name for adapted in self._layers if adapted.layer.fan_in_fan_out]
-        return Adapter(self.adapter_weights(), config, scale, transposed, self._base)
+        transposed_layers = [
+            adapted.name for adapted in self._layers if adapted.layer.fan_in_fan_out
+        ]
+        return Adapter(self.adapter_weights(), config, scale, transposed_layers, self._base)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write ``adapter_weights`` as a folder that peft loads."""
@@ -215,8 +225,10 @@ class _AdaptedLayer:
 
 
 class Merged:
-    """A weight with its adapter added, with the interface of a sharded tensor; it is computed when
-    it is gathered."""
+    """A weight with its adapter added, with the interface of a sharded tensor.
+
+    It is computed when it is gathered: one at a time needs memory.
+    """
 
     def __init__(self, weight: Tensor, adapted: _AdaptedLayer) -> None:
         self._weight = weight
@@ -225,22 +237,29 @@ class Merged:
         self.dtype = weight.dtype
 
     def full_tensor(self) -> Tensor:
-        """W + alpha / rank * B A, rounded to the weight's dtype once. All ranks call it."""
-        first, second = (whole(half.weight) for half in self._adapted.halves)
+        """Compute W + alpha / rank * B A, rounded to the weight's dtype once.
+
+        All ranks call it.
+        """
+        half_a, half_b = self._adapted.halves
+        a = whole(half_a.weight)  # [rank, in]
+        b = whole(half_b.weight)  # [out, rank]
         layer = self._adapted.layer
         return with_added(
             whole(self._weight),
-            (first, second),
+            (a, b),
             layer.scaling[NAME],
             transposed=layer.fan_in_fan_out,
         )
 
 
 def merge(
-    adapters: Mapping[str, Tensor], path: str, settings: Mapping[str, Any], dtype: torch.dtype
+    adapters: Mapping[str, Tensor],
+    path: str,
+    settings: Mapping[str, Any],
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The weights of the model in ``path`` with a checkpoint's adapters added, as a run publishes
-    them.
+    """Add a checkpoint's adapters to the weights of the model in ``path``, as a run does.
 
     Args:
         adapters: by their names in the checkpoint, whole.
@@ -252,41 +271,43 @@ def merge(
         from skyasync.models.fsdp.quantized_base import round_to_quantized
 
         round_to_quantized(model.requires_grad_(requires_grad=False), lora.base_dtype)
-    placed = Adapters(model, lora, path)
-    placed.begin(0, torch.device("cpu"))
-    own = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
-    strange = sorted(own.keys() ^ adapters.keys())
-    if strange:
+    new_adapters = Adapters(model, lora, path)
+    new_adapters.begin(0, torch.device("cpu"))
+    parameters = {name: value for name, value in own_tensors(model).items() if ADAPTER in name}
+    mismatches = parameters.keys() ^ adapters.keys()
+    if mismatches:
         raise UserError(
-            f"the checkpoint's adapters are not those of {path}: {strange[0]} is in one alone"
+            f"the checkpoint's adapters are not those of {path}: {min(mismatches)} is in one alone"
         )
-    for name, value in own.items():
-        copy_own_part(value, adapters[name])
-    return full_weights(placed.merged(), dtype)
+    for name, parameter in parameters.items():
+        copy_own_part(parameter, adapters[name])
+    return full_weights(new_adapters.merged(), dtype)
 
 
 def whole(value: Any) -> Tensor:  # noqa: ANN401
-    """A tensor, gathered if it is sharded, without gradient."""
+    """Gather a tensor if it is sharded; without gradient."""
     tensor: Tensor = value.full_tensor() if isinstance(value, DTensor | Merged) else value
     return tensor.detach()
 
 
 def check_targets(path: str, config_kwargs: Mapping[str, Any], settings: LoraConfig) -> None:
-    """Raises ``UserError`` for layers that the model of this folder or hub name lacks. Its weights
-    are not read."""
-    _targets(HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32), settings)
+    """Raise ``UserError`` for layers that the model of this folder or hub name lacks.
+
+    Its weights are not read.
+    """
+    model = HEADS[VOCABULARY].with_config(config_kwargs).empty(path, torch.float32)
+    _targets(model, settings)
 
 
-_PRODUCTS = (
-    nn.Linear.forward,
-    Conv1D.forward,
-)  # a router may be a subclass that returns something else
+# Not the classes alone: a router may be a subclass that returns something else.
+_PRODUCTS = (nn.Linear.forward, Conv1D.forward)
 
 
 def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
-    """The layers that get an adapter, by their full names: peft would match experts' matrices by
-    the last parts alone. They are in the language model and in its head, not in a tower for other
-    inputs.
+    """Select the layers that get an adapter, by their full names.
+
+    By the last parts alone peft would match experts' matrices. The layers are in the language model
+    and in its head, not in a tower for other inputs.
 
     Raises:
         UserError: naming a layer that the model lacks and the nearest, or one that cannot have an
@@ -294,30 +315,27 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     """
     head = model.get_output_embeddings()
     decoder = model.get_decoder() or model
-    own = {*decoder.modules(), head}
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear | Conv1D)
-        and module in own
-        and type(module).forward in _PRODUCTS
+    language_modules = {*decoder.modules(), head}
+    layers: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        is_linear = isinstance(module, nn.Linear | Conv1D) and type(module).forward in _PRODUCTS
+        if is_linear and module in language_modules:
+            layers[name] = module
+    short_names = {name.rpartition(".")[2] for name in layers}
+    allowed_names = {
+        "target_modules": (settings.target_modules, short_names | {ALL}),
+        "exclude_modules": (settings.exclude_modules, short_names),
     }
-    options = {layer.rpartition(".")[2] for layer in layers}
-    for key, names in (
-        ("target_modules", settings.target_modules),
-        ("exclude_modules", settings.exclude_modules),
-    ):
-        known = options | {ALL} if key == "target_modules" else options
+    for key, (names, options) in allowed_names.items():
         for name in names:
-            if name not in known and not any(_matches(layer, [name]) for layer in layers):
-                raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, known)}")
+            if name not in options and not any(_matches(layer, [name]) for layer in layers):
+                raise UserError(f"{KEY}.{key}: {unknown('linear layer', name, options)}")
     targets = []
     for layer, module in layers.items():
-        named = _matches(layer, settings.target_modules)
-        all_linear = ALL in settings.target_modules
-        if _matches(layer, settings.exclude_modules) or not (
-            named or (all_linear and module is not head)
-        ):
+        is_target = _matches(layer, settings.target_modules)
+        if ALL in settings.target_modules and module is not head:  # peft leaves the head out too
+            is_target = True
+        if not is_target or _matches(layer, settings.exclude_modules):
             continue
         if module is head and head.weight is model.get_input_embeddings().weight:
             raise UserError(

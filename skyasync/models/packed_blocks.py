@@ -1,5 +1,4 @@
-"""Blocks of a packed sequence: rows of similar length in one rectangle, in which attention pads
-them.
+"""Blocks of a packed sequence: rows of similar length, which attention pads to a rectangle.
 
 This module imports no model library: the controller's process, which has no model, packs batches.
 """
@@ -41,70 +40,84 @@ class PackedBlock:
     prefixes: Tensor | None = None
 
     def to(self, device: torch.device) -> PackedBlock:
-        return replace(
-            self, **{n: value.to(device) for n, value in vars(self).items() if value is not None}
-        )
+        tensors = {}
+        for name, value in vars(self).items():
+            if value is not None:
+                tensors[name] = value.to(device)
+        return replace(self, **tensors)
 
     def mask(self) -> Tensor | None:
-        """Bool ``[rows, 1, width, length]``: which keys each query sees; None: those up to
-        itself."""
+        """Which keys each query sees, bool ``[rows, 1, width, length]``; None: those up to it."""
         if self.keys is None or self.prefixes is None:
             return None
-        width = self.queries.shape[1]
-        length = self.keys.shape[1]
-        index = torch.arange(max(width, length), device=self.keys.device)
-        return (index[:length] <= self.prefixes[:, None, None] + index[:width, None])[:, None]
+        device = self.keys.device
+        query = torch.arange(self.queries.shape[1], device=device)
+        key = torch.arange(self.keys.shape[1], device=device)
+        query_positions = self.prefixes[:, None] + query  # [rows, width]: in the row
+        visible = key <= query_positions[:, :, None]  # [rows, width, length]
+        return visible[:, None]  # a dimension for the heads
 
 
 def blocks_of(lengths: Tensor, prefixes: Tensor, indices: Tensor) -> tuple[PackedBlock, ...]:
-    """The blocks of rows that are a packed sequence.
+    """Divide rows that are a packed sequence into blocks.
 
     Args:
         lengths: tokens of each row, int64 ``[rows]``.
         prefixes: how many of them are another row's own.
         indices: int64 ``[rows, length]``: where the tokens are in the sequence.
     """
-    own = lengths - prefixes
+    query_counts = lengths - prefixes  # [rows]: a row's own tokens
+    has_queries = query_counts > 0  # a row that adds nothing to others needs no attention
+    has_prefix = prefixes > 0
 
-    def rectangle(rows: Tensor, first: Tensor, counts: Tensor) -> Tensor:
-        """The indices of so many tokens of each row from the ``first`` on."""
-        index = torch.minimum(torch.arange(int(counts.max())), counts[:, None] - 1)
-        return indices[rows[:, None], first[:, None] + index]
+    def rectangle(rows: Tensor, starts: Tensor, counts: Tensor) -> Tensor:
+        """Indices of so many tokens of each row from its start on, ``[rows, width]``.
+
+        Padding repeats the row's last token: its result is not used.
+        """
+        offset = torch.arange(int(counts.max()))  # [width]
+        offset = torch.minimum(offset, counts[:, None] - 1)  # [rows, width]
+        return indices[rows[:, None], starts[:, None] + offset]
+
+    def block(rows: Tensor, *, with_keys: bool) -> PackedBlock:
+        counts = query_counts[rows]
+        queries = rectangle(rows, prefixes[rows], counts)  # [rows, width]
+        width = queries.shape[1]
+        tokens = queries.flatten()
+        cells = None
+        if bool((counts < width).any()):
+            is_token = torch.arange(width) < counts[:, None]  # [rows, width]
+            cells = is_token.flatten().nonzero().squeeze(1)
+            tokens = tokens[cells]
+        if not with_keys:
+            return PackedBlock(queries, tokens, cells)
+        keys = rectangle(rows, torch.zeros_like(rows), lengths[rows])  # [rows, length]
+        return PackedBlock(queries, tokens, cells, keys, prefixes[rows])
 
     blocks: list[PackedBlock] = []
-    for shares in (False, True):
-        chosen = ((own > 0) & ((prefixes > 0) == shares)).nonzero().squeeze(1)
-        for similar in _similar(chosen, own):
-            for rows in _similar(similar, lengths) if shares else [similar]:
-                queries = rectangle(rows, prefixes[rows], own[rows])
-                width = queries.shape[1]
-                cells = None
-                if bool((own[rows] < width).any()):
-                    cells = (torch.arange(width) < own[rows, None]).flatten().nonzero().squeeze(1)
-                if cells is None:
-                    tokens = queries.flatten()
-                else:
-                    tokens = queries.flatten()[cells]
-                if shares:
-                    keys = rectangle(rows, torch.zeros_like(rows), lengths[rows])
-                else:
-                    keys = None
-                blocks.append(
-                    PackedBlock(queries, tokens, cells, keys, prefixes[rows] if shares else None)
-                )
+    # Whole rows attend by causality alone, without a mask: they are blocks of their own.
+    whole_rows = (has_queries & ~has_prefix).nonzero().squeeze(1)
+    for rows in _similar(whole_rows, query_counts):
+        blocks.append(block(rows, with_keys=False))
+    # With a prefix both sides of the rectangle are padded: both must be similar.
+    continued_rows = (has_queries & has_prefix).nonzero().squeeze(1)
+    for similar_rows in _similar(continued_rows, query_counts):
+        for rows in _similar(similar_rows, lengths):
+            blocks.append(block(rows, with_keys=True))
     return tuple(blocks)
 
 
 def _similar(rows: Tensor, sizes: Tensor) -> list[Tensor]:
-    """Rows in groups of similar sizes, the largest first."""
+    """Group rows of similar sizes, the largest first."""
     rows = rows[torch.argsort(sizes[rows], descending=True, stable=True)]
-    ordered = sizes[rows].tolist()
+    sorted_sizes = sizes[rows].tolist()
     groups = []
-    first = 0
-    for last in range(1, len(ordered) + 1):
-        if last == len(ordered) or ordered[first] - ordered[last] > max(
-            ordered[first] // SIMILAR, SHORT
-        ):
-            groups.append(rows[first:last])
-            first = last
+    start = 0
+    for end, size in enumerate(sorted_sizes):
+        largest = sorted_sizes[start]
+        if largest - size > max(largest // SIMILAR, SHORT):
+            groups.append(rows[start:end])
+            start = end
+    if len(rows):
+        groups.append(rows[start:])
     return groups

@@ -1,5 +1,4 @@
-"""Routed experts of a mixture of experts (MoE): recorded when tokens are generated, replayed when
-they are trained.
+"""Routed experts of a mixture of experts (MoE): recorded by engines, replayed in training.
 
 Invariant: a router weighs experts by its own formula, with its own gradient; only the choice of
 experts is replaced. The model routes a token itself if its experts are not known.
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -45,22 +44,11 @@ class Routers:
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        # By the class whose router logits transformers records.
-        known = (
-            m._can_record_outputs or {} for m in model.modules() if isinstance(m, PreTrainedModel)
-        )
-        recorder: Any = next(
-            (each["router_logits"] for each in known if "router_logits" in each), ()
-        )
-        if isinstance(recorder, OutputRecorder):
-            router_class = recorder.target_class
-        else:
-            router_class = recorder
-        routers = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, router_class)
-        }
+        router_class = _router_class(model)
+        routers: dict[str, nn.Module] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, router_class):
+                routers[name] = module
         if not routers:
             raise UserError(
                 f"trainer.policy.router_replay: {type(model).__name__} has no routers that transformers knows of: set "
@@ -70,45 +58,48 @@ class Routers:
         self._family = str(config.model_type)
         self._layers = len(routers)
         self._hidden_layers = int(config.num_hidden_layers)
-        self._indices = [int(number[1]) for name in routers if (number := _INDEX.search(name))]
+        self._indices: list[int] = []  # numbers of the layers that have routers
+        for name in routers:
+            match = _INDEX.search(name)
+            if match:
+                self._indices.append(int(match[1]))
         self.top_k = int(config.num_experts_per_tok)
         self.experts = max(int(config_value(config, name, 0)) for name in EXPERTS)
-        if self.experts <= unknown_expert(torch.uint8):
+        self.dtype = torch.int16
+        if self.experts <= unknown_expert(torch.uint8):  # the largest number marks unknown ones
             self.dtype = torch.uint8
-        else:
-            self.dtype = torch.int16
-        if (
-            config_value(config, "topk_method") == "group_limited_greedy"
-        ):  # weighs experts outside its groups by 0
+        # This method weighs experts outside its groups by 0: its top-k depends on the groups.
+        if config_value(config, "topk_method") == "group_limited_greedy":
             raise UserError(not_replayed(self._family))
-        self._given: Tensor | None = None
-        self._chosen: dict[int, Tensor] | None = None
+        self._replayed_experts: Tensor | None = None
+        self._recorded_experts: dict[int, Tensor] | None = None
         for layer, router in enumerate(routers.values()):
             router.forward = partial(self._route, layer, router.forward)
 
     def record(self) -> None:
         """Record each router's choices from now on."""
-        self._chosen = {}
+        self._recorded_experts = {}
 
     def chosen(self) -> np.ndarray:
-        """``[tokens, layers, top_k]`` of the last forward pass."""
-        assert self._chosen is not None
-        layers = [self._chosen[layer] for layer in range(self._layers)]
-        experts: np.ndarray = torch.stack(layers, 1).to(self.dtype).cpu().numpy()
-        return experts
+        """The experts of the last forward pass, ``[tokens, layers, top_k]``."""
+        assert self._recorded_experts is not None
+        layers = [self._recorded_experts[layer] for layer in range(self._layers)]
+        experts = torch.stack(layers, 1).to(self.dtype)  # from [tokens, top_k] of each layer
+        result: np.ndarray = experts.cpu().numpy()
+        return result
 
     def replay(self, experts: Tensor | None) -> None:
-        """Set the choices of the next forward passes, ``[..., layers, top_k]``; None: the routers'
-        own.
+        """Set the choices of the next forward passes, ``[..., layers, top_k]``.
+
+        None: the routers choose.
 
         They hold until the next call: the backward pass may recompute a layer.
         """
         if experts is None:
-            self._given = None
+            self._replayed_experts = None
             return
-        if (
-            experts.shape[-2] == self._hidden_layers > self._layers
-        ):  # vLLM counts layers without experts too
+        # vLLM counts layers without experts too.
+        if experts.shape[-2] == self._hidden_layers > self._layers:
             experts = experts[..., self._indices, :]
         if experts.shape[-2:] != (self._layers, self.top_k):
             raise UserError(
@@ -116,23 +107,36 @@ class Routers:
                 f"token, and the trained {self._family} has {self._layers} with {self.top_k}: do both load the "
                 f"same model?"
             )
-        self._given = experts.reshape(-1, self._layers, self.top_k)
+        self._replayed_experts = experts.reshape(-1, self._layers, self.top_k)
 
     def _route(self, layer: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        if self._given is None and self._chosen is None:
+        if self._replayed_experts is None and self._recorded_experts is None:
             return forward(*args, **kwargs)
-        with _TopK(
-            None if self._given is None else self._given[:, layer], self.experts, self.top_k
-        ) as top:
+        replayed_experts = None
+        if self._replayed_experts is not None:
+            replayed_experts = self._replayed_experts[:, layer]  # [tokens, top_k]
+        with _TopK(replayed_experts, self.experts, self.top_k) as top:
             output = forward(*args, **kwargs)
-        if len(top.choices) != 1:
+        if len(top.choices) != 1:  # the formula is not one top-k: nothing could be replaced
             raise UserError(not_replayed(self._family))
-        if self._chosen is not None:
-            self._chosen[layer] = top.choices[0]
+        if self._recorded_experts is not None:
+            self._recorded_experts[layer] = top.choices[0]
         return output
 
 
+def _router_class(model: PreTrainedModel) -> Any:  # noqa: ANN401  (a class, or a tuple of them)
+    """The class whose router logits transformers records; no class if it records none."""
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        recorder = (module._can_record_outputs or {}).get("router_logits")
+        if recorder is not None:
+            return recorder.target_class if isinstance(recorder, OutputRecorder) else recorder
+    return ()
+
+
 def not_replayed(family: str) -> str:
+    """The message for a family whose routers choose in another way."""
     return (
         f"trainer.policy.router_replay: the routers of {family} do not choose their experts by one top-k over all of "
         f"them, which is what can be recorded and replayed: set trainer.policy.router_replay=none"
@@ -140,11 +144,11 @@ def not_replayed(family: str) -> str:
 
 
 class _TopK(TorchFunctionMode):
-    """Around a router: records or replaces what its top-k chooses."""
+    """Records or replaces what the top-k of a router chooses, in calls inside this context."""
 
-    def __init__(self, given: Tensor | None, experts: int, top_k: int) -> None:
+    def __init__(self, replayed_experts: Tensor | None, experts: int, top_k: int) -> None:
         super().__init__()
-        self._given = given
+        self._replayed_experts = replayed_experts
         self._experts = experts
         self._top_k = top_k
         self.choices: list[Tensor] = []
@@ -157,15 +161,16 @@ class _TopK(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         result = func(*args, **(kwargs or {}))
-        if func not in _TOP_K or (args[0].shape[-1], result.indices.shape[-1]) != (
-            self._experts,
-            self._top_k,
-        ):
+        if func not in _TOP_K:
+            return result
+        scores = args[0]  # [tokens, experts]
+        indices = result.indices  # [tokens, top_k]
+        if scores.shape[-1] != self._experts or indices.shape[-1] != self._top_k:
             return result  # such as a top-k of groups of experts
-        indices = result.indices
-        if self._given is not None:
-            known = self._given != unknown_expert(self._given.dtype)
-            indices = torch.where(known, self._given.long(), indices)
-            result = torch.return_types.topk((args[0].gather(-1, indices), indices))
+        if self._replayed_experts is not None:
+            is_recorded = self._replayed_experts != unknown_expert(self._replayed_experts.dtype)
+            indices = torch.where(is_recorded, self._replayed_experts.long(), indices)
+            # Values by the router's own scores, so that their gradient is the router's.
+            result = torch.return_types.topk((scores.gather(-1, indices), indices))
         self.choices.append(indices)
         return result

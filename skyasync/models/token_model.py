@@ -56,8 +56,7 @@ def training_config(path: str, kwargs: Mapping[str, Any] | None = None) -> PreTr
 
 
 def can_share_prefixes(config: PreTrainedConfig) -> bool:
-    """Whether every layer attends to all tokens before, so that a mask can separate packed
-    responses."""
+    """Whether every layer attends to all tokens before, so that a mask can separate responses."""
     text: Any = config.get_text_config()
     layer_types = config_value(text, "layer_types")
     if layer_types is not None:
@@ -94,7 +93,9 @@ class TokenModel(nn.Module):
     stage: Stage | None = None
 
     def __init__(
-        self, model: PreTrainedModel, distribution: SampledDistribution | None = None
+        self,
+        model: PreTrainedModel,
+        distribution: SampledDistribution | None = None,
     ) -> None:
         super().__init__()
         self.model = model
@@ -105,54 +106,61 @@ class TokenModel(nn.Module):
         self.packs = can_share_prefixes(model.config) and pack_rows(model)
 
     def forward(self, layout: Layout, request: OutputRequest | None = None) -> dict[str, Tensor]:
-        """The outputs requested (by default log-probabilities), by name, with gradient if that is
-        enabled.
+        """Compute the outputs requested (by default log-probabilities), by name.
 
-        The layers get no gradient if values are all that is requested and their ``value_gradient``
-        is 0. A stage before the last of a pipeline has the ``STATES`` for the next one alone.
+        They have a gradient if that is enabled. The layers get none if values are all that is
+        requested and their ``value_gradient`` is 0. A stage before the last of a pipeline has the
+        ``STATES`` for the next one alone.
         """
         request = request or OutputRequest()
         names = request.names
-        own = self.context.slice(layout) if self.context else layout
+        if self.context:
+            layout = self.context.slice(layout)
         head_alone = names == {VALUES} and not request.value_gradient
         with torch.set_grad_enabled(torch.is_grad_enabled() and not head_alone):
-            hidden = self.hidden(own)
+            hidden = self.hidden(layout)  # [n, hidden], n loss tokens
         if self.stage and not self.stage.is_last:
             return {STATES: hidden}
         outputs: dict[str, Tensor] = {}
         if names & {LOGPROBS, ENTROPY, TOKEN_LOGPROBS}:
-            outputs |= self._scores(hidden, own, request)
+            outputs |= self._scores(hidden, layout, request)
         if TOP_K in names:
-            tokens, logprobs = self._most_likely(hidden, request.top_k)
-            outputs[TOP_K] = torch.cat([self.rows(tokens, own), self.rows(logprobs, own)], -1)
+            tokens, logprobs = self._most_likely(hidden, request.top_k)  # [n, k] each
+            top_k = [self.rows(tokens, layout), self.rows(logprobs, layout)]
+            outputs[TOP_K] = torch.cat(top_k, -1)  # [rows, length, 2 k]
         if VALUES in names:
-            layer = self.value_head or self.model.get_submodule(SCORE_LAYER)
-            assert isinstance(layer, nn.Linear)
-            if (
-                request.value_gradient != 1.0
-            ):  # the same states, through which a share of the gradient flows
-                constant = hidden.detach()
-                share = request.value_gradient
-                if share:
-                    hidden = constant + share * (hidden - constant)
-                else:
-                    hidden = constant
-            exact = torch.promote_types(hidden.dtype, torch.float32)
-            bias = None if layer.bias is None else layer.bias.to(exact)
-            values = F.linear(hidden.to(exact), layer.weight.to(exact), bias).squeeze(-1)
-            outputs[VALUES] = self.rows(values, own)
+            values = self._values(hidden, request.value_gradient)
+            outputs[VALUES] = self.rows(values, layout)
         return outputs
 
-    def rows(self, values: Tensor, own: Layout) -> Tensor:
-        """``[rows, length]`` of the values ``[m]`` of all ranks that have slices of these rows."""
-        rows = own.to_rows(values)
+    def _values(self, hidden: Tensor, gradient_share: float) -> Tensor:
+        """Values ``[n]`` of states ``[n, hidden]``, which get a share of the values' gradient."""
+        layer = self.value_head or self.model.get_submodule(SCORE_LAYER)
+        assert isinstance(layer, nn.Linear)
+        if gradient_share != 1.0:
+            constant = hidden.detach()
+            if gradient_share:
+                # The same states: their difference is 0, and only its gradient counts.
+                hidden = constant + gradient_share * (hidden - constant)
+            else:
+                hidden = constant
+        exact = torch.promote_types(hidden.dtype, torch.float32)
+        bias = None if layer.bias is None else layer.bias.to(exact)
+        values = F.linear(hidden.to(exact), layer.weight.to(exact), bias)  # [n, 1]
+        return values.squeeze(-1)
+
+    def rows(self, values: Tensor, layout: Layout) -> Tensor:
+        """Put values ``[m]`` of all ranks' slices into ``[rows, length]``."""
+        rows = layout.to_rows(values)
         if self.context:
             return sum_over_group(rows, self.context.group)
         return rows
 
     def hidden(self, layout: Layout) -> Tensor:
-        """``[n, hidden]``: the states that predict the n loss tokens; all states of a stage before
-        the last."""
+        """The states that predict the n loss tokens, ``[n, hidden]``.
+
+        A stage before the last returns all states, ``[packed rows, width, hidden]``.
+        """
         if self.routers:
             self.routers.replay(layout.experts)
         device = layout.tokens.device
@@ -165,71 +173,81 @@ class TokenModel(nn.Module):
             context=self.context,
         )
         inputs: dict[str, Any] = {"position_ids": layout.positions}
-        inputs |= self.stage.inputs(layout.tokens) if self.stage else {"input_ids": layout.tokens}
+        if self.stage:
+            inputs |= self.stage.inputs(layout.tokens)
+        else:
+            inputs["input_ids"] = layout.tokens
         if self.vision:
             inputs |= self.vision.inputs(layout, self.model)
-        hidden: Tensor = self.model.base_model(
-            use_cache=False, **inputs, **attention
-        ).last_hidden_state
+        output = self.model.base_model(use_cache=False, **inputs, **attention)
+        hidden: Tensor = output.last_hidden_state  # [packed rows, width, hidden]
         if self.stage and not self.stage.is_last:
             return hidden
-        return hidden.reshape(-1, hidden.shape[-1]).index_select(0, layout.predictors)
+        # Before the head: logits of all tokens would take most of the memory.
+        return hidden.flatten(0, -2).index_select(0, layout.predictors)
 
     def uses_flex(self, device: torch.device) -> bool:
+        """Whether FlexAttention attends: on a GPU, with heads that its kernel takes."""
         text = self.model.config.get_text_config()
-        able = text._attn_implementation == BLOCKS and head_size(text) >= SMALLEST_HEAD
-        return device.type == "cuda" and (able or self.context is not None)
+        supports_flex = text._attn_implementation == BLOCKS and head_size(text) >= SMALLEST_HEAD
+        return device.type == "cuda" and (supports_flex or self.context is not None)
 
-    def _scores(self, hidden: Tensor, own: Layout, request: OutputRequest) -> dict[str, Tensor]:
-        """Log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
-        if request.plain:
-            distribution = SampledDistribution()
-        else:
-            distribution = self.distribution
-        if (
-            request.token_ids is not None and own.copies is not None
-        ):  # rows may ask for different tokens
-            hidden = hidden[own.copies]
-            own = replace(own, targets=own.targets[own.copies], copies=None)
-        targets = own.targets[:, None]
+    def _scores(self, hidden: Tensor, layout: Layout, request: OutputRequest) -> dict[str, Tensor]:
+        """Compute log-probabilities of the loss tokens and of ``token_ids``, and entropy."""
+        distribution = SampledDistribution() if request.plain else self.distribution
+        if request.token_ids is not None and layout.copies is not None:
+            # Rows that share a loss token may request different tokens: it is scored for each.
+            hidden = hidden[layout.copies]
+            layout = replace(layout, targets=layout.targets[layout.copies], copies=None)
+        targets = layout.targets[:, None]  # [n, 1]
         if request.token_ids is not None:
-            targets = torch.cat([targets, request.token_ids.flatten(0, 1)[own.cells]], 1)
+            token_ids = request.token_ids.flatten(0, 1)[layout.cells]  # [n, k]
+            targets = torch.cat([targets, token_ids], 1)
         head = self._head()
         options = distribution, self.vocabulary, ENTROPY in request.names, request.entropy_gradient
+        # Filters need all logits, so each rank gathers those of the whole vocabulary.
         at_once = self._tokens_at_once(None if distribution.filters else self.vocabulary)
         if len(hidden) <= at_once:
             logprobs, entropy = _head_scores(head, hidden, targets, *options)
         else:
-            chunks = [
-                checkpoint(_head_scores, head, h, t, *options, use_reentrant=False)
-                for h, t in zip(hidden.split(at_once), targets.split(at_once), strict=True)
-            ]
-            logprobs = torch.cat([chunk[0] for chunk in chunks])
+            # The backward pass computes each chunk's logits again, so that one is in memory.
+            logprob_chunks = []
+            entropy_chunks = []
+            for states, tokens in zip(hidden.split(at_once), targets.split(at_once), strict=True):
+                logprobs, entropy = checkpoint(
+                    _head_scores, head, states, tokens, *options, use_reentrant=False
+                )
+                logprob_chunks.append(logprobs)
+                entropy_chunks.append(entropy)
+            logprobs = torch.cat(logprob_chunks)  # [n, 1 + k]
+            entropy = None
             if ENTROPY in request.names:
-                entropy = torch.cat([chunk[1] for chunk in chunks])
-            else:
-                entropy = None
-        outputs = {LOGPROBS: self.rows(logprobs[:, 0], own)}
+                entropy = torch.cat(entropy_chunks)  # [n]
+        outputs = {LOGPROBS: self.rows(logprobs[:, 0], layout)}
         if entropy is not None:
-            outputs[ENTROPY] = self.rows(entropy, own)
+            outputs[ENTROPY] = self.rows(entropy, layout)
         if request.token_ids is not None:
-            outputs[TOKEN_LOGPROBS] = self.rows(logprobs[:, 1:], own)
+            outputs[TOKEN_LOGPROBS] = self.rows(logprobs[:, 1:], layout)
         return outputs
 
     def _most_likely(self, hidden: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Tokens and log-probabilities ``[n, k]``, of a distribution without filters, which may
-        leave fewer than k."""
+        """Tokens and log-probabilities ``[n, k]``, at the sampling temperature.
+
+        Filters are not applied: they may leave fewer than k tokens.
+        """
         head = self._head()
-        chunks = []
+        token_chunks = []
+        logprob_chunks = []
         for states in hidden.split(self._tokens_at_once(self.vocabulary)):
             logits = _float_logits(head, states) / self.distribution.temperature
             if self.vocabulary:
-                chunks.append(self.vocabulary.most_likely(logits, k))
+                tokens, logprobs = self.vocabulary.most_likely(logits, k)
             else:
-                most, tokens = logits.topk(min(k, logits.shape[-1]))
-                chunks.append((tokens, most - logits.logsumexp(-1, keepdim=True)))
-        tokens, logprobs = (torch.cat([chunk[i] for chunk in chunks]) for i in (0, 1))
-        return tokens, logprobs
+                top_logits, tokens = logits.topk(min(k, logits.shape[-1]))
+                logprobs = top_logits - logits.logsumexp(-1, keepdim=True)
+            token_chunks.append(tokens)
+            logprob_chunks.append(logprobs)
+        return torch.cat(token_chunks), torch.cat(logprob_chunks)
 
     def _head(self) -> Callable[[Tensor], Tensor]:
         head = logits_head(self.model)
@@ -239,13 +257,13 @@ class TokenModel(nn.Module):
         return lambda hidden: vision.without_placeholders(head(hidden))
 
     def _tokens_at_once(self, part: Vocabulary | None) -> int:
-        """Loss tokens whose logits are in memory at once."""
-        return max(
-            1, MAX_LOGITS // (part.size if part else self.model.config.get_text_config().vocab_size)
-        )
+        """Count the loss tokens whose logits are in memory at once."""
+        size = part.size if part else self.model.config.get_text_config().vocab_size
+        return max(1, MAX_LOGITS // size)
 
 
 def _float_logits(head: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:
+    """``[n, vocabulary]`` of states ``[n, hidden]``, in float32 at least: softmax needs it."""
     logits = head(hidden)
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -264,7 +282,7 @@ def _head_scores(
     Args:
         part: this rank's, if the head is split by vocabulary.
     """
-    logits = _float_logits(head, hidden)
+    logits = _float_logits(head, hidden)  # [n, vocabulary], or this rank's part of it
     if part and distribution.filters:
         logits = part.gathered(logits)
         part = None
@@ -272,21 +290,25 @@ def _head_scores(
     if part:
         return part.scores(logits, targets, entropy=entropy, entropy_gradient=entropy_gradient)
     if entropy and entropy_gradient:
+        # Both from one softmax, which the backward pass needs in any case.
         logprobs = logits.log_softmax(-1)
         return logprobs.gather(1, targets), -(logprobs.exp() * logprobs).sum(-1)
     if targets.shape[1] == 1:
-        chosen = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
+        # Fused: it stores no log-probabilities of the whole vocabulary for the backward pass.
+        target_logprobs = -F.cross_entropy(logits, targets[:, 0], reduction="none")[:, None]
     else:
-        chosen = gather_logprobs(logits, targets)
+        target_logprobs = gather_logprobs(logits, targets)
     if not entropy:
-        return chosen, None
+        return target_logprobs, None
     with torch.no_grad():
         logprobs = logits.log_softmax(-1)
-        return chosen, -(logprobs.exp() * logprobs).sum(-1)
+        return target_logprobs, -(logprobs.exp() * logprobs).sum(-1)
 
 
 def gather_logprobs(logits: Tensor, targets: Tensor) -> Tensor:
-    """``[n, m]``, of the ``targets`` (int64 ``[n, m]``) by ``logits`` ``[n, vocabulary]``.
+    """Log-probabilities ``[n, m]`` of ``targets`` (int64 ``[n, m]``).
+
+    The ``logits`` are ``[n, vocabulary]``.
 
     As ``logits.gather(1, targets) - logits.logsumexp(-1)``, with two tensors of the logits' size at
     once, not four.
@@ -302,18 +324,21 @@ class _GatherContext(FunctionCtx):
 class _GatherLogprobs(Function):
     @staticmethod
     def forward(ctx: _GatherContext, logits: Tensor, targets: Tensor) -> Tensor:
-        normalizer = logits.logsumexp(-1, keepdim=True)
+        normalizer = logits.logsumexp(-1, keepdim=True)  # [n, 1]
         ctx.save_for_backward(logits, targets, normalizer)
         return logits.gather(1, targets) - normalizer
 
     @staticmethod
     def backward(ctx: _GatherContext, *gradients: Tensor) -> tuple[Tensor, None]:
         logits, targets, normalizer = ctx.saved_tensors
-        (gradient,) = gradients
-        whole = (logits - normalizer).exp_().mul_(-gradient.sum(-1, keepdim=True))
-        same = targets[:, :, None] == targets[:, None, :]  # equal targets get the sum, first
-        own = torch.where(same, gradient[:, None, :], 0.0).sum(-1)
-        return whole.scatter_(1, targets, whole.gather(1, targets) + own), None
+        (gradient,) = gradients  # [n, m]
+        # Of the normalizer: minus the softmax, [n, vocabulary], in place to save memory.
+        of_logits = (logits - normalizer).exp_().mul_(-gradient.sum(-1, keepdim=True))
+        # scatter_ writes one of several equal targets, so each of them has the sum of all.
+        is_equal = targets[:, :, None] == targets[:, None, :]  # [n, m, m]
+        of_targets = torch.where(is_equal, gradient[:, None, :], 0.0).sum(-1)  # [n, m]
+        # Not scatter_add_: on a GPU its order, and so its rounding, changes from run to run.
+        return of_logits.scatter_(1, targets, of_logits.gather(1, targets) + of_targets), None
 
 
 NOT_LINEAR = (
@@ -329,21 +354,22 @@ NOT_LINEAR = (
 
 
 def logits_head(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """States ``[n, hidden]`` to logits ``[n, vocabulary]``, as the model's own forward pass
-    computes them."""
+    """Map states ``[n, hidden]`` to logits ``[n, vocabulary]`` as the model's forward pass does."""
     if all(config_value(model.config, name, 1.0) == 1.0 for name in NOT_LINEAR):
         linear: Callable[[Tensor], Tensor] = model.get_output_embeddings()
         return linear
 
-    def own_forward(hidden: Tensor) -> Tensor:
-        """By a copy of the model that shares all but its layers."""
+    def forward_without_layers(hidden: Tensor) -> Tensor:
+        """Run the forward pass of a copy of the model that shares all but its layers."""
         without_layers = copy(model)
-        states = _States(model.base_model, hidden[None])
-        without_layers.__dict__["_modules"] = {**model._modules, model.base_model_prefix: states}
+        modules = dict(model._modules)
+        modules[model.base_model_prefix] = _States(model.base_model, hidden[None])
+        # Not by setattr, which would change the modules of the model itself: the copy is shallow.
+        without_layers.__dict__["_modules"] = modules
         logits: Tensor = without_layers(inputs_embeds=hidden[None], use_cache=False).logits
         return logits[0]
 
-    return own_forward
+    return forward_without_layers
 
 
 class _States(nn.Module):
@@ -351,14 +377,14 @@ class _States(nn.Module):
 
     def __init__(self, layers: nn.Module, states: Tensor) -> None:
         super().__init__()
-        self.__dict__["_layers"] = layers  # not a part of this one
+        self.__dict__["_layers"] = layers  # not as a submodule of this one
         self._output = _Output(states)
 
     def forward(self, *args: object, **kwargs: object) -> _Output:
         return self._output
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Of the layers: a head may read their settings."""
+        """Read an attribute of the layers: a head may need their settings."""
         return getattr(self.__dict__["_layers"], name)
 
 

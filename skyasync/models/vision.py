@@ -1,5 +1,4 @@
-"""Vision-language models: placeholders of images in tokens, and what a model is given for them
-besides tokens.
+"""Vision-language models: placeholders of images in tokens, and the model's inputs for them.
 
 Invariant: a placeholder stands for an image wherever it occurs. Policies cannot sample one: its
 logit is ``NEVER`` in the embedded engine and in the trained model alike.
@@ -15,6 +14,7 @@ import threading
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property, lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -38,15 +38,14 @@ _NO_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_
 
 
 def is_vision(config: PreTrainedConfig) -> bool:
-    """Whether a model of transformers reads images in addition to text."""
+    """Whether a model of transformers can read images in addition to text."""
     return config_value(config, "vision_config") is not None
 
 
 def placeholders(config: PreTrainedConfig) -> list[int]:
     """Ids that stand for images or videos."""
-    return sorted(
-        {config.image_token_id, config_value(config, "video_token_id", config.image_token_id)}
-    )
+    image_id = config.image_token_id
+    return sorted({image_id, config_value(config, "video_token_id", image_id)})
 
 
 class _Processed(NamedTuple):
@@ -70,9 +69,9 @@ class ImageProcessor:
                 f"{path or 'the model'} reads only text: images need a vision-language model"
             )
         if config.model_type not in FAMILIES:
-            known = ", ".join(FAMILIES)
+            type_names = ", ".join(FAMILIES)
             raise UserError(
-                f"{path} is a model of type {config.model_type}; types that can read images here: {known}"
+                f"{path} is a model of type {config.model_type}; types that can read images here: {type_names}"
             )
         self._join = FAMILIES[config.model_type].joined
         try:
@@ -83,40 +82,45 @@ class ImageProcessor:
             ) from error
         self.placeholder: int = config.image_token_id
         self.banned = placeholders(config)
-        self._of = lru_cache(CACHED)(self._process)
-        self._known: WeakKeyDictionary[Image, list[int]] = WeakKeyDictionary()
+        self._processed = lru_cache(CACHED)(self._process)
+        # Tokens are small: they stay as long as their image, when the features are gone.
+        self._tokens_of_images: WeakKeyDictionary[Image, list[int]] = WeakKeyDictionary()
         self._lock = threading.Lock()  # an engine's thread and the event loop share it
 
     def _process(self, image: Image) -> _Processed:
-        shown = decoded(image)
+        picture = decoded(image)
         with self._lock:
             try:
-                given = self._processor(
+                inputs = self._processor(
                     text=[self._processor.image_token],
-                    images=[[shown]],
+                    images=[[picture]],
                     return_tensors="pt",
                     add_special_tokens=False,
                 )
             except ValueError as error:
-                size = f"{shown.width} x {shown.height} pixels"
+                size = f"{picture.width} x {picture.height} pixels"
                 raise UserError(
                     f"the model's processor cannot read an image of {size}: {error}"
                 ) from error
-        features = {name: value for name, value in given.items() if name not in _NO_FEATURES}
-        return _Processed(given["input_ids"][0].tolist(), features)
+        tokens = inputs["input_ids"][0].tolist()
+        features = dict(inputs)
+        for name in _NO_FEATURES:
+            features.pop(name, None)
+        return _Processed(tokens, features)
 
     def _tokens(self, image: Image) -> list[int]:
-        tokens = self._known.get(image)
+        tokens = self._tokens_of_images.get(image)
         if tokens is None:
-            tokens = self._known[image] = self._of(image).tokens
+            tokens = self._processed(image).tokens
+            self._tokens_of_images[image] = tokens
         return tokens
 
     def placeholders_in(self, image: Image) -> int:
-        """In the tokens of an image."""
+        """Count the placeholders in the tokens of an image."""
         return self._tokens(image).count(self.placeholder)
 
     def expand(self, tokens: Sequence[int], images: Images) -> Ints:
-        """The tokens with each placeholder replaced by those of its image.
+        """Replace each placeholder by the tokens of its image.
 
         Raises:
             UserError: if there are more or fewer placeholders than images.
@@ -128,43 +132,52 @@ class ImageProcessor:
                 f"the prompt has {count} placeholders for {len(images)} images: the chat template must show one for "
                 f"each content part of type image, and texts must not contain it"
             )
-        given = iter(images)
-        expanded = list[int]()
+        remaining_images = iter(images)
+        result = list[int]()
         for token in tokens:
-            expanded += self._tokens(next(given)) if token == self.placeholder else [token]
-        return ints(expanded)
+            if token == self.placeholder:
+                result += self._tokens(next(remaining_images))
+            else:
+                result.append(token)
+        return ints(result)
 
     def collapse(self, tokens: Sequence[int], images: Images) -> list[int]:
-        """The tokens before ``expand``.
+        """Undo ``expand``.
 
         Raises:
             UserError: if they are not those of these images.
         """
-        rest = list(tokens)
-        collapsed = list[int]()
+        remaining_tokens = list(tokens)
+        result = list[int]()
         for image in images:
-            own = self._tokens(image)
-            if self.placeholder not in rest:
+            image_tokens = self._tokens(image)
+            if self.placeholder not in remaining_tokens:
                 break
-            start = rest.index(self.placeholder) - own.index(self.placeholder)
-            if start < 0 or rest[start : start + len(own)] != own:
+            # An image's tokens may begin with others, such as a token for its start.
+            offset = image_tokens.index(self.placeholder)
+            start = remaining_tokens.index(self.placeholder) - offset
+            end = start + len(image_tokens)
+            if start < 0 or remaining_tokens[start:end] != image_tokens:
                 break
-            collapsed += [*rest[:start], self.placeholder]
-            rest = rest[start + len(own) :]
+            result += remaining_tokens[:start]
+            result.append(self.placeholder)
+            remaining_tokens = remaining_tokens[end:]
         else:
-            collapsed += rest
-        if collapsed.count(self.placeholder) != len(images):
+            result += remaining_tokens
+        if result.count(self.placeholder) != len(images):
             raise UserError(
                 f"the prompt's {len(tokens)} tokens do not hold those of its {len(images)} images, in order"
             )
-        return collapsed
+        return result
 
     def features(self, images: Sequence[Image]) -> dict[str, Tensor]:
-        """What the model is given for the images."""
-        each = [self._of(image).features for image in images]
-        return {
-            name: torch.cat([features[name] for features in each], self._join) for name in each[0]
-        }
+        """The model's inputs for the images, joined along the family's dimension."""
+        features_of_images = [self._processed(image).features for image in images]
+        joined = {}
+        for name in features_of_images[0]:
+            tensors = [features[name] for features in features_of_images]
+            joined[name] = torch.cat(tensors, self._join)
+        return joined
 
     @cached_property
     def blank(self) -> Image:
@@ -180,13 +193,12 @@ processor_of = lru_cache(4)(ImageProcessor)
 def blank_prompt(path: str, tokens: Sequence[int]) -> ImageTokens:
     """An image and then the tokens, for the model of this folder or hub name."""
     processor = processor_of(path)
-    return ImageTokens(
-        processor.expand([processor.placeholder, *tokens], (processor.blank,)), (processor.blank,)
-    )
+    images = (processor.blank,)
+    return ImageTokens(processor.expand([processor.placeholder, *tokens], images), images)
 
 
 class Vision:
-    """What a loaded vision-language model needs in addition to tokens."""
+    """Inputs of a loaded vision-language model in addition to tokens."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._path = config.name_or_path or ""
@@ -202,19 +214,18 @@ class Vision:
         Raises:
             UserError: if a row's tokens are not those of its images.
         """
-        flat = [image for row in images for image in row]
+        flat = list(chain.from_iterable(images))
         if not flat:
             return {}
-        for row, own in zip(tokens.tolist(), images, strict=True):
-            self.processor.collapse(row, own)
+        for row, row_images in zip(tokens.tolist(), images, strict=True):
+            self.processor.collapse(row, row_images)
         inputs = self._features(flat, tokens.device)
         if GRID in inputs:
             inputs["mm_token_type_ids"] = (tokens == self.processor.placeholder).long()
         return inputs
 
     def with_image_ids(self, batch: B, model: PreTrainedModel) -> B:
-        """The batch with ids of its images in place of their placeholders, and with positions of
-        M-RoPE.
+        """Replace placeholders in a batch by ids of their images, and add positions of M-RoPE.
 
         A placeholder is no loss token: no policy can sample it.
 
@@ -224,26 +235,29 @@ class Vision:
         Raises:
             UserError: if a row's tokens are not those of its images.
         """
-        flat = [image for row in batch.images or () for image in row]
+        images = batch.images or ()
+        flat = list(chain.from_iterable(images))
         if not flat:
             return batch
-        for row, own in zip(batch.tokens.tolist(), batch.images or (), strict=True):
-            self.processor.collapse(row, own)
-        changed = copy(batch)
-        where = batch.tokens == self.processor.placeholder
-        ids = [
-            one
-            for image in flat
-            for one in [_image_id(image)] * self.processor.placeholders_in(image)
-        ]
-        changed.loss_mask = batch.loss_mask.bool() & ~where
-        changed.tokens = batch.tokens.masked_scatter(where, torch.tensor(ids))
+        for row, row_images in zip(batch.tokens.tolist(), images, strict=True):
+            self.processor.collapse(row, row_images)
+        is_placeholder = batch.tokens == self.processor.placeholder  # [rows, length]
+        ids: list[int] = []
+        for image in flat:
+            ids += [_image_id(image)] * self.processor.placeholders_in(image)
+        new_batch = copy(batch)
+        new_batch.loss_mask = batch.loss_mask.bool() & ~is_placeholder
+        # masked_scatter goes through the mask row by row, in the order of the images.
+        new_batch.tokens = batch.tokens.masked_scatter(is_placeholder, torch.tensor(ids))
         if GRID in self.processor.features(flat[:1]):
+            # Image by image, so that only the cache's features are in memory.
             grids = torch.cat([self.processor.features([image])[GRID] for image in flat])
             base: Any = model.base_model
-            positions, _ = base.get_rope_index(batch.tokens, where.long(), image_grid_thw=grids)
-            changed.rope = positions.permute(1, 2, 0)
-        return changed
+            positions, _ = base.get_rope_index(
+                batch.tokens, is_placeholder.long(), image_grid_thw=grids
+            )  # [3, rows, length]
+            new_batch.rope = positions.permute(1, 2, 0)
+        return new_batch
 
     def inputs(self, layout: Layout, model: PreTrainedModel) -> dict[str, Tensor]:
         """Arguments of the model for a layout of such a batch.
@@ -251,47 +265,57 @@ class Vision:
         Without an image the vision tower computes a small one, with a gradient of zero: under FSDP
         all ranks must call it, and before the language model.
         """
-        inputs = dict[str, Tensor]()
-        tokens = layout.tokens
+        inputs: dict[str, Any] = {}
+        tokens = layout.tokens  # [packed rows, width]
         if layout.rope is not None:
-            own = layout.positions
-            if own is None:
-                own = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            inputs["position_ids"] = torch.cat([own[None], layout.rope.permute(2, 0, 1)])
-        where = tokens < 0
-        ids: list[int] = tokens[where].tolist() if any(layout.images or ()) else []
+            text_positions = layout.positions
+            if text_positions is None:
+                text_positions = torch.arange(tokens.shape[1], device=tokens.device)
+                text_positions = text_positions.expand_as(tokens)
+            # [4, packed rows, width]: models with M-RoPE take the text's positions first.
+            inputs["position_ids"] = torch.cat([text_positions[None], layout.rope.permute(2, 0, 1)])
+        is_image = tokens < 0
+        ids: list[int] = []
+        if any(layout.images or ()):
+            ids = tokens[is_image].tolist()
         if not ids:
             base: Any = model.base_model
             features = base.get_image_features(**self.stand_in(layout), return_dict=True)
-            parts = [features.pooler_output, *(features.get("deepstack_features") or ())]
             embeddings = model.get_input_embeddings()(tokens)
-            whole = (
-                part if isinstance(part, Tensor) else torch.cat(tuple(part)) for part in parts
-            )  # of all images
-            nothing = torch.stack([part.sum() for part in whole]).sum() * 0.0
-            return inputs | {
-                "input_ids": None,
-                "inputs_embeds": embeddings + nothing.to(embeddings.dtype),
-            }
-        known = {_image_id(image): image for row in layout.images or () for image in row}
+            sums = []
+            for output in (features.pooler_output, *(features.get("deepstack_features") or ())):
+                # Some families give a tuple, one tensor per image.
+                tensor = output if isinstance(output, Tensor) else torch.cat(tuple(output))
+                sums.append(tensor.sum())
+            zero = torch.stack(sums).sum() * 0.0  # connects the tower to the loss
+            inputs["input_ids"] = None
+            inputs["inputs_embeds"] = embeddings + zero.to(embeddings.dtype)
+            return inputs
+        images_by_id: dict[int, Image] = {}
+        for image in chain.from_iterable(layout.images or ()):
+            images_by_id[_image_id(image)] = image
+        # A shared prefix has its images once, so they are read off the tokens, not off the rows.
         images: list[Image] = []
         while ids:
-            images.append(known[ids[0]])
-            del ids[: self.processor.placeholders_in(images[-1])]
-        inputs["input_ids"] = tokens.masked_fill(where, self.processor.placeholder)
-        return inputs | self._features(images, tokens.device)
+            image = images_by_id[ids[0]]
+            images.append(image)
+            del ids[: self.processor.placeholders_in(image)]
+        inputs["input_ids"] = tokens.masked_fill(is_image, self.processor.placeholder)
+        inputs.update(self._features(images, tokens.device))
+        return inputs
 
     def stand_in(self, layout: Layout) -> dict[str, Tensor]:
-        """What the tower computes for rows without images."""
+        """Features of a small image, which the tower computes for rows without images."""
         return self._features([self.processor.blank], layout.tokens.device)
 
     def _features(self, images: Sequence[Image], device: torch.device) -> dict[str, Tensor]:
         return {name: value.to(device) for name, value in self.processor.features(images).items()}
 
     def without_placeholders(self, logits: Tensor) -> Tensor:
-        """``[..., vocabulary]``, differentiable."""
+        """Logits ``[..., vocabulary]`` by which no placeholder is sampled; differentiable."""
         return logits.index_fill(-1, self.banned.to(logits.device), NEVER)
 
 
 def _image_id(image: Image) -> int:
+    # 15 hexadecimal digits are 60 bits, so the id fits an int64.
     return -1 - int(image.digest[:15], 16)

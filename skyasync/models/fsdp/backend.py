@@ -1,5 +1,6 @@
-"""The backend of ``trainer.strategy=fsdp2``: a model of transformers, sharded by FSDP2, one process
-per rank.
+"""The backend of ``trainer.strategy=fsdp2``: a model of transformers, sharded by FSDP2.
+
+There is one process per rank.
 
 Invariant: all ranks run the same collectives in the same order. What depends on a rank's own rows
 (how many micro-batches it has) is agreed on first. Between calls every parameter is the one that
@@ -13,7 +14,6 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -119,11 +119,10 @@ class FSDPBackend(ModelBackend):
             use_fixed_segments()
         elif self.device.type == "cuda":
             use_expandable_segments()
-        if self.device.type == "cpu":
-            self.dtype = torch.float32
+        if spec.dtype == "auto":
+            # A CPU computes bfloat16 more slowly than float32.
+            self.dtype = torch.float32 if self.on_cpu else torch.bfloat16
         else:
-            self.dtype = torch.bfloat16
-        if spec.dtype != "auto":
             self.dtype = attrgetter(spec.dtype)(torch)
         self.trained: dict[str, TrainedPart] = {}
         self._offloaded = OffloadBuffers()
@@ -137,11 +136,11 @@ class FSDPBackend(ModelBackend):
             interface = interface_towards(ranks.host)
             if interface:
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-            self._form_group(
-                ranks.store
-                or dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False)
-            )
-        torch.manual_seed(spec.trainer.seed)
+            store = ranks.store
+            if store is None:
+                store = dist.TCPStore(ranks.host, ranks.port, ranks.world_size, is_master=False)
+            self._form_group(store)
+        torch.manual_seed(spec.trainer.seed)  # before building: a new head is drawn from it
         disable_progress_bar()
         if self.device.type == "cuda":
             allow_recompilations()
@@ -149,14 +148,15 @@ class FSDPBackend(ModelBackend):
         if self.model.packs:
             check_attention_compiler(self.device)
         self.hidden_size = int(self.model.model.config.get_text_config().hidden_size)
-        if self.device.type == "cpu":
+        if self.on_cpu:
             keep_freed()  # after loading, whose own memory goes back
 
     # ---------------------------------------------------------------- building
 
     def master_dtype(self) -> torch.dtype:
-        """Of the weights between steps: small steps vanish in bfloat16, unless rounding is
-        stochastic.
+        """The dtype of the weights between steps.
+
+        Small steps vanish in bfloat16, unless rounding is stochastic.
 
         Raises:
             UserError: if weights shall be rounded to a dtype that is not the model's.
@@ -174,32 +174,40 @@ class FSDPBackend(ModelBackend):
         return torch.bfloat16
 
     def is_sharded(self) -> bool:
-        """One rank gains nothing from FSDP in float32, or on a CPU: its hooks and copies cost a
-        tenth of an update."""
-        quantized = bool(self.spec.lora.rank and self.spec.lora.base_dtype)  # FSDP dequantizes
-        several = self.ranks.world_size > 1
-        mixed = self.dtype != self.master_dtype()
-        copied = self.on_cpu and not self.spec.lora.rank
-        return several or quantized or self.spec.cpu_offload == PARAMETERS or (mixed and not copied)
+        """Whether FSDP shards the model.
+
+        One rank gains nothing from it in float32, or on a CPU: its hooks and copies cost a tenth
+        of an update.
+        """
+        has_master_weights = self.dtype != self.master_dtype()
+        if self.ranks.world_size > 1 or self.spec.cpu_offload == PARAMETERS:
+            return True
+        if self.spec.lora.rank and self.spec.lora.base_dtype:
+            return True  # FSDP dequantizes
+        uses_copies = self.on_cpu and not self.spec.lora.rank  # ``computing_in``
+        return has_master_weights and not uses_copies
 
     @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
 
     def recomputes(self) -> bool | str:
-        """Whether the backward pass recomputes activations; a CPU has memory enough and no time to
-        spare."""
+        """Whether the backward pass recomputes activations, or how.
+
+        By default not on a CPU, which has memory enough and no time to spare.
+        """
         setting = self.spec.gradient_checkpointing
         if setting == "auto":
             return not self.on_cpu
         return setting
 
     def _build(self) -> TokenModel:
-        """Load, wrap, place and shard. Frozen weights with adapters need no master weights."""
+        """Load, wrap, place and shard the model."""
         spec = self.spec
         head = HEADS[spec.head].with_config(spec.config_kwargs)
+        # Frozen weights with adapters need no master weights.
         dtype = self.dtype if spec.lora.rank else self.master_dtype()
-        home = HOST if spec.cpu_offload == PARAMETERS else self.device
+        weights_device = HOST if spec.cpu_offload == PARAMETERS else self.device
         value_head: nn.Linear | None = None
 
         def wrap(model: PreTrainedModel) -> TokenModel:
@@ -235,16 +243,14 @@ class FSDPBackend(ModelBackend):
             wrapper.vocabulary = vocabulary
             if spec.router_replay != "none":
                 wrapper.routers = Routers(model)
-            else:
-                wrapper.routers = None
             if mesh and mesh.pipeline:
                 from skyasync.models.parallel.pipeline import Stage
 
-                self.stage = wrapper.stage = Stage(model, mesh.pipeline, self.dtype)
+                self.stage = Stage(model, mesh.pipeline, self.dtype)
+                wrapper.stage = self.stage
             if VALUE_HEAD in spec.optimizers:
-                value_head = nn.Linear(
-                    model.config.get_text_config().hidden_size, 1, bias=False, dtype=torch.float32
-                )
+                hidden_size = model.config.get_text_config().hidden_size
+                value_head = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
                 wrapper.value_head = value_head
             return wrapper
 
@@ -258,11 +264,11 @@ class FSDPBackend(ModelBackend):
         if self.is_sharded():
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
-            self.mesh = self._make_mesh()
-        wrapper = self._read(head, dtype, home, shard if self.mesh else wrap)
+            self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
+        wrapper = self._read(head, dtype, weights_device, shard if self.mesh else wrap)
         if self.adapters:
             self.adapters.attach_adapters()
-            self.adapters.begin(spec.trainer.seed, home)
+            self.adapters.begin(spec.trainer.seed, weights_device)
         if spec.lora.rank and spec.lora.base_dtype:
             quantize_base(wrapper.model, spec.lora.base_dtype)
         if value_head is not None:
@@ -279,30 +285,36 @@ class FSDPBackend(ModelBackend):
         return wrapper
 
     def _form_group(self, store: dist.Store) -> None:
+        """Join the default process group."""
         trainer = self.spec.trainer
+        backend = process_group_backend(
+            self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all
+        )
         dist.init_process_group(
-            process_group_backend(
-                self.device.type, self.spec.cpu_offload, colocated=trainer.placement.colocate_all
-            ),
+            backend,
             store=store,
             rank=self.ranks.rank,
             world_size=self.ranks.world_size,
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
 
-    def _make_mesh(self) -> Mesh:
-        return Mesh.make(self.device.type, self.spec.mesh_shape, self.spec.fsdp_size)
-
     def _read(
-        self, head: Head, dtype: torch.dtype, device: torch.device, prepare: WrapAndShard
+        self,
+        head: Head,
+        dtype: torch.dtype,
+        device: torch.device,
+        prepare: WrapAndShard,
     ) -> TokenModel:
-        """The model of the files after ``prepare``, which gets a model without memory if there is a
-        mesh."""
+        """Read the model of the files, after ``prepare``.
+
+        That gets a model without memory if there is a mesh.
+        """
         if self.mesh is None:
             return prepare(head.load(self.spec.path, dtype))
         stages = self.mesh.shape.pipeline
-        divided = self.mesh.tensor or self.mesh.expert  # two dimensions divide rows evenly
-        min_chunks = self.ranks.world_size // stages if divided else 1
+        min_chunks = 1
+        if self.mesh.tensor or self.mesh.expert:  # two dimensions divide rows evenly
+            min_chunks = self.ranks.world_size // stages
         return load_sharded(
             self.spec.path,
             head,
@@ -318,72 +330,72 @@ class FSDPBackend(ModelBackend):
         """How FSDP2 cuts a parameter; None: by rows."""
         assert self.mesh is not None
         optimizers = self.spec.optimizers
-        by_rows = bool(optimizers) and is_low_precision(
-            optimizers[MODEL]
-        )  # it counts a rank's rows from its first
-        by_rows = by_rows or self.mesh.tensor is not None or self.mesh.expert is not None
+        by_rows = self.mesh.tensor is not None or self.mesh.expert is not None
+        if optimizers and is_low_precision(optimizers[MODEL]):
+            by_rows = True  # it counts a rank's rows from its first
         return shard_placement(1 if by_rows else self.mesh.shard.size(-1))
 
     def _shard(self, wrapper: TokenModel) -> TokenModel:
-        """FSDP2 on each decoder layer and on the rest (embeddings and head together, so tied ones
-        stay tied)."""
+        """Apply FSDP2 to each decoder layer and to the rest.
+
+        The rest is embeddings and head together, so tied ones stay tied.
+        """
         assert self.mesh is not None
-        mesh = self.mesh.shard
         master = self.master_dtype()
-        param_dtype = None if self.dtype == master else self.dtype
-        offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if self.dtype == master else self.dtype,
+            reduce_dtype=torch.promote_types(master, torch.float32),
+        )
+        offload = OffloadPolicy()
+        if self.spec.cpu_offload == PARAMETERS:
+            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         options: dict[str, Any] = {
-            "mesh": mesh,
             "shard_placement_fn": self._placement(),
-            "mp_policy": MixedPrecisionPolicy(
-                param_dtype, reduce_dtype=torch.promote_types(master, torch.float32)
-            ),
-            "offload_policy": offload if self.spec.cpu_offload == PARAMETERS else OffloadPolicy(),
+            "mp_policy": precision,
+            "offload_policy": offload,
         }
+        # Inner modules first: FSDP2 leaves to the outer ones what the inner ones have not taken.
         if self.mesh.expert:
             from skyasync.models.parallel.expert import divided_experts
 
             for module in divided_experts(wrapper.model):
-                fully_shard(module, **options | {"mesh": self.mesh.expert_shard})
+                fully_shard(module, mesh=self.mesh.expert_shard, **options)
         for module in decoder_layers(wrapper):
-            fully_shard(module, **options)
-        fully_shard(wrapper, **options)
+            fully_shard(module, mesh=self.mesh.shard, **options)
+        fully_shard(wrapper, mesh=self.mesh.shard, **options)
         for module in wrapper.modules():
             if isinstance(module, FSDPModule):
                 # The loss weights hold the whole batch's denominators: gradients of ranks are
                 # summed, not averaged.
                 module.set_force_sum_reduction_for_comms(True)
-                if (
-                    self.ranks.world_size > 1
-                ):  # alone, FSDP2 would divide by 1, in a copy as large as the gradients
+                # Alone, FSDP2 would divide by 1, in a copy as large as the gradients.
+                if self.ranks.world_size > 1:
                     module.set_gradient_divide_factor(1.0)
         return wrapper
 
     def _prepare_training(self, wrapper: TokenModel) -> None:
+        """Set up compilation, recomputation and optimizers."""
         spec = self.spec
         model = wrapper.model
         if spec.torch_compile:
             compile_layers(decoder_layers(wrapper), self.device)
         recomputes = self.recomputes()
         if recomputes:
-            model.gradient_checkpointing_enable(
-                checkpointing_options(selective=recomputes == "selective")
-            )
+            options = checkpointing_options(selective=recomputes == "selective")
+            model.gradient_checkpointing_enable(options)
             for module in model.modules():
-                if isinstance(
-                    module, GradientCheckpointingLayer
-                ):  # and no part of it: routers may add noise then
+                # transformers recomputes layers in training mode alone. Their parts stay in
+                # evaluation mode: routers may add noise in training mode.
+                if isinstance(module, GradientCheckpointingLayer):
                     module.training = True
-        learnt = [p for p in model.parameters() if p.requires_grad]
+        parameters = [p for p in model.parameters() if p.requires_grad]
         copy = None
         if self.stage:
-            self.stage.check_trained(learnt)
-            if self.stage.is_first:
-                copy = None
-            else:
-                copy = self.stage.embeddings()
+            self.stage.check_trained(parameters)
+            if not self.stage.is_first:
+                copy = self.stage.embeddings()  # the first stage counts them in the norm
         settings = spec.optimizers[MODEL]
-        self.optimizer = make_optimizer(wrapper, learnt, settings, spec.trainer.seed)
+        self.optimizer = make_optimizer(wrapper, parameters, settings, spec.trainer.seed)
         self.trained[MODEL] = TrainedPart(
             model, self.optimizer, settings.max_grad_norm, settings.max_grad_cosine, copy
         )
@@ -400,66 +412,69 @@ class FSDPBackend(ModelBackend):
     # ---------------------------------------------------------------- forward and backward
 
     def forward(self, batch: TokenBatch, request: OutputRequest) -> dict[str, Tensor]:
-        whole = {
-            name: torch.zeros(batch.tokens.shape)
-            for name in request.names - {TOP_K, TOKEN_LOGPROBS}
-        }
-        frozen = (
-            nullcontext() if request.adapters or self.adapters is None else self.adapters.detached()
-        )
-        with frozen, torch.no_grad(), self._gathered():
-            for micro in self._micro_batches(
-                batch, self.spec.trainer.micro_forward_batch_size_per_gpu
-            ):
+        # The others have a further dimension, which their first micro-batch knows.
+        results = {}
+        for name in request.names - {TOP_K, TOKEN_LOGPROBS}:
+            results[name] = torch.zeros(batch.tokens.shape)
+        adapter_context: AbstractContextManager[None] = nullcontext()
+        if self.adapters and not request.adapters:
+            adapter_context = self.adapters.detached()
+        max_rows = self.spec.trainer.micro_forward_batch_size_per_gpu
+        with adapter_context, torch.no_grad(), self._gathered():
+            for micro in self._micro_batches(batch, max_rows):
                 outputs = self.model(micro.layout.to(self.device), request)
                 if self.stage and not self.stage.is_last:
                     self.stage.send_states(outputs[STATES])
                 else:
-                    put_rows(whole, request.names, micro, outputs, batch)
+                    put_rows(results, request.names, micro, outputs, batch)
         if self.stage:
-            return self.stage.from_last(whole)
-        return whole
+            return self.stage.from_last(results)
+        return results
 
     def forward_backward(
-        self, batch: UpdateBatch, loss: LossFn, returns: Collection[str] = ()
+        self,
+        batch: UpdateBatch,
+        loss: LossFn,
+        returns: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        whole = {name: torch.zeros(batch.tokens.shape) for name in returns}
+        results = {name: torch.zeros(batch.tokens.shape) for name in returns}
         dropout: AbstractContextManager[None] = nullcontext()
         self.passes += 1
-        if self.adapters:  # their dropout draws what a resumed run draws again
-            group = (
-                self.ranks.rank // self.spec.mesh_shape.tensor
-            )  # ranks that split matrices drop the same inputs
+        if self.adapters:
+            # Their dropout draws what a resumed run draws again, and ranks that split matrices
+            # drop the same inputs.
+            group = self.ranks.rank // self.spec.mesh_shape.tensor
             seed = hash((self.spec.trainer.seed, self.step, self.passes, group))
             dropout = self.adapters.dropping(seed)
         with self._gathered(), dropout:
             micros = self._micro_batches(batch, self.spec.trainer.micro_train_batch_size_per_gpu)
-            following = next(micros, None)
+            next_micro = next(micros, None)
+            # 1F1B: without a pipeline every backward pass follows its forward pass at once.
             warmup = self.stage.warmup if self.stage else 0
-            pending = deque[tuple[Tensor, Tensor | None]]()
-            while following is not None or pending:
-                if following is not None:
-                    micro = following
-                    following = next(micros, None)
+            backward_queue = deque[tuple[Tensor, Tensor | None]]()
+            while next_micro is not None or backward_queue:
+                if next_micro is not None:
+                    micro = next_micro
+                    next_micro = next(micros, None)
                     outputs, result = self._compute(micro, loss)
                     if STATES not in outputs:
-                        put_rows(whole, returns, micro, outputs, batch)
-                    pending.append((result, self.stage.received if self.stage else None))
-                    if following is not None and len(pending) <= warmup:
+                        put_rows(results, returns, micro, outputs, batch)
+                    received_states = self.stage.received if self.stage else None
+                    backward_queue.append((result, received_states))
+                    if next_micro is not None and len(backward_queue) <= warmup:
                         continue
-                result, received = pending.popleft()
+                result, received_states = backward_queue.popleft()
                 if self.spec.reduce_gradients == "update" and isinstance(self.model, FSDPModule):
-                    last = (
-                        following is None and not pending
-                    )  # over ranks: after the last micro-batch
-                    self.model.set_requires_gradient_sync(last)
+                    # Gradients are summed over ranks once, after the last micro-batch.
+                    is_last = next_micro is None and not backward_queue
+                    self.model.set_requires_gradient_sync(is_last)
                 if self.stage:
-                    self.stage.backward(result, received)
+                    self.stage.backward(result, received_states)
                 else:
                     result.backward()
         if self.stage:
-            return self.stage.from_last(whole)
-        return whole
+            return self.stage.from_last(results)
+        return results
 
     def _gathered(self) -> AbstractContextManager[None]:
         """A pass's context: afterwards every parameter is the one that the optimizer knows."""
@@ -468,54 +483,67 @@ class FSDPBackend(ModelBackend):
         return computing_in(self.dtype, self.model.model)
 
     def _compute(
-        self, micro: MicroBatch[UpdateBatch], loss: LossFn
+        self,
+        micro: MicroBatch[UpdateBatch],
+        loss: LossFn,
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """The outputs of a micro-batch, and its loss; of a stage before the last: the states, which
-        it sends."""
-        own = micro.batch.each(lambda tensor: tensor.to(self.device))
-        outputs = self.model(micro.layout.to(self.device), loss.request(own))
+        """Compute the outputs of a micro-batch, and its loss.
+
+        A stage before the last computes states, and sends them to the next.
+        """
+        rows = micro.batch.each(lambda tensor: tensor.to(self.device))
+        outputs = self.model(micro.layout.to(self.device), loss.request(rows))
         if self.stage and not self.stage.is_last:
             self.stage.send_states(outputs[STATES])
             return outputs, outputs[STATES]
-        terms = loss(outputs, own)
+        terms = loss(outputs, rows)
         for part, term in terms.items():
             self.trained[part].totals.add(term)
         if MODEL in terms:
-            real = len(micro.rows) > 0  # else it is for the collectives alone
-            computed = torch.tensor(micro.layout.tokens.numel() * real, device=self.device)
-            counts = {ROW_TOKENS: own.attention_mask.sum() * real, COMPUTED_TOKENS: computed}
+            has_rows = len(micro.rows) > 0  # else it is for the collectives alone
+            computed_tokens = micro.layout.tokens.numel() * has_rows
+            counts = {
+                ROW_TOKENS: rows.attention_mask.sum() * has_rows,
+                COMPUTED_TOKENS: torch.tensor(computed_tokens, device=self.device),
+            }
             self.trained[MODEL].totals.add_sums(counts)
         return outputs, sum(term.loss for term in terms.values())  # type: ignore[return-value]
 
     @property
     def shares_prefixes(self) -> bool:
         parallel = self.spec.trainer.parallel
-        masks = (
-            self.spec.mesh_shape.context == 1 or parallel.context_kind != "ring"
-        )  # which takes none
-        return can_share_prefixes(self.model.model.config) and masks
+        if self.spec.mesh_shape.context > 1 and parallel.context_kind == "ring":
+            return False  # it takes no masks
+        return can_share_prefixes(self.model.model.config)
 
     def _micro_batches(self, batch: B, max_rows: int) -> Iterator[MicroBatch[B]]:
-        """This rank's micro-batches, followed by empty ones until it has as many as every other
-        rank."""
+        """Cut a batch into this rank's micro-batches.
+
+        Empty ones follow until it has as many as every other rank.
+        """
         trainer = self.spec.trainer
         context = self.spec.mesh_shape.context
         tokens = trainer.micro_batch_tokens or MICRO_BATCH_TOKENS[self.device.type]
         vision = self.model.vision
+        packed_batch = batch
+        if vision:
+            packed_batch = vision.with_image_ids(batch, self.model.model)
         micro_batches = MicroBatches(
-            vision.with_image_ids(batch, self.model.model) if vision else batch,
-            max_tokens=tokens * context,
+            packed_batch,
+            max_tokens=tokens * context,  # each rank computes a slice of a row
             max_rows=max_rows,
             share_prefixes=self.shares_prefixes,
             hidden_size=self.hidden_size,
             packs=self.model.packs and context == 1,
         )
-        most = torch.tensor(len(micro_batches), device=self.device)
+        count = torch.tensor(len(micro_batches), device=self.device)
         if self.ranks.world_size > 1:
-            dist.all_reduce(most, dist.ReduceOp.MAX)
+            dist.all_reduce(count, dist.ReduceOp.MAX)
         for micro in micro_batches:
-            yield replace(micro, batch=batch.select(micro.rows).trim()) if vision else micro
-        for _ in range(int(most) - len(micro_batches)):
+            if vision:  # losses get the batch's own tokens and mask, not those with ids of images
+                micro.batch = batch.select(micro.rows).trim()
+            yield micro
+        for _ in range(int(count) - len(micro_batches)):
             yield empty_micro_batch(batch)
 
     # ---------------------------------------------------------------- the optimizer
@@ -526,42 +554,45 @@ class FSDPBackend(ModelBackend):
             if self.stage and self.passes:
                 self.stage.add_embedding_gradients()
             for name, part in self.trained.items():
-                if part.totals.sums or (
-                    self.stage and self.passes
-                ):  # the last stage has the totals
+                # Of a pipeline the last stage alone has totals, and all stages have a gradient.
+                if part.totals.sums or (self.stage and self.passes):
                     problems += self._examine(name, part, scale)
             self._problem = "; ".join(problems)
         return self._problem
 
     def _examine(self, name: str, part: TrainedPart, scale: float) -> list[str]:
-        """Scale the gradient of a part and note its metrics; what of them is not finite."""
+        """Scale the gradient of a part, note its metrics, and describe what is not finite."""
         metrics: dict[str, float] = {}
         if part.totals.sums:
-            metrics = part.totals.reduce(self.mesh.data_group if self.mesh else None, self.device)
+            group = self.mesh.data_group if self.mesh else None
+            metrics = part.totals.reduce(group, self.device)
         if self.stage:
             metrics = self.stage.from_last(metrics)
         self._metrics[name] = metrics
         metrics["loss"] *= scale
-        whose = "critic's " if name == VALUE_HEAD else ""
+        owner = "critic's " if name == VALUE_HEAD else ""
         if not math.isfinite(metrics["loss"]):
-            return [f"the {whose}loss of optimizer step {self.step} is not finite: {metrics}"]
+            return [f"the {owner}loss of optimizer step {self.step} is not finite: {metrics}"]
         if name == MODEL and not self._checked_replicas:
             check_replicated_gradients(self.model, self.mesh)
             self._checked_replicas = True
         metrics["grad_norm"] = float(part.measure(scale, self.mesh))
         if math.isfinite(metrics["grad_norm"]):
             return []
-        gradients = (
-            (name, local(p.grad)) for name, p in self.model.named_parameters() if p.grad is not None
-        )
-        bad = [name for name, gradient in gradients if not gradient.isfinite().all()]
-        shown = ", ".join(bad[:5] or ["another rank's shard"]) + (
-            f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        )
-        return [f"the {whose}gradient of optimizer step {self.step} is not finite in: {shown}"]
+        bad_names = []
+        for parameter_name, parameter in self.model.named_parameters():
+            if parameter.grad is not None and not local(parameter.grad).isfinite().all():
+                bad_names.append(parameter_name)
+        names_text = ", ".join(bad_names[:5] or ["another rank's shard"])
+        if len(bad_names) > 5:
+            names_text += f" and {len(bad_names) - 5} more"
+        return [f"the {owner}gradient of optimizer step {self.step} is not finite in: {names_text}"]
 
     def optimizer_step(
-        self, lr: Mapping[str, float], scale: float = 1.0, beta1: float | None = None
+        self,
+        lr: Mapping[str, float],
+        scale: float = 1.0,
+        beta1: float | None = None,
     ) -> dict[str, dict[str, float]]:
         try:
             problem = self.examine(scale)
@@ -576,15 +607,15 @@ class FSDPBackend(ModelBackend):
             self._clip()
             for name in metrics:
                 optimizer = self.trained[name].optimizer
+                part_beta1 = self.spec.optimizers[name].adam_betas[0]
+                if beta1 is not None and name == MODEL:
+                    part_beta1 = beta1
                 for group in optimizer.param_groups:
                     group["lr"] = lr[name]
-                    if beta1 is None or name != MODEL:
-                        first = self.spec.optimizers[name].adam_betas[0]
-                    else:
-                        first = beta1
-                    group["betas"] = (first, group["betas"][1])
+                    group["betas"] = (part_beta1, group["betas"][1])
                 optimizer.step()
-                self.step += name == MODEL
+                if name == MODEL:
+                    self.step += 1
             if offloaded:
                 self._offloaded.move_optimizer_state(self.optimizer, HOST)
                 self._synchronize()
@@ -597,8 +628,8 @@ class FSDPBackend(ModelBackend):
             self.trained[name].clip()
 
     def drop_gradient(self) -> None:
+        # Gradients are as large as the weights: none stays until the next update.
         for part in self.trained.values():
-            # gradients are as large as the weights: none stays until the next update
             part.drop_gradient()
         self.passes = 0
         self._problem = None
@@ -614,7 +645,7 @@ class FSDPBackend(ModelBackend):
             torch.cuda.empty_cache()  # else the memory stays this process's
 
     def _synchronize(self) -> None:
-        """Copies from and to host memory have ended."""
+        """Wait until copies from and to host memory have ended."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
 
@@ -636,13 +667,13 @@ class FSDPBackend(ModelBackend):
     # ---------------------------------------------------------------- weights and files
 
     def sharded_weights(self) -> Mapping[str, Any]:
-        """Those of layers with adapters have a ``full_tensor`` that adds these."""
+        """This rank's weights; of layers with adapters ``full_tensor`` adds these."""
         if self.adapters:
             return self.adapters.merged()
-        own = checkpoint.own_tensors(self.model.model)
+        shards = checkpoint.own_tensors(self.model.model)
         if self.stage:
-            return self.stage.weights(own)
-        return own
+            return self.stage.weights(shards)
+        return shards
 
     def file_layout(self) -> FileLayout | None:
         if self._file_layout is None and FileLayout.differs(self.model.model):
@@ -654,11 +685,8 @@ class FSDPBackend(ModelBackend):
         """The model with the layers of all stages, which have no memory then."""
         if self.stage is None:
             return self.model.model
-        return (
-            HEADS[self.spec.head]
-            .with_config(self.spec.config_kwargs)
-            .empty(self.spec.path, self.dtype)
-        )
+        head = HEADS[self.spec.head].with_config(self.spec.config_kwargs)
+        return head.empty(self.spec.path, self.dtype)
 
     def adapter(self) -> Adapter:
         assert self.adapters is not None, "the policy has no adapters"
@@ -700,18 +728,19 @@ class FSDPBackend(ModelBackend):
             return
         model = self.model.model
         weights = self.sharded_weights()
-        whole = self._whole_model()
+        full_model = self._whole_model()
         if part == VALUE_HEAD:
             critic = HEADS[VALUE].with_config(self.spec.value_head_kwargs)
             adapters = None
-            model = whole = critic.empty(path, self.dtype)
-            names = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+            model = critic.empty(path, self.dtype)
+            full_model = model
+            names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
+            # Without the policy's own head.
+            weights = {name: value for name, value in weights.items() if name in names}
             assert self.model.value_head is not None
-            head = {f"{SCORE_LAYER}.weight": self.model.value_head.weight.detach()}
-            weights = {name: value for name, value in weights.items() if name in names} | head
-        full = FullTensors(
-            weights, self.dtype, FileLayout(whole, specs_in(weights, self.dtype), adapters)
-        )
+            weights[f"{SCORE_LAYER}.weight"] = self.model.value_head.weight.detach()
+        layout = FileLayout(full_model, specs_in(weights, self.dtype), adapters)
+        full = FullTensors(weights, self.dtype, layout)
         if self.ranks.rank != 0:
             full.only_gather()
             return
@@ -721,8 +750,10 @@ class FSDPBackend(ModelBackend):
 
 @contextmanager
 def sharded_afterwards(model: nn.Module) -> Iterator[None]:
-    """Leave all parameters sharded: after a forward FSDP2 keeps the root's whole for a backward
-    that may not follow."""
+    """Leave all parameters sharded.
+
+    After a forward pass FSDP2 keeps the root's whole for a backward pass that may not follow.
+    """
     try:
         yield
     finally:
@@ -733,39 +764,36 @@ def sharded_afterwards(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
-    """The modules have copies of their parameters in ``dtype``, as under FSDP2's mixed precision of
-    one rank.
+    """Give modules copies of their parameters in ``dtype``, as FSDP2's mixed precision does.
 
     The gradients of the copies are added to those of the parameters, in the parameters' dtype.
     """
-    own = [
-        (module, name, parameter)
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-    ]
+    slots: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            slots.append((module, name, parameter))
     copies: dict[nn.Parameter, nn.Parameter] = {}  # one of what layers share
 
     def add_gradient(parameter: nn.Parameter, copy: Tensor) -> None:
         assert copy.grad is not None
         gradient = copy.grad.to(parameter.dtype)
-        copy.grad = None
+        copy.grad = None  # so that autograd does not add the next one to it, in the copy's dtype
         if parameter.grad is None:
             parameter.grad = gradient
         else:
             parameter.grad = parameter.grad.add_(gradient)
 
     try:
-        for module, name, parameter in own:
+        for module, name, parameter in slots:
             if parameter is None or parameter.dtype == dtype:
                 continue
             if parameter not in copies:
-                copies[parameter] = copy = nn.Parameter(
-                    parameter.detach().to(dtype), parameter.requires_grad
-                )
+                copy = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                copies[parameter] = copy
                 if copy.requires_grad:
                     copy.register_post_accumulate_grad_hook(partial(add_gradient, parameter))
             module._parameters[name] = copies[parameter]
         yield
     finally:
-        for module, name, parameter in own:
+        for module, name, parameter in slots:
             module._parameters[name] = parameter

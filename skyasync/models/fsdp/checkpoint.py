@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -39,12 +38,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
 
 from skyasync.errors import UserError
 from skyasync.models.backend import SaveResult
 from skyasync.models.fsdp.gradient_projection import PREVIOUS
+from skyasync.models.fsdp.sharding import local
 from skyasync.models.vision import is_vision
 from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
@@ -57,21 +56,21 @@ STEP = "step"
 RANDOM = "random_state"
 NO_GROUP = "torch.distributed is disabled"
 FILE_BYTES = 1 << 27
-"""A file is assembled in memory, twice, before it is written, so a shard is split into files of
-this size."""
+"""Size of a checkpoint's files: torch assembles a file in memory, twice, before it writes it."""
 SINGLE_FILE = "model.safetensors"
 EXPORTED_FILE = "50GB"
 """Largest file of an exported folder, transformers' default."""
 PYTORCH = {"format": "pt"}
 
 ADAPTER = ".lora_"
-"""In the names of adapters' weights, which are all that a checkpoint holds of a model with
-adapters."""
+"""Part of the names of adapters' weights.
+
+A checkpoint of a model with adapters holds no other weights.
+"""
 
 
 class ExtraPart(NamedTuple):
-    """A module that is trained on a model's layers and saved with the model, under a name of its
-    own."""
+    """A module that is trained on a model's layers, and saved with the model."""
 
     name: str
     module: nn.Module
@@ -80,21 +79,24 @@ class ExtraPart(NamedTuple):
 
 
 def full_weights(tensors: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once. All
-    ranks call it.
+    """Weights and saved buffers by Hugging Face name, whole, on the CPU: all of them at once.
+
+    All ranks call it.
 
     Args:
-        tensors: what ``own_tensors`` or ``Adapters.merged`` gives.
+        tensors: from ``own_tensors`` or ``Adapters.merged``.
     """
-    return {
-        name: (whole.to(dtype) if whole.is_floating_point() else whole).cpu().contiguous()
-        for name, whole in gathered(tensors)
-    }
+    result = {}
+    for name, tensor in gathered(tensors):
+        if tensor.is_floating_point():  # counters and masks stay as they are
+            tensor = tensor.to(dtype)
+        result[name] = tensor.cpu().contiguous()
+    return result
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The model's own shards of weights and saved buffers; a tied weight under its first name."""
-    names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
+    names = dict(model.named_parameters()).keys() | dict(model.named_buffers()).keys()
     state = cast("dict[str, Tensor]", get_model_state_dict(model))
     return {name: value for name, value in state.items() if name in names}
 
@@ -106,19 +108,19 @@ def save(
     folder: Path,
     extra: ExtraPart | None = None,
 ) -> SaveResult:
-    """Every rank writes its shard of everything that the next optimizer step depends on.
+    """Write this rank's shard of everything that the next optimizer step depends on.
 
     Args:
         folder: must not hold another checkpoint.
     """
     state = _state(model, optimizer, step, extra)
     writer = CheckpointWriter(folder, state)
+
+    def write() -> None:
+        dcp.save(state, storage_writer=writer.storage, no_dist=not dist.is_initialized())
+
     with _without_warnings():
-        return writer.result(
-            lambda: dcp.save(
-                state, storage_writer=writer.storage, no_dist=not dist.is_initialized()
-            )
-        )
+        return writer.result(write)
 
 
 def begin(
@@ -129,7 +131,9 @@ def begin(
     group: dist.ProcessGroup | None,
     extra: ExtraPart | None = None,
 ) -> Callable[[], SaveResult | None]:
-    """As ``save``, of a copy in host memory, which is made before this returns; a thread writes it.
+    """Begin to save a copy in host memory, which is made before this returns.
+
+    A thread writes it.
 
     Args:
         group: of all ranks, on their CPUs, for nothing else; None for a single process.
@@ -141,13 +145,15 @@ def begin(
     writer = CheckpointWriter(folder, state)
     warnings.filterwarnings("ignore", message=NO_GROUP)  # permanently: the thread warns later
     with _without_warnings():
-        future = cast(
-            "Future[Any]",
-            dcp.async_save(
-                state, storage_writer=writer.storage, process_group=group, no_dist=group is None
-            ),
+        saving = dcp.async_save(
+            state, storage_writer=writer.storage, process_group=group, no_dist=group is None
         )
-    return lambda: writer.result(future.result) if future.done() else None
+    future = cast("Future[Any]", saving)
+
+    def result() -> SaveResult | None:
+        return writer.result(future.result) if future.done() else None
+
+    return result
 
 
 def load(
@@ -179,46 +185,35 @@ def load(
     reader = HuggingFaceStorageReader(str(folder))
     with weights_of(folder):
         metadata = reader.read_metadata().state_dict_metadata
-    saved = metadata.keys()
+    saved_names = metadata.keys()
     state = {STEP: torch.tensor([0]), RANDOM: torch.get_rng_state()}
     optimizer_states: list[dict[str, Any]] = []
-    for prefix, module, own_optimizer in _modules(model, optimizer, extra):
-        own_optimizer.state.clear()
-        own_optimizer.zero_grad()
-        empty: dict[str, Any] = get_optimizer_state_dict(
-            module, own_optimizer
-        )  # made by a step of length 0
-        names = {name.removeprefix(prefix) for name in saved if name.startswith(prefix)}
-        # A parameter that never had a gradient has no saved state; a run without max_grad_cosine
-        # has no previous ones.
-        empty["state"] = {
-            parameter: {
-                k: v
-                for k, v in values.items()
-                if k != PREVIOUS or f"optimizer.{parameter}.{k}" in names
-            }
-            for parameter, values in empty["state"].items()
-            if any(f"optimizer.{parameter}.{kind}" in names for kind in values)
-        }
+    for prefix, module, module_optimizer in _modules(model, optimizer, extra):
+        module_optimizer.state.clear()
+        module_optimizer.zero_grad()
+        # torch makes the state by a step of length 0.
+        empty: dict[str, Any] = get_optimizer_state_dict(module, module_optimizer)
+        empty["state"] = _saved_state(empty["state"], f"{prefix}optimizer", saved_names)
         optimizer_states.append(empty)
         state |= _tensors(prefix, module, empty["state"])
-    different = saved ^ (all_names(state.keys()) if all_names else state.keys())
-    strange = sorted(name for name in different if not name.endswith(f".{PREVIOUS}"))
-    if strange:
-        if strange[0] in saved:
-            where = "the checkpoint"
-        else:
-            where = f"the {role}"
-        if strange[0].startswith("critic."):
+    model_names: Collection[str] = state.keys()
+    if all_names:
+        model_names = all_names(model_names)
+    differences = saved_names ^ set(model_names)
+    # A run that now has max_grad_cosine, or no more, may restore this checkpoint.
+    mismatches = sorted(name for name in differences if not name.endswith(f".{PREVIOUS}"))
+    if mismatches:
+        name = mismatches[0]
+        holder = "the checkpoint" if name in saved_names else f"the {role}"
+        if name.startswith("critic."):
+            setting = "trainer.critic.backbone=own, or without a critic"
             if extra:
                 setting = extra.setting
-            else:
-                setting = "trainer.critic.backbone=own, or without a critic"
             raise UserError(
-                f"{folder} was not saved by a run with {setting}: only {where} has {strange[0]}"
+                f"{folder} was not saved by a run with {setting}: only {holder} has {name}"
             )
         raise UserError(
-            f"{folder} was saved by another model ({key}), or another version: only {where} has {strange[0]}"
+            f"{folder} was saved by another model ({key}), or another version: only {holder} has {name}"
         )
     for name, value in state.items():
         size = cast(TensorStorageMetadata, metadata[name]).size
@@ -229,58 +224,89 @@ def load(
             )
     with weights_of(folder), _without_warnings():
         dcp.load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    lenient = StateDictOptions(strict=False)
-    for (_, module, own_optimizer), values in zip(
-        _modules(model, optimizer, extra), optimizer_states, strict=True
-    ):
-        set_optimizer_state_dict(module, own_optimizer, values, options=lenient)
+    lenient = StateDictOptions(strict=False)  # parameters without a gradient have no state
+    modules = _modules(model, optimizer, extra)
+    for (_, module, module_optimizer), values in zip(modules, optimizer_states, strict=True):
+        set_optimizer_state_dict(module, module_optimizer, values, options=lenient)
     torch.set_rng_state(state[RANDOM])
     return int(state[STEP])
 
 
+def _saved_state(
+    state: Mapping[str, Mapping[str, Any]],
+    prefix: str,
+    saved_names: Collection[str],
+) -> dict[str, dict[str, Any]]:
+    """The part of an optimizer's state that a checkpoint has.
+
+    A parameter that never had a gradient has no saved state; a run without ``max_grad_cosine`` has
+    no previous gradients.
+    """
+    result: dict[str, dict[str, Any]] = {}
+    for parameter, values in state.items():
+        saved = {name for name in values if f"{prefix}.{parameter}.{name}" in saved_names}
+        if saved:
+            # Any other missing tensor is an error, which the comparison of names reports.
+            result[parameter] = {
+                name: value for name, value in values.items() if name != PREVIOUS or name in saved
+            }
+    return result
+
+
 def _modules(
-    model: nn.Module, optimizer: torch.optim.Optimizer, extra: ExtraPart | None
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    extra: ExtraPart | None,
 ) -> list[tuple[str, nn.Module, torch.optim.Optimizer]]:
-    """What a checkpoint holds, each with the prefix of its names."""
-    return [
-        ("", model, optimizer),
-        *([(f"{extra.name}.", extra.module, extra.optimizer)] if extra else []),
-    ]
+    """Modules of a checkpoint, with the prefixes of their names and with their optimizers."""
+    modules = [("", model, optimizer)]
+    if extra:
+        modules.append((f"{extra.name}.", extra.module, extra.optimizer))
+    return modules
 
 
 def _state(
-    model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, extra: ExtraPart | None
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    extra: ExtraPart | None,
 ) -> dict[str, Tensor]:
+    """Everything that a checkpoint holds, by name."""
     state = {STEP: torch.tensor([step]), RANDOM: torch.get_rng_state()}
-    for prefix, module, own_optimizer in _modules(model, optimizer, extra):
-        if own_optimizer.state:
-            values = get_optimizer_state_dict(module, own_optimizer)["state"]
-        else:
-            values = {}
-        state |= _tensors(prefix, module, cast("dict[str, dict[str, Tensor]]", values))
+    for prefix, module, module_optimizer in _modules(model, optimizer, extra):
+        values: Any = {}
+        if module_optimizer.state:  # else torch would make one by a step of length 0
+            values = get_optimizer_state_dict(module, module_optimizer)["state"]
+        state |= _tensors(prefix, module, values)
     return state
 
 
 def _tensors(
-    prefix: str, module: nn.Module, optimizer_state: Mapping[str, Mapping[str, Tensor]]
+    prefix: str,
+    module: nn.Module,
+    optimizer_state: Mapping[str, Mapping[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """The tensors of a module and of its optimizer by name; not copies, so that they can be read
-    into."""
-    own = own_tensors(module)
-    if hasattr(module, "peft_config"):
-        own = {name: value for name, value in own.items() if ADAPTER in name}
-    tensors = {f"{prefix}model.{name}": value for name, value in own.items()}
+    """The tensors of a module and of its optimizer by name.
+
+    They are not copies, so that a checkpoint can be read into them.
+    """
+    has_adapters = hasattr(module, "peft_config")
+    tensors = {}
+    for name, value in own_tensors(module).items():
+        if not has_adapters or ADAPTER in name:
+            tensors[f"{prefix}model.{name}"] = value
     for parameter, values in optimizer_state.items():
-        tensors |= {
-            f"{prefix}optimizer.{parameter}.{kind}": value for kind, value in values.items()
-        }
+        for name, value in values.items():
+            tensors[f"{prefix}optimizer.{parameter}.{name}"] = value
     return tensors
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Without the warning about one rank without a process group, and a debug line per tensor (on
-    Ray's stderr)."""
+    """Silence torch's warning of one rank without a process group, and its debug lines.
+
+    There is a debug line per tensor, which Ray would print on stderr.
+    """
     logging.getLogger("c10d-NullHandler-dcp_logger").setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=NO_GROUP)
@@ -288,35 +314,36 @@ def _without_warnings() -> Iterator[None]:
 
 
 def export(model: PreTrainedModel, tensors: FullTensors, origin: str, folder: Path) -> None:
-    """Write weights, one at a time, into a Hugging Face folder, with the configuration and the
-    tokenizer of ``origin``."""
+    """Write weights, one at a time, into a Hugging Face folder.
+
+    The folder gets the model's configuration, and the tokenizer of ``origin``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(
-        folder, state_dict={}
-    )  # all but the weights: it would need all of these at once
-    ignored = set(model._keys_to_ignore_on_save or ())
-    specs = {name: spec for name, spec in tensors.specs.items() if name not in ignored}
+    # All but the weights: it would need all of these at once.
+    model.save_pretrained(folder, state_dict={})
+    ignored_names = set(model._keys_to_ignore_on_save or ())
+    specs = {name: spec for name, spec in tensors.specs.items() if name not in ignored_names}
     split = split_torch_state_dict_into_shards(
         meta_tensors(specs),
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=EXPORTED_FILE,
     )
     with ExitStack() as stack:
-        files = {
-            name: stack.enter_context(
-                writing(folder / name, {tensor: specs[tensor] for tensor in names}, PYTORCH)
-            )
-            for name, names in split.filename_to_tensors.items()
-        }
+        files = {}
+        for file_name, names in split.filename_to_tensors.items():
+            file_specs = {name: specs[name] for name in names}
+            file = writing(folder / file_name, file_specs, PYTORCH)
+            files[file_name] = stack.enter_context(file)
+        # Tensors come in the model's order, which is not that of the files: all are open.
         for name, tensor in tensors:
             if name in specs:
                 files[split.tensor_to_filename[name]].put(name, tensor)
     if split.is_sharded:
+        # save_pretrained wrote one without tensors.
         (folder / SINGLE_FILE).unlink(missing_ok=True)
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / f"{SINGLE_FILE}.index.json").write_text(
-            json.dumps(index, indent=2, sort_keys=True) + "\n"
-        )
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{SINGLE_FILE}.index.json").write_text(text)
     export_tokenizer(origin, folder)
     if is_vision(model.config):
         AutoProcessor.from_pretrained(origin).save_pretrained(folder)
@@ -329,8 +356,10 @@ def export_tokenizer(origin: str, folder: Path) -> None:
 
 
 class _SummingFiles(FileSystem):
-    """Computes the sums of what is written. torch syncs files before the last of their bytes have
-    left its buffer."""
+    """Computes checksums of files, and syncs them.
+
+    torch syncs files before the last of their bytes have left its buffer.
+    """
 
     def __init__(self) -> None:
         self.sums: Sums = {}
@@ -342,11 +371,15 @@ class _SummingFiles(FileSystem):
 
 
 class _OwnFiles(HuggingFaceStorageWriter):
-    """Which tensor goes into which file is each rank's own: torch's takes rank 0's for all, which
-    may lack tensors."""
+    """Writes each rank's tensors by its own table of tensors and files.
+
+    torch's class takes rank 0's table for all, which may lack tensors.
+    """
 
     def write_data(
-        self, plan: SavePlan, planner: SavePlanner
+        self,
+        plan: SavePlan,
+        planner: SavePlanner,
     ) -> torch.futures.Future[list[WriteResult]]:
         storage = {**plan.storage_data, "fqn_to_index_mapping": self.fqn_to_index_mapping}
         return super().write_data(replace(plan, storage_data=storage), planner)
@@ -356,24 +389,26 @@ class CheckpointWriter:
     """The files of one checkpoint, and which tensor goes into which."""
 
     def __init__(self, folder: Path, state: Mapping[str, Tensor]) -> None:
-        numbers: dict[str, int] = {}
+        file_numbers: dict[str, int] = {}  # by name of a tensor
         number = 1
-        filled = 0
+        file_bytes = 0
         for name, value in state.items():
-            size = (value.to_local() if isinstance(value, DTensor) else value).nbytes
-            if filled and filled + size > FILE_BYTES:
-                number = number + 1
-                filled = 0
-            numbers[name] = number
-            filled = filled + size
+            size = local(value).nbytes
+            if file_bytes and file_bytes + size > FILE_BYTES:
+                number += 1
+                file_bytes = 0
+            file_numbers[name] = number
+            file_bytes += size
         self._folder = folder
         self._files = _SummingFiles()
-        self.storage = _OwnFiles(str(folder), fqn_to_index_mapping=numbers, save_distributed=True)
+        self.storage = _OwnFiles(
+            str(folder), fqn_to_index_mapping=file_numbers, save_distributed=True
+        )
         self.storage.fs = self._files
-        self.storage.sync_files = False
+        self.storage.sync_files = False  # ``_SummingFiles`` does, when all bytes are written
 
     def result(self, write: Callable[[], Any]) -> SaveResult:
-        """The result of ``write()``, which returns when this rank's tensors are written.
+        """Call ``write``, which returns when this rank's tensors are written.
 
         Raises:
             BaseException: the first failure that is not the disk's.
@@ -384,12 +419,13 @@ class CheckpointWriter:
         except (OSError, CheckpointException) as error:
             failures: list[BaseException] = [error]
             if isinstance(error, CheckpointException):
+                # Of all ranks: torch raises them on each one.
                 failures = [failure for failure, _ in error.failures.values()]
             for failure in failures:
                 if not isinstance(failure, OSError):
                     raise failure from None
-            first = cast(OSError, failures[0])
-            where = f": {first.filename}" if first.filename else ""
-            full = " (disk full)" if first.errno == errno.ENOSPC else ""
-            return SaveResult(problem=f"{first.strerror or first}{where}{full}")
+            disk_error = cast(OSError, failures[0])
+            where = f": {disk_error.filename}" if disk_error.filename else ""
+            full = " (disk full)" if disk_error.errno == errno.ENOSPC else ""
+            return SaveResult(problem=f"{disk_error.strerror or disk_error}{where}{full}")
         return SaveResult(self._files.sums)

@@ -33,7 +33,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def begin_previous(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: ANN401
-    """After a step: parameters without a previous gradient get one, in float32 or more.
+    """Give parameters without a previous gradient one, in float32 or more, after a step.
 
     After a first step it is the clipped gradient, which has the same direction.
     """
@@ -45,7 +45,8 @@ def begin_previous(optimizer: torch.optim.Optimizer, *_: Any) -> None:  # noqa: 
 
 
 def products(pairs: Pairs, device: torch.device) -> Tensor:
-    """``[3]``, float64: g . p, g . g and p . p of these shards."""
+    """Compute g . p, g . g and p . p of these shards, float64 ``[3]``."""
+    # float64: the projection takes a root of 1 - c², which is small where gradients are aligned.
     sums = torch.zeros(3, dtype=torch.float64, device=device)
     for gradient, previous in _rows(pairs):
         g = gradient.double().flatten()
@@ -55,25 +56,27 @@ def products(pairs: Pairs, device: torch.device) -> Tensor:
 
 
 def factor_of_previous(cosine: float, limit: float) -> float:
-    """f for gradients of norm 1; 0 if the cosine is within the limit."""
+    """The factor f for gradients of norm 1; 0 if the cosine is within the limit."""
     if cosine <= limit:
         return 0.0
     return cosine - math.sqrt(1 - cosine**2) * limit / math.sqrt(1 - limit**2)
 
 
 def project(pairs: Pairs, factor: float) -> None:
-    """Subtract the previous gradient times ``factor``; what the gradient was is the previous one
-    from now on."""
+    """Subtract the previous gradient times ``factor``.
+
+    The gradient as it was becomes the previous one.
+    """
     for gradient, previous in _rows(pairs):
-        before = gradient.clone()
+        measured_gradient = gradient.clone()
         if factor:
             gradient.sub_(previous, alpha=factor)
-        previous.copy_(before)
+        previous.copy_(measured_gradient)
 
 
 def _rows(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
     """A few million numbers at a time, so that no copy is as large as a gradient."""
     for pair in pairs:
-        gradient, previous = torch.atleast_1d(*pair)
+        gradient, previous = torch.atleast_1d(*pair)  # split needs a dimension
         rows = max(1, STEPPED_AT_ONCE // max(1, gradient[:1].numel()))
         yield from zip(gradient.split(rows), previous.split(rows), strict=True)

@@ -82,9 +82,9 @@ def load_sharded(
     """
     with ONE_AT_A_TIME, head.loading():
         empty = head.empty(path, dtype)
-        converters = [
-            c for c in get_model_conversion_mapping(empty) if isinstance(c, WeightConverter)
-        ]
+        # Others only rename tensors, which slices can be.
+        mapping = get_model_conversion_mapping(empty)
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         if not can_be_sliced(empty, converters, place, min_chunks):
             if stages > 1:
                 raise UserError(
@@ -107,9 +107,8 @@ def load_sharded(
         for parameter in wrapper.parameters():
             assert isinstance(parameter, DTensor)
             if _is_view_of_file(parameter._local_tensor):
-                parameter._local_tensor = (
-                    parameter._local_tensor.clone()
-                )  # as FSDP does; DTensors ignore ``.data = ``
+                # As FSDP does; DTensors ignore ``.data = ``.
+                parameter._local_tensor = parameter._local_tensor.clone()
         for buffer in wrapper.buffers():
             if _is_view_of_file(buffer):
                 buffer.data = buffer.data.clone()
@@ -125,32 +124,31 @@ def can_be_sliced(
     """Whether each rank can read its shards out of the files.
 
     Args:
-        converters: what joins several tensors of the files. Slices can be joined if they are slices
-            of the result: experts that are stacked, and tensors that are joined along another
-                dimension than the shards'.
+        converters: join several tensors of the files. Slices can be joined if they are slices of
+            the result: experts that are stacked, and tensors that are joined along another
+            dimension than the shards'.
     """
     for converter in converters:
         targets = [re.compile(pattern) for pattern in converter.target_patterns]
-        parameters = [
-            p
-            for name, p in model.named_parameters()
-            if any(target.search(name) for target in targets)
-        ]
-        if any(len(parameter.chunk(min_chunks)) < min_chunks for parameter in parameters):
-            return False
-        cut = {(place(parameter) or Shard(0)).dim for parameter in parameters}
+        shard_dims: set[int] = set()
+        for name, parameter in model.named_parameters():
+            if not any(target.search(name) for target in targets):
+                continue
+            if len(parameter.chunk(min_chunks)) < min_chunks:
+                return False  # some ranks would have no rows of it
+            placement = place(parameter) or Shard(0)
+            shard_dims.add(placement.dim)
         for operation in converter.operations:
             stacks = isinstance(operation, MergeModulelist) and operation.dim == 0
-            joins = isinstance(operation, Concatenate) and operation.dim not in {0, *cut}
+            joins = isinstance(operation, Concatenate) and operation.dim not in {0, *shard_dims}
             if not (stacks or joins):
                 return False
     return True
 
 
 def _is_view_of_file(tensor: Tensor) -> bool:
-    return (
-        tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
-    )  # torch's own memory is resizable
+    # torch's own memory is resizable, a mapped file is not.
+    return tensor.device.type == "cpu" and not tensor.untyped_storage().resizable()
 
 
 def _read(
@@ -162,8 +160,7 @@ def _read(
     *,
     sequential: bool,
 ) -> PreTrainedModel:
-    """A model with the weights of the files, by transformers' own loader with our sharding instead
-    of its own.
+    """Load a model with the weights of the files, by transformers' loader with our sharding.
 
     Args:
         begin: called with the model before anything is read.
@@ -176,22 +173,24 @@ def _read(
         return settings, device_map, None
 
     def distribute(
-        model: PreTrainedModel, settings: DistributedConfig, mesh: None
+        model: PreTrainedModel,
+        settings: DistributedConfig,
+        mesh: None,
     ) -> PreTrainedModel:
         del model.config.distributed_config
         begin(model)
         return model
 
     model_class = type(empty)
-    hooks = {
+    # A subclass replaces two steps of ``from_pretrained``: transformers has no setting for them.
+    attributes = {
         "prepare_distribute_model": staticmethod(prepare),
         "maybe_distribute_model": staticmethod(distribute),
+        "__module__": model_class.__module__,
     }
-    hooked: Any = type(
-        model_class.__name__, (model_class,), {**hooks, "__module__": model_class.__module__}
-    )
+    hooked_class: Any = type(model_class.__name__, (model_class,), attributes)
     with _one_parameter_at_a_time() if sequential else nullcontext(), _ranks_without_experts():
-        model = head.load(path, dtype, hooked, distributed_config=DistributedConfig())
+        model = head.load(path, dtype, hooked_class, distributed_config=DistributedConfig())
     model.__class__ = model_class
     return model
 
@@ -203,22 +202,29 @@ def _one_parameter_at_a_time() -> Iterator[None]:
     transformers' threads would read all of them at once, and C's allocator would not return their
     memory.
     """
-    before = os.environ.get(SEQUENTIAL)
+    previous_value = os.environ.get(SEQUENTIAL)
     os.environ[SEQUENTIAL] = "1"
-    hook = register_module_parameter_registration_hook(lambda module, name, parameter: give_back())
+
+    def free_memory(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        give_back()
+
+    # transformers registers a parameter when it has joined and freed what makes it.
+    hook = register_module_parameter_registration_hook(free_memory)  # type: ignore[arg-type]
     try:
         yield
     finally:
         hook.remove()
         os.environ.pop(SEQUENTIAL)
-        if before is not None:
-            os.environ[SEQUENTIAL] = before
+        if previous_value is not None:
+            os.environ[SEQUENTIAL] = previous_value
 
 
 @contextmanager
 def _ranks_without_experts() -> Iterator[None]:
-    """A rank whose shard of stacked experts is empty stacks nothing; transformers would stack an
-    empty list."""
+    """Let a rank whose shard of stacked experts is empty stack nothing.
+
+    transformers would stack an empty list, which is an error.
+    """
     convert: Callable[..., dict[str, Tensor]] = MergeModulelist.convert
 
     def convert_any(
@@ -234,10 +240,10 @@ def _ranks_without_experts() -> Iterator[None]:
         for name, tensors in input_dict.items():
             if len(tensors) == 0:
                 shard = local(model.get_parameter(full_layer_name))
-                _, width, *rest = shard.shape  # the width is that of all that is joined afterwards
-                input_dict[name] = torch.empty(
-                    0, width // len(input_dict), *rest, dtype=shard.dtype
-                )
+                # The width is that of all that is joined afterwards, such as gate and up.
+                _, width, *inner_sizes = shard.shape
+                shape = (0, width // len(input_dict), *inner_sizes)
+                input_dict[name] = torch.empty(shape, dtype=shard.dtype)
         options |= {"model": model, "full_layer_name": full_layer_name}
         return convert(operation, input_dict, source_patterns, target_patterns, **options)
 
@@ -256,8 +262,10 @@ def _from_rank_zero(
     device: torch.device,
     shard: WrapAndShard,
 ) -> TokenModel:
-    """Rank 0 reads parameters in the files' order, and sends each rank its shards of one before it
-    reads the next."""
+    """Let rank 0 read parameters one after the other, and send each rank its shards.
+
+    The order is that of the files: rank 0 holds one whole parameter at a time.
+    """
     wrapper = shard(empty)
     wrapper.to_empty(device=device)
     sender = _ShardSender(wrapper.model, device)
@@ -275,8 +283,9 @@ def _from_rank_zero(
 
 
 class _ShardSender:
-    """Whole parameters from rank 0 into the shards of all ranks, each once; rank 0 sends its number
-    first.
+    """Sends whole parameters from rank 0 into the shards of all ranks, each once.
+
+    Rank 0 sends a parameter's number first: the files' order is not that of the model.
 
     Args:
         model: sharded; this rank's shards are filled in.
@@ -286,35 +295,40 @@ class _ShardSender:
         self._device = device
         self._shards = dict(model.named_parameters())
         self._names = list(self._shards)
-        of_each = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-        self._tied = {name for name, p in self._shards.items() if of_each[id(p)] > 1}
+        # A tied parameter has several names.
+        name_counts = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+        self._tied_names = {name for name, p in self._shards.items() if name_counts[id(p)] > 1}
 
     def send(
         self, read: Callable[[Callable[[PreTrainedModel], None]], PreTrainedModel]
     ) -> PreTrainedModel:
-        """On rank 0: what ``read`` returns, each parameter freed once it has been sent."""
+        """Read on rank 0, and send each parameter, which is freed once it has been sent."""
         prefixes: dict[nn.Module, str] = {}
-        sent: set[str] = set()
+        sent_names: set[str] = set()
 
         def begin(model: PreTrainedModel) -> None:
-            prefixes.update(
-                {module: f"{name}." if name else "" for name, module in model.named_modules()}
-            )
+            for name, module in model.named_modules():
+                prefixes[module] = f"{name}." if name else ""
 
         def send_registered(
-            module: nn.Module, name: str, parameter: nn.Parameter
+            module: nn.Module,
+            name: str,
+            parameter: nn.Parameter,
         ) -> nn.Parameter | None:
-            full = prefixes.get(module, "") + name
-            loaded = module in prefixes and getattr(
-                parameter, "_is_hf_initialized", False
-            )  # else it is to be drawn
-            if not loaded or full in sent or full not in self._shards or full in self._tied:
-                return None  # tied ones are compared first, by transformers
-            self._send(full, parameter)
-            sent.add(full)
-            empty = nn.Parameter(
-                torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
-            )
+            if module not in prefixes:  # it is not of the model, or the model is being built
+                return None
+            full_name = prefixes[module] + name
+            # transformers marks what it has read; the rest of a module is still to be drawn.
+            if not getattr(parameter, "_is_hf_initialized", False):
+                return None
+            if full_name in sent_names or full_name not in self._shards:
+                return None
+            if full_name in self._tied_names:  # transformers compares both names' tensors first
+                return None
+            self._send(full_name, parameter)
+            sent_names.add(full_name)
+            data = torch.empty_like(parameter, device="meta")
+            empty = nn.Parameter(data, requires_grad=parameter.requires_grad)
             empty._is_hf_initialized = True  # type: ignore[attr-defined]
             return empty
 
@@ -323,57 +337,63 @@ class _ShardSender:
             source = read(begin)
         finally:
             hook.remove()
-        for name in [name for name in self._names if name not in sent]:
-            self._send(name, source.get_parameter(name))
+        for name in self._names:
+            if name not in sent_names:
+                self._send(name, source.get_parameter(name))
         return source
 
     def receive(self) -> None:
-        """On the other ranks."""
+        """Receive, on the other ranks, what rank 0 sends."""
         number = torch.empty((), dtype=torch.int64, device=self._device)
         for _ in self._names:
             dist.broadcast(number, src=0)
             _send_shards(None, self._shards[self._names[int(number)]].detach(), self._device)
             give_back()
 
-    def _send(self, name: str, whole: Tensor) -> None:
+    def _send(self, name: str, full_tensor: Tensor) -> None:
         dist.broadcast(torch.tensor(self._names.index(name), device=self._device), src=0)
-        _send_shards(whole.detach(), self._shards[name].detach(), self._device)
+        _send_shards(full_tensor.detach(), self._shards[name].detach(), self._device)
 
 
-def _send_shards(whole: Tensor | None, parameter: Tensor, device: torch.device) -> None:
-    """Rank 0's ``whole`` into the shards of all ranks."""
+def _send_shards(full_tensor: Tensor | None, parameter: Tensor, device: torch.device) -> None:
+    """Send rank 0's ``full_tensor`` into the shards of all ranks."""
     assert isinstance(parameter, DTensor)
-    own = parameter.to_local()
-    *above, last = parameter.placements
-    by_rows = last.is_shard(0) and all(placement.is_replicate() for placement in above)
+    local_shard = parameter.to_local()
+    *outer_placements, shard_placement = parameter.placements
+    # The outer dimension is that of HSDP's replicas.
+    by_rows = shard_placement.is_shard(0) and all(
+        placement.is_replicate() for placement in outer_placements
+    )
     if parameter.device_mesh.size() < dist.get_world_size() or not by_rows:
         # Not sharded along the first dimension alone: every rank gets the whole parameter for a
         # moment.
-        if whole is None:
-            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-        whole = whole.to(device).contiguous()
-        dist.broadcast(whole, src=0)
+        if full_tensor is None:
+            full_tensor = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        full_tensor = full_tensor.to(device).contiguous()
+        dist.broadcast(full_tensor, src=0)
         shard = DtensorShardOperation(parameter).shard_tensor(
-            whole, device=device, dtype=parameter.dtype
+            full_tensor, device=device, dtype=parameter.dtype
         )
         assert shard is not None
-        own.copy_(shard)
-    elif whole is None:
-        if own.numel():
-            dist.recv(own, src=0)
+        local_shard.copy_(shard)
+    elif full_tensor is None:
+        if local_shard.numel():
+            dist.recv(local_shard, src=0)
     else:
         count = parameter.device_mesh.size(-1)  # ranks with one coordinate in it hold the same
-        shards = whole.chunk(count)
-        own.copy_(shards[0])
+        shards = full_tensor.chunk(count)
+        local_shard.copy_(shards[0])
         for rank in range(1, dist.get_world_size()):
             if rank % count < len(shards):
                 dist.send(shards[rank % count].to(device).contiguous(), dst=rank)
 
 
-def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
-    """transformers leaves weights untied if a file has different ones for both names; FSDP has tied
-    them already."""
-    if parameters != len(list(loaded.parameters())):
+def _check_ties(path: str, parameters: int, model: PreTrainedModel) -> None:
+    """Raise ``UserError`` if the files have different tensors for tied weights.
+
+    transformers then leaves them untied; FSDP has tied them already.
+    """
+    if parameters != len(list(model.parameters())):
         raise UserError(
             f"{path}: config.json ties the embeddings to the head, but the files hold two different tensors for them: "
             f"set tie_word_embeddings to false in config.json"
@@ -381,10 +401,16 @@ def _check_ties(path: str, parameters: int, loaded: PreTrainedModel) -> None:
 
 
 def decoder_layers(wrapper: TokenModel) -> list[nn.Module]:
-    """By the names of classes that transformers would not split; FSDP gives each sharded one a
-    class of its own."""
+    """The layers of a model, by the names of classes that transformers would not split.
+
+    Base classes count: FSDP gives each layer that it shards a class of its own.
+    """
     names = set(wrapper.model._no_split_modules or ())
-    return [m for m in wrapper.modules() if any(base.__name__ in names for base in type(m).__mro__)]
+    layers = []
+    for module in wrapper.modules():
+        if any(base.__name__ in names for base in type(module).__mro__):
+            layers.append(module)
+    return layers
 
 
 COMPILE_KEY = "trainer.policy.torch_compile"
@@ -398,17 +424,19 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
     """
     check_compiler(device)
     for layer in layers:
+        # Not the module: FSDP's hooks and checkpointing stay outside. Dynamic: lengths change.
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises ``UserError`` without a C++ compiler for a CPU, or Triton for a GPU."""
+    """Raise ``UserError`` without a C++ compiler for a CPU, or Triton for a GPU."""
     if device.type == "cpu":
-        compiler = os.environ.get("CXX")
-        if not any(shutil.which(name) for name in ([compiler] if compiler else ["g++", "clang++"])):
+        named_compiler = os.environ.get("CXX")
+        compilers = [named_compiler] if named_compiler else ["g++", "clang++"]
+        if not any(shutil.which(name) for name in compilers):
             raise UserError(
                 f"{COMPILE_KEY}=true compiles with a C++ compiler on a CPU, and there is no "
-                f"{compiler or 'g++ or clang++'} here: install one, name it in the environment's CXX, or leave the key "
+                f"{' or '.join(compilers)} here: install one, name it in the environment's CXX, or leave the key "
                 f"out"
             )
         return
@@ -421,16 +449,15 @@ def check_compiler(device: torch.device) -> None:
 
 
 def check_attention_compiler(device: torch.device) -> None:
-    """Raise ``UserError`` if Triton, which compiles the attention of packed sequences on a GPU,
-    cannot build a kernel.
+    """Raise ``UserError`` if Triton cannot build the attention of packed sequences on a GPU.
 
     Triton builds the launcher of each kernel with a C compiler and Python's headers
     (``triton.runtime.build``), at the first update, when a batch has already been generated.
     """
     if device.type != "cuda":
         return
-    named = os.environ.get("CC", "")
-    compilers = [named] if named else ["gcc", "clang"]
+    named_compiler = os.environ.get("CC", "")
+    compilers = [named_compiler] if named_compiler else ["gcc", "clang"]
     if not any(shutil.which(name) for name in compilers):
         raise UserError(
             f"the attention of packed sequences is compiled on a GPU, which needs a C compiler, and there is no "
@@ -459,7 +486,7 @@ SAVED = (
 
 
 def checkpointing_options(*, selective: bool) -> dict[str, Any]:
-    """For ``gradient_checkpointing_enable`` of transformers' models.
+    """Options of ``gradient_checkpointing_enable`` of transformers' models.
 
     Args:
         selective: save the results of ``SAVED`` operations; else only a layer's input.

@@ -1,5 +1,4 @@
-"""AdamW with a low-precision state: moments of eight bits, or bfloat16 weights and moments without
-master weights.
+"""AdamW with a low-precision state: moments of eight bits, or bfloat16 without master weights.
 
 Invariant: torch's own AdamW computes each step, in float32, on copies of a few million numbers at a
 time. One gradient gives bitwise the same weights and moments on any number of ranks, and in a
@@ -28,6 +27,7 @@ from torch.optim.adamw import adamw
 from skyasync.models import STEPPED_AT_ONCE
 from skyasync.models.fsdp.sharding import local
 
+# torch's names of AdamW's state, and the end of a name of this module's scales.
 STEP = "step"
 FIRST = "exp_avg"
 SECOND = "exp_avg_sq"
@@ -67,60 +67,56 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             state = self.state[parameter]
             if not state:
                 self._begin(parameter, state)
-            before = state[STEP].clone()
+            previous_step = state[STEP].clone()
             state[STEP] += 1
-            key = (self._seed * _PARAMETERS + int(before)) * _PARAMETERS + number
-            tensors = {"weight": parameter, "grad": parameter.grad} | {
-                k: v for k, v in state.items() if k != STEP
+            key = (self._seed * _PARAMETERS + int(previous_step)) * _PARAMETERS + number
+            matrices = {  # [rows, row] of this rank
+                "weight": _matrix(parameter),
+                "grad": _matrix(parameter.grad),
             }
-            # ``[rows, row]`` of this rank; the same memory, but for gradients that are not
-            # contiguous.
-            shards = {name: local(tensor.detach()) for name, tensor in tensors.items()}
-            own = {
-                n: t.reshape(len(t), -1) if t.numel() else t.new_empty(0, 0)
-                for n, t in shards.items()
-            }
+            for name, tensor in state.items():
+                if name != STEP:
+                    matrices[name] = _matrix(tensor)
+            indices = []
             if parameter.dtype == torch.bfloat16:
-                index = linear_indices(parameter)
-            else:
-                index = []
-            count, row = own["weight"].shape
+                indices = linear_indices(parameter)
+            count, row = matrices["weight"].shape
             at_once = max(1, STEPPED_AT_ONCE // max(1, row))
-            for start in range(0, count if row else 0, at_once):
+            if row == 0:
+                count = 0
+            for start in range(0, count, at_once):
                 rows = slice(start, start + at_once)
-                if index:
-                    bits = random_bits([index[0][rows], *index[1:]], key)
-                else:
-                    bits = []
-                _step_rows(
-                    {name: tensor[rows] for name, tensor in own.items()},
-                    bits,
-                    before.clone(),
-                    group,
-                )
+                bits = []
+                if indices:
+                    bits = random_bits([indices[0][rows], *indices[1:]], key)
+                slices = {name: matrix[rows] for name, matrix in matrices.items()}
+                # A copy: AdamW counts the step up, in place, in each call.
+                _step_rows(slices, bits, previous_step.clone(), group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Without a conversion: torch would give all of the state the parameter's dtype."""
+        """Load without a conversion: torch would give all of the state the parameter's dtype."""
         super().load_state_dict(state_dict | {"state": {}})
-        numbers = (number for group in state_dict["param_groups"] for number in group["params"])
-        parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        for number, parameter in zip(numbers, parameters, strict=True):
-            if number in state_dict["state"]:
-                self.state[parameter] = dict(state_dict["state"][number])
+        for saved_group, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
+            for number, parameter in zip(saved_group["params"], group["params"], strict=True):
+                if number in state_dict["state"]:
+                    self.state[parameter] = dict(state_dict["state"][number])
 
     def _begin(self, parameter: Tensor, state: dict[str, Any]) -> None:
         block = block_of(parameter.shape) if self._eight_bits else 0
-        state[STEP] = torch.zeros((), device=local(parameter).device)
+        shard = local(parameter)
+        state[STEP] = torch.zeros((), device=shard.device)
         for moment in (FIRST, SECOND):
             if not block:
-                state[moment] = torch.zeros_like(
-                    parameter, dtype=torch.float32 if self._eight_bits else None
-                )
+                # Vectors are few: their moments stay exact next to those of eight bits.
+                dtype = torch.float32 if self._eight_bits else None
+                state[moment] = torch.zeros_like(parameter, dtype=dtype)
                 continue
+            # Scales of 0 make the first moments 0, whatever the codes of 0 stand for.
             state[moment] = torch.zeros_like(parameter, dtype=torch.uint8)
             blocks = parameter.shape[1:].numel() // block
-            scales = torch.zeros((len(local(parameter)), blocks), device=local(parameter).device)
+            scales = torch.zeros((len(shard), blocks), device=shard.device)
             if isinstance(parameter, DTensor):
+                # Sharded like the parameter, so that checkpoints store it by the same offsets.
                 scales = DTensor.from_local(
                     scales,
                     parameter.device_mesh,
@@ -132,166 +128,194 @@ class LowPrecisionAdamW(torch.optim.AdamW):
             state[moment + SCALE] = scales
 
 
+def _matrix(tensor: Tensor) -> Tensor:
+    """This rank's rows, ``[rows, row]``: the same memory, except of a gradient with gaps."""
+    shard = local(tensor.detach())
+    if shard.numel() == 0:
+        return shard.new_empty(0, 0)  # reshape cannot infer a size of an empty shard
+    return shard.reshape(len(shard), -1)
+
+
 def _step_rows(
-    tensors: dict[str, Tensor], bits: list[Tensor], step: Tensor, group: dict[str, Any]
+    tensors: dict[str, Tensor],
+    bits: list[Tensor],
+    step: Tensor,
+    group: dict[str, Any],
 ) -> None:
-    """AdamW's step of some rows of a parameter, of its gradient and of its state.
+    """Run AdamW's step on some rows of a parameter, of its gradient and of its state.
 
     Args:
         bits: 16 random bits per number, for the weight and each moment; none if nothing is rounded.
     """
-    weight = tensors["weight"].float()
-    grad = tensors["grad"].float()
-    averages = [
-        decode(tensors[moment], tensors[moment + SCALE], signed=moment == FIRST)
-        if moment + SCALE in tensors
-        else tensors[moment].float()
-        for moment in (FIRST, SECOND)
-    ]
-    first, second = group["betas"]
+    numbers = {"weight": tensors["weight"].float()}  # [rows, row] each, float32
+    for moment in (FIRST, SECOND):
+        if moment + SCALE in tensors:
+            numbers[moment] = decode(
+                tensors[moment], tensors[moment + SCALE], signed=moment == FIRST
+            )
+        else:
+            numbers[moment] = tensors[moment].float()
+    beta1, beta2 = group["betas"]
+    # Changes weight and moments in place. The empty list is for amsgrad's maxima.
     adamw(
-        [weight],
-        [grad],
-        averages[:1],
-        averages[1:],
+        [numbers["weight"]],
+        [tensors["grad"].float()],
+        [numbers[FIRST]],
+        [numbers[SECOND]],
         [],
         [step],
         fused=True,
         amsgrad=False,
-        beta1=first,
-        beta2=second,
+        beta1=beta1,
+        beta2=beta2,
         lr=group["lr"],
         weight_decay=group["weight_decay"],
         eps=group["eps"],
         maximize=False,
     )
-    for number, (name, values) in enumerate(
-        zip(("weight", FIRST, SECOND), (weight, *averages), strict=True)
-    ):
-        stored = tensors[name]
+    for number, (name, values) in enumerate(numbers.items()):
+        target = tensors[name]
         if name + SCALE in tensors:
-            block = values.shape[1] // tensors[name + SCALE].shape[1]
+            stored_scales = tensors[name + SCALE]  # [rows, blocks]
+            block = values.shape[1] // stored_scales.shape[1]
             codes, scales = encode(values, block, signed=name == FIRST)
-            stored.copy_(codes)
-            tensors[name + SCALE].copy_(scales)
-        elif stored.dtype == torch.bfloat16:
-            stored.copy_(round_stochastically(values, bits[number]))
-        elif stored.data_ptr() != values.data_ptr():
-            stored.copy_(values)
+            target.copy_(codes)
+            stored_scales.copy_(scales)
+        elif target.dtype == torch.bfloat16:
+            target.copy_(round_stochastically(values, bits[number]))
+        elif target.data_ptr() != values.data_ptr():  # float() of float32 is no copy
+            target.copy_(values)
 
 
 LARGEST = 256
 """Numbers in a block at most, as in the paper's libraries."""
-LEAST = 16
-"""Smaller blocks would save little."""
-_SMALLEST_SCALE = 1e-12
+SMALLEST_BLOCK = 16
+"""Numbers in a block at least; a smaller one would save little, as its scale takes 32 bits."""
+_SMALLEST_SCALE = 1e-12  # a block of zeros would divide by 0
 
 
 def block_of(shape: torch.Size) -> int:
-    """Numbers in a block: the largest divisor of a row's size that is at most 256; 0: the tensor is
-    not encoded."""
+    """Count the numbers in a block; 0: the tensor is not encoded.
+
+    It is the largest divisor of a row's size that is at most ``LARGEST``.
+    """
     if len(shape) < 2:
         return 0
     row = shape[1:].numel()
-    block = max((size for size in range(1, min(row, LARGEST) + 1) if row % size == 0), default=0)
-    if block >= LEAST:
-        return block
+    for block in range(min(row, LARGEST), SMALLEST_BLOCK - 1, -1):
+        if row % block == 0:
+            return block
     return 0
 
 
 @cache
 def codebook(signed: bool, device: torch.device) -> Tensor:
-    """``[256]``, ascending: the value of each code, as a share of a block's largest number.
+    """The value of each code, ``[256]``, ascending, as a share of a block's largest number.
 
     Seven decades, each with twice as many values as the one below it: the paper's dynamic tree.
     """
     values = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, (1 if signed else 2) * 2**exponent + 1, dtype=torch.float64)
+        # With a sign the other half of the values are the negative ones.
+        count = 2**exponent if signed else 2 * 2**exponent
+        edges = torch.linspace(0.1, 1, count + 1, dtype=torch.float64)
         decade = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
-        values += [*decade.tolist(), *((-decade).tolist() if signed else ())]
+        values += decade.tolist()
+        if signed:
+            values += (-decade).tolist()
     return torch.tensor(sorted(values), dtype=torch.float32, device=device)
 
 
 @cache
 def _borders(signed: bool, device: torch.device) -> Tensor:
+    """``[255]``: the middle between neighbouring values, so that a number gets the nearest."""
     values = codebook(signed, device)
     return (values[1:] + values[:-1]) / 2
 
 
 def encode(values: Tensor, block: int, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes, uint8 ``[rows, row]``, and scales ``[rows, row / block]`` of float32 ``values``
-    ``[rows, row]``.
+    """Encode float32 ``values`` ``[rows, row]``.
 
     Unsigned values other than 0 never get the code of 0: a step is divided by their root.
+
+    Returns:
+        Codes, uint8 ``[rows, row]``, and scales ``[rows, row / block]``.
     """
-    blocks = values.view(len(values), -1, block)
+    blocks = values.view(len(values), -1, block)  # [rows, row / block, block]
     scales = blocks.abs().amax(-1).clamp_(min=_SMALLEST_SCALE)
-    codes = torch.bucketize(
-        blocks / scales[..., None], _borders(signed, values.device), out_int32=True
-    )
+    shares = blocks / scales[..., None]
+    codes = torch.bucketize(shares, _borders(signed, values.device), out_int32=True)
     if not signed:
         codes.clamp_(min=1).mul_(blocks > 0)
     return codes.to(torch.uint8).view(values.shape), scales
 
 
 def decode(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Float32 values of what ``encode`` gave."""
-    values = codebook(signed, codes.device)[codes.int()]
-    return values.view(*scales.shape, -1).mul_(scales[..., None]).view(codes.shape)
+    """Float32 values ``[rows, row]`` of codes and scales from ``encode``."""
+    values = codebook(signed, codes.device)[codes.int()]  # [rows, row]
+    blocks = values.view(*scales.shape, -1)
+    return blocks.mul_(scales[..., None]).view(codes.shape)
 
 
-_WORD = 0xFFFF
+_WORD = 0xFFFF  # the 16 bits of a float32 that bfloat16 lacks
 
 
 def linear_indices(parameter: Tensor) -> list[Tensor]:
-    """Of this rank's shard: per dimension, what an index there adds to a number's flat index in the
-    whole tensor."""
+    """Flat indices of this rank's numbers in the whole tensor, by dimension.
+
+    Each tensor has what an index of its dimension adds to the flat index.
+    """
     sizes = tuple(parameter.shape)
     offsets = (0,) * parameter.dim()
     if isinstance(parameter, DTensor):
         sizes, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )
-    indices = []
+    indices: list[Tensor] = []
     stride = 1
-    for size, offset, whole in zip(
-        reversed(sizes), reversed(offsets), reversed(parameter.shape), strict=True
-    ):
-        indices.append((torch.arange(size, device=parameter.device) + offset) * stride)
-        stride *= whole
-    return indices[::-1]
+    for dimension in range(parameter.dim() - 1, -1, -1):  # the last one varies fastest
+        index = torch.arange(sizes[dimension], device=parameter.device) + offsets[dimension]
+        indices.insert(0, index * stride)
+        stride *= parameter.shape[dimension]
+    return indices
 
 
 def random_bits(indices: list[Tensor], key: int) -> list[Tensor]:
-    """Three numbers of 16 random bits for each flat index, int32, ``[rows, row]``, of the
-    ``linear_indices``.
+    """Three numbers of 16 random bits for each number of the ``linear_indices``.
 
-    They are a hash of index and key (the finalizer of SplitMix64, Steele et al. 2014).
+    They are a hash of index and key (the finalizer of SplitMix64, Steele et al. 2014), int32,
+    ``[rows, row]`` each.
     """
     begin = Random(key).getrandbits(64)  # of neighbouring keys they are far apart
-    bits = torch.full(
-        (1,) * len(indices), _signed(begin), dtype=torch.int64, device=indices[0].device
-    )
+    dimensions = len(indices)
+    device = indices[0].device
+    bits = torch.full((1,) * dimensions, _signed(begin), dtype=torch.int64, device=device)
     for dimension, index in enumerate(indices):
-        bits = bits + index.view([-1 if d == dimension else 1 for d in range(len(indices))])
-    bits.mul_(_signed(0x9E3779B97F4A7C15))
+        shape = [1] * dimensions
+        shape[dimension] = -1
+        bits = bits + index.view(shape)  # broadcast: the sum is the flat index
+    bits.mul_(_signed(0x9E3779B97F4A7C15))  # SplitMix64's step; int64 wraps around
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        bits.bitwise_xor_((bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(
-            _signed(factor)
-        )
-    bits = bits.view(len(indices[0]), -1)
+        # torch shifts arithmetically: the mask clears the copies of the sign.
+        shifted_bits = (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
+        bits.bitwise_xor_(shifted_bits).mul_(_signed(factor))
+    bits = bits.view(len(indices[0]), -1)  # [rows, row]
     return [((bits >> shift) & _WORD).int() for shift in (0, 16, 32)]
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """bfloat16 of float32 ``values``; ``bits``: int32 below 2**16, one each. Values of bfloat16
-    stay as they are."""
-    return (values.view(torch.int32) + bits).bitwise_and_(~_WORD).view(torch.float32).bfloat16()
+    """Round float32 ``values`` to bfloat16; those of bfloat16 stay as they are.
+
+    Args:
+        bits: int32 below 2**16, one for each value.
+    """
+    # Random bits below the mantissa that stays carry into it as often as the rest is large.
+    sums = values.view(torch.int32) + bits
+    return sums.bitwise_and_(~_WORD).view(torch.float32).bfloat16()
 
 
 def _signed(number: int) -> int:
-    """The same 64 bits as torch's int64 has them."""
+    """The same 64 bits as a number of int64, which torch takes."""
     number &= (1 << 64) - 1
     if number >> 63:
         return number - (1 << 64)

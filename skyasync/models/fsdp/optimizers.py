@@ -1,5 +1,7 @@
-"""Optimizers, gradient norms and clipping: AdamW, in full or with a low-precision state, or Muon
-for the matrices of a model's layers and AdamW for all else.
+"""Optimizers, gradient norms and clipping.
+
+Optimizers are AdamW, in full or with a low-precision state, and Muon for the matrices of a model's
+layers with AdamW for all else.
 
 Invariant: Muon orthogonalizes a matrix whole, whatever its shards: every rank gathers it, computes
 the same update and keeps its own part. One gradient gives bitwise the same weights on any number of
@@ -24,6 +26,7 @@ from skyasync.errors import UserError
 from skyasync.models.backend import Totals
 from skyasync.models.fsdp.gradient_projection import (
     PREVIOUS,
+    Pairs,
     begin_previous,
     factor_of_previous,
     products,
@@ -38,9 +41,12 @@ MOMENTUM = "momentum_buffer"
 
 
 def make_optimizer(
-    wrapper: TokenModel, learnt: Iterable[nn.Parameter], settings: OptimizerConfig, seed: int = 0
+    wrapper: TokenModel,
+    parameters: Iterable[nn.Parameter],
+    settings: OptimizerConfig,
+    seed: int = 0,
 ) -> torch.optim.AdamW:
-    """For the parameters ``learnt`` of a model; vectors have no weight decay.
+    """Make the optimizer for ``parameters`` of a model; vectors have no weight decay.
 
     Muon has the two-dimensional weights of decoder layers: neither embeddings nor a head, nor
     stacked experts.
@@ -48,45 +54,49 @@ def make_optimizer(
     Args:
         seed: of stochastic rounding.
     """
-    learnt = list(learnt)
-    matrices: set[nn.Parameter] = set()
+    parameters = list(parameters)
+    layer_matrices: set[nn.Parameter] = set()
     if settings.name == "muon":
-        matrices = {
-            p for layer in decoder_layers(wrapper) for p in layer.parameters() if p.dim() == 2
-        }
-    groups: list[dict[str, Any]] = [
-        {
-            "params": [p for p in learnt if p in matrices],
-            "weight_decay": settings.weight_decay,
-            "muon": True,
-        },
-        {
-            "params": [p for p in learnt if p.dim() > 1 and p not in matrices],
-            "weight_decay": settings.weight_decay,
-        },
-        {"params": [p for p in learnt if p.dim() <= 1], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    first, second = settings.adam_betas
+        for layer in decoder_layers(wrapper):
+            layer_matrices.update(p for p in layer.parameters() if p.dim() == 2)
+    muon_matrices: list[nn.Parameter] = []
+    adamw_matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for parameter in parameters:
+        if parameter in layer_matrices:
+            muon_matrices.append(parameter)
+        elif parameter.dim() > 1:
+            adamw_matrices.append(parameter)
+        else:
+            vectors.append(parameter)
+    groups: list[dict[str, Any]] = []
+    for params, weight_decay in (
+        (muon_matrices, settings.weight_decay),
+        (adamw_matrices, settings.weight_decay),
+        (vectors, 0.0),
+    ):
+        if params:
+            groups.append({"params": params, "weight_decay": weight_decay})
+    beta1, beta2 = settings.adam_betas
     options: dict[str, Any] = {
         "lr": settings.lr,
-        "betas": (first, second),
+        "betas": (beta1, beta2),
         "eps": settings.eps,
         "fused": True,
     }
     if settings.name == "muon":
-        groups = [{"muon": False, **group} for group in groups]
+        for group in groups:
+            group["muon"] = group["params"] is muon_matrices
         return MuonAdamW(groups, momentum=settings.muon_momentum, **options)
     if is_low_precision(settings):
 
         def accumulate_in_float32(parameter: Tensor) -> None:
-            """FSDP2 and autograd add a micro-batch's gradient to the existing one, in the dtype of
-            that."""
+            """Widen a gradient: FSDP2 and autograd add the next one to it, in its dtype."""
             assert parameter.grad is not None
             if parameter.grad.dtype != torch.float32:
                 parameter.grad = parameter.grad.float()
 
-        for parameter in learnt:
+        for parameter in parameters:
             if parameter.dtype == torch.bfloat16:
                 parameter.grad_dtype = None  # of any dtype
                 parameter.register_post_accumulate_grad_hook(accumulate_in_float32)
@@ -97,8 +107,10 @@ def make_optimizer(
 
 
 def is_low_precision(settings: OptimizerConfig) -> bool:
-    """An eight-bit optimizer state, or stochastic rounding: both go by the rows of a matrix
-    (``LowPrecisionAdamW``)."""
+    """Whether the state has eight bits, or rounding is stochastic.
+
+    Both go by the rows of a matrix (``LowPrecisionAdamW``).
+    """
     return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
 
 
@@ -116,56 +128,62 @@ class MuonAdamW(torch.optim.AdamW):
         self._momentum = momentum
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """AdamW looks for its own state in all groups that it is given."""
-        super().__setstate__(
-            {**state, "param_groups": [g for g in state["param_groups"] if not g["muon"]]}
-        )
-        self.param_groups = state["param_groups"]
+        """Restore a state. AdamW looks for its own state in all groups that it gets."""
+        all_groups = state["param_groups"]
+        adamw_groups = [group for group in all_groups if not group["muon"]]
+        super().__setstate__({**state, "param_groups": adamw_groups})
+        self.param_groups = all_groups
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        everything = self.param_groups
-        self.param_groups = [group for group in everything if not group["muon"]]
+        all_groups = self.param_groups
+        self.param_groups = [group for group in all_groups if not group["muon"]]
         try:
             super().step(closure)
         finally:
-            self.param_groups = everything
-        for group in everything:
-            for parameter in group["params"] if group["muon"] else ():
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                lr = group["lr"]
-                if MOMENTUM not in state:
-                    state[MOMENTUM] = torch.zeros_like(parameter)
-                state[MOMENTUM].lerp_(parameter.grad, 1 - self._momentum)
-                update = parameter.grad.lerp(state[MOMENTUM], self._momentum)
-                # What torch's Muon adds to a matrix of zeros, without momentum and decay.
-                added = nn.Parameter(
-                    torch.zeros(update.shape, dtype=update.dtype, device=update.device)
-                )
-                if isinstance(update, DTensor):
-                    added.grad = update.full_tensor()
-                else:
-                    added.grad = update
-                torch.optim.Muon(
-                    [added],
-                    lr=lr,
-                    momentum=0.0,
-                    nesterov=False,
-                    weight_decay=0.0,
-                    adjust_lr_fn="match_rms_adamw",
-                ).step()
-                step = added.detach()
-                if isinstance(parameter, DTensor):  # every rank has the whole: nothing is sent
-                    step = distribute_tensor(
-                        step, parameter.device_mesh, parameter.placements, src_data_rank=None
-                    )
-                parameter.mul_(1 - lr * group["weight_decay"]).add_(step)
+            self.param_groups = all_groups
+        for group in all_groups:
+            if not group["muon"]:
+                continue
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    step = self._muon_step(parameter, parameter.grad, group["lr"])
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(step)
+
+    def _muon_step(self, parameter: nn.Parameter, gradient: Tensor, lr: float) -> Tensor:
+        """Muon's step of a matrix without its decay, sharded like the matrix."""
+        state = self.state[parameter]
+        if MOMENTUM not in state:
+            state[MOMENTUM] = torch.zeros_like(parameter)
+        state[MOMENTUM].lerp_(gradient, 1 - self._momentum)
+        update = gradient.lerp(state[MOMENTUM], self._momentum)  # Nesterov's
+        # What torch's Muon adds to a matrix of zeros, without momentum and decay.
+        matrix = nn.Parameter(torch.zeros(update.shape, dtype=update.dtype, device=update.device))
+        # Whole: the orthogonal factor of a shard is not a shard of the matrix's.
+        matrix.grad = update.full_tensor() if isinstance(update, DTensor) else update
+        muon = torch.optim.Muon(
+            [matrix],
+            lr=lr,
+            momentum=0.0,
+            nesterov=False,
+            weight_decay=0.0,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        muon.step()
+        step = matrix.detach()
+        if not isinstance(parameter, DTensor):
+            return step
+        # Every rank has the whole step, so nothing is sent.
+        return distribute_tensor(
+            step, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
 
 
 _ROUNDING = 1e-3
-"""Share of a gradient's norm; summation in no fixed order differs by far less."""
+"""Largest difference of equal gradients, as a share of the gradient's norm.
+
+Sums that are computed in no fixed order differ by far less.
+"""
 
 
 @dataclass
@@ -189,34 +207,31 @@ class TrainedPart:
             self.optimizer.register_step_post_hook(begin_previous)
 
     def measure(self, scale: float, mesh: Mesh | None) -> Tensor:
-        """Scale the gradient; its norm over all ranks' shards. All ranks call it."""
+        """Scale the gradient, and compute its norm over all ranks' shards. All ranks call it."""
         gradients = self._gradients()
         if scale != 1.0:
             for gradient in gradients:
                 gradient.mul_(scale)
         if mesh is None or (mesh.tensor is None and mesh.pipeline is None and mesh.expert is None):
             norm = torch.nn.utils.get_total_norm(gradients)
-            if isinstance(norm, DTensor):
-                self.norm = norm.full_tensor()
-            else:
-                self.norm = norm
+            self.norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
             return self.norm
         # torch's function takes tensors of one mesh.
-        counted = [
-            local(p.grad)
-            for p in self.module.parameters()
-            if p.grad is not None and self._counts(p, mesh)
-        ]
+        shards = []
+        for parameter in self.module.parameters():
+            if parameter.grad is not None and self._counts(parameter, mesh):
+                shards.append(local(parameter.grad))
         squares = torch.zeros((), dtype=torch.float64, device=local(gradients[0]).device)
-        if counted:
-            squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        if shards:
+            squares += torch.stack(torch._foreach_norm(shards)).double().square().sum()
         dist.all_reduce(squares)
         self.norm = squares.sqrt().float()
         return self.norm
 
     def limit_cosine(self, mesh: Mesh | None) -> dict[str, float]:
-        """Project the measured gradient if it is too much along the previous one. All ranks call
-        it.
+        """Project the measured gradient if it is too much along the previous one.
+
+        All ranks call it.
 
         Returns:
             ``grad_cosine``, of the two before the projection; nothing in a first step, or if the
@@ -225,50 +240,60 @@ class TrainedPart:
         if not self.max_grad_cosine:
             return {}
         state = self.optimizer.state
-        pairs = {
-            p: (local(p.grad), local(state[p][PREVIOUS]))
-            for p in self.module.parameters()
-            if p.grad is not None and PREVIOUS in state.get(p, {})
-        }
-        sums = products(
-            [pair for p, pair in pairs.items() if self._counts(p, mesh)], self.norm.device
-        )
+        pairs: Pairs = []
+        counted_pairs: Pairs = []  # what several ranks hold counts once in the sums
+        for parameter in self.module.parameters():
+            if parameter.grad is None or PREVIOUS not in state.get(parameter, {}):
+                continue
+            pair = (local(parameter.grad), local(state[parameter][PREVIOUS]))
+            pairs.append(pair)
+            if self._counts(parameter, mesh):
+                counted_pairs.append(pair)
+        sums = products(counted_pairs, self.norm.device)  # [3]
         if mesh is not None:
             dist.all_reduce(sums)
-        product, square, previous_square = (float(number) for number in sums)
+        product, square, previous_square = sums.tolist()
         if not square * previous_square:
-            project(list(pairs.values()), 0.0)
+            project(pairs, 0.0)
             return {}
+        # Rounding may exceed 1, where the projection has no root.
         cosine = min(1.0, product / math.sqrt(square * previous_square))
-        factor = factor_of_previous(cosine, self.max_grad_cosine) * math.sqrt(
-            square / previous_square
-        )
-        project(list(pairs.values()), factor)
+        factor = factor_of_previous(cosine, self.max_grad_cosine)
+        factor *= math.sqrt(square / previous_square)  # from gradients of norm 1 to these
+        project(pairs, factor)
         if factor:
-            self.measure(1.0, mesh)
+            self.measure(1.0, mesh)  # clipping needs the norm after the projection
         return {"grad_cosine": cosine}
 
     def _counts(self, parameter: nn.Parameter, mesh: Mesh | None) -> bool:
-        """Whether this rank counts its shard in a sum over all ranks: what several ranks hold
-        counts once."""
+        """Whether this rank counts its shard in a sum over all ranks.
+
+        What several ranks hold counts once.
+        """
         if mesh is None:
             return True
-        first = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
-        if parameter is self.copy or not (first or is_tensor_parallel(parameter)):
+        if parameter is self.copy:
+            return False
+        is_first_rank = mesh.tensor is None or mesh.tensor.get_local_rank() == 0
+        if not is_first_rank and not is_tensor_parallel(parameter):
             return False
         if not isinstance(parameter, DTensor):
             return True
         coordinate = parameter.device_mesh.get_coordinate()
         assert coordinate is not None
-        placed = zip(coordinate, parameter.placements, strict=True)
-        return not any(number for number, placement in placed if placement.is_replicate())
+        for number, placement in zip(coordinate, parameter.placements, strict=True):
+            if placement.is_replicate() and number > 0:
+                return False
+        return True
 
     def clip(self) -> None:
-        """Clip the measured gradient, as torch's ``clip_grads_with_norm_``, which takes tensors of
-        one mesh."""
+        """Clip the measured gradient as torch's ``clip_grads_with_norm_`` does.
+
+        That takes tensors of one mesh.
+        """
         gradients = self._gradients()
         if self.max_grad_norm and gradients:
-            factor = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)
+            factor = (self.max_grad_norm / (self.norm + 1e-6)).clamp(max=1.0)  # as torch's
             torch._foreach_mul_([local(gradient) for gradient in gradients], factor)
 
     def drop_gradient(self) -> None:
@@ -288,19 +313,27 @@ def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> None:
     Raises:
         UserError: on all ranks of the dimension, naming a parameter whose gradients differ.
     """
-    named = ((name, p.grad) for name, p in model.named_parameters() if p.grad is not None)
-    whole = [(name, local(grad)) for name, grad in named if not is_tensor_parallel(grad)]
-    if mesh is None or mesh.tensor is None or not whole:
+    if mesh is None or mesh.tensor is None:
         return
-    own = torch.stack([torch.stack([grad.norm(), grad.sum()]) for _, grad in whole]).double()
-    most = own.clone()
-    least = own.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.tensor_group)
-    dist.all_reduce(least, dist.ReduceOp.MIN, group=mesh.tensor_group)
-    different = ((most - least).amax(1) > _ROUNDING * most[:, 0]).nonzero().flatten().tolist()
-    if different:
+    names = []
+    rows = []
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None and not is_tensor_parallel(parameter.grad):
+            gradient = local(parameter.grad)
+            names.append(name)
+            # Two numbers find a difference: the ranks need not exchange whole gradients.
+            rows.append(torch.stack([gradient.norm(), gradient.sum()]))
+    if not names:
+        return
+    statistics = torch.stack(rows).double()  # [parameters, 2]
+    maximum = statistics.clone()
+    minimum = statistics.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=mesh.tensor_group)
+    dist.all_reduce(minimum, dist.ReduceOp.MIN, group=mesh.tensor_group)
+    differs = (maximum - minimum).amax(1) > _ROUNDING * maximum[:, 0]  # [parameters]
+    if differs.any():
         family = type(model.model).__name__
-        name = whole[different[0]][0]
+        name = names[int(differs.int().argmax())]
         raise UserError(
             f"trainer.parallel.tensor={mesh.shape.tensor}: the ranks have different gradients of {name}, which all "
             f"hold whole: transformers' plan for {family} splits what it works on and does not say so: set "
@@ -309,8 +342,10 @@ def check_replicated_gradients(model: TokenModel, mesh: Mesh | None) -> None:
 
 
 def is_tensor_parallel(gradient: Tensor) -> bool:
-    """Whether the tensor dimension splits it: its mesh then has the dimensions of shards and of
-    tensor."""
+    """Whether the tensor dimension splits a gradient.
+
+    Its mesh then has the dimensions of shards and of tensor.
+    """
     if not isinstance(gradient, DTensor) or gradient.device_mesh.ndim == 1:
         return False
     return not gradient.placements[-1].is_replicate()

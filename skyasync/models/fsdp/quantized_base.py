@@ -1,5 +1,4 @@
-"""Low-precision frozen weights (QLoRA, arXiv 2305.14314): sharded and gathered as codes, computed
-with as numbers.
+"""Low-precision frozen weights (QLoRA, arXiv 2305.14314): sharded as codes, computed as numbers.
 
 Invariant: what is computed with, sent to engines and exported is the same: the numbers that the
 codes stand for. Blocks are parts of rows and shards are whole rows, so the codes are the same on
@@ -28,12 +27,13 @@ from skyasync.heap import give_back
 
 KEY = "trainer.policy.lora.base_dtype"
 BLOCKS = {"nf4": (64, 32)}
-"""Numbers that share a scale: the first of these that divides a row; for other kinds a row is one
-block."""
+"""Numbers that share a scale: the first of these that divides a row.
 
-SCALE = 4  # bytes of one
+For other formats a row is one block.
+"""
+
 ON_A_CPU = 1 << 14
-"""Numbers that are quantized at once."""
+"""Numbers that are quantized at once on a CPU: bitsandbytes needs 200 bytes for each."""
 
 _aten: Any = torch.ops.aten
 
@@ -44,18 +44,18 @@ class QuantizedRows(torch.Tensor):
     Args:
         packed: uint8 ``[rows, bytes]``: one tensor, since FSDP2 on one rank gathers one of a
             parameter.
-        about: of a row: nf4 or int8, and how many numbers it is.
+        row_format: nf4 or int8, and how many numbers it is.
         size, dtype: of the numbers.
     """
 
     packed: Tensor
-    about: tuple[str, int]
+    row_format: tuple[str, int]
 
     @staticmethod
     def __new__(
         cls: type[QuantizedRows],
         packed: Tensor,
-        about: tuple[str, int],
+        row_format: tuple[str, int],
         size: Sequence[int],
         dtype: torch.dtype,
     ) -> QuantizedRows:
@@ -63,20 +63,19 @@ class QuantizedRows(torch.Tensor):
             cls, size, dtype=dtype, device=packed.device
         )
         rows.packed = packed
-        rows.about = about
+        rows.row_format = row_format
         return rows
 
     def __init__(self, *args: object) -> None: ...
 
     @classmethod
     def of(cls, weight: Tensor, kind: str) -> QuantizedRows:
-        """A matrix, or whole rows of one."""
-        return cls(
-            _encode(weight.detach(), kind), (kind, weight.shape[1]), weight.shape, weight.dtype
-        )
+        """Quantize a matrix, or whole rows of one, ``[rows, width]``."""
+        packed = _encode(weight.detach(), kind)  # [rows, bytes]
+        return cls(packed, (kind, weight.shape[1]), weight.shape, weight.dtype)
 
     def numbers(self) -> Tensor:
-        return _decode(self.packed, self.about, self.dtype).view(self.shape)
+        return _decode(self.packed, self.row_format, self.dtype).view(self.shape)
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """FSDP compares it to recognize its own memory."""
@@ -92,38 +91,44 @@ class QuantizedRows(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        first = args[0]
+        rows = args[0]
         kwargs = kwargs or {}
         if func in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
-            return cls(func(first.packed), first.about, first.shape, first.dtype)
+            return cls(func(rows.packed), rows.row_format, rows.shape, rows.dtype)
         if func is _aten.view.default:
-            size = func(torch.empty(first.shape, device="meta"), args[1]).shape
-            return cls(first.packed, first.about, size, first.dtype)
-        if func is _aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
-            return cls(first.packed.to(kwargs.get("device")), first.about, first.shape, first.dtype)
-        args, kwargs = tree_map(
-            lambda value: value.numbers() if isinstance(value, cls) else value, (args, kwargs)
-        )
+            # The meta device resolves sizes such as -1 without memory.
+            size = func(torch.empty(rows.shape, device="meta"), args[1]).shape
+            return cls(rows.packed, rows.row_format, size, rows.dtype)
+        if func is _aten._to_copy.default and kwargs.get("dtype") in (None, rows.dtype):
+            packed = rows.packed.to(kwargs.get("device"))
+            return cls(packed, rows.row_format, rows.shape, rows.dtype)
+
+        def numbers(value: object) -> object:
+            return value.numbers() if isinstance(value, cls) else value
+
+        args, kwargs = tree_map(numbers, (args, kwargs))
         return func(*args, **kwargs)
 
     # ---------------------------------------------------------------- FSDP2
 
     def fsdp_pre_all_gather(self, mesh: object) -> tuple[tuple[Tensor, ...], tuple[str, int]]:
-        return (self.packed,), self.about
+        return (self.packed,), self.row_format
 
     def fsdp_post_all_gather(
         self,
         gathered: tuple[Tensor, ...],
-        about: tuple[str, int],
+        row_format: tuple[str, int],
         dtype: torch.dtype,
         *,
         out: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        whole = _decode(gathered[0], about, dtype)
+        numbers = _decode(gathered[0], row_format, dtype)
         if out is None:
-            return whole, (whole,)
+            return numbers, (numbers,)
+        # The backward pass gathers into the same memory again, which autograd has saved: a new
+        # version would be an error there, although the values are the same.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
-            out.copy_(whole)
+            out.copy_(numbers)
         return None
 
 
@@ -133,28 +138,32 @@ def quantize_base(model: PreTrainedModel, kind: str) -> None:
     Raises:
         UserError: if there is none, or one whose rows cannot be divided.
     """
-    homes = {
-        id(p): layer
-        for layer in model.modules()
-        if isinstance(layer, FSDPModule)
-        for p in layer.parameters()
-    }
+    fsdp_modules: dict[int, nn.Module] = {}  # the innermost one, by id of a parameter
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for parameter in module.parameters():
+                fsdp_modules[id(parameter)] = module
     for name, weight in _matrices(model, kind):
         assert isinstance(weight, DTensor)
-        if weight.to_local().shape[0] * weight.device_mesh.size(-1) != weight.shape[0]:
+        rows = weight.shape[0]
+        ranks = weight.device_mesh.size(-1)
+        shard = weight.to_local()
+        if shard.shape[0] * ranks != rows:
             raise UserError(
-                f"{KEY}={kind}: {name} has {weight.shape[0]} rows, which {weight.device_mesh.size(-1)} ranks cannot "
+                f"{KEY}={kind}: {name} has {rows} rows, which {ranks} ranks cannot "
                 f"share evenly: choose a divisor (trainer.policy.fsdp_size), or leave the key empty"
             )
-        weight._local_tensor = QuantizedRows.of(weight.to_local(), kind)
-        home = homes.get(id(weight))
-        if home:
-            home._apply(lambda tensor: tensor)  # FSDP registers the codes and frees the numbers
+        weight._local_tensor = QuantizedRows.of(shard, kind)
+        fsdp_module = fsdp_modules.get(id(weight))
+        if fsdp_module:
+            # FSDP registers the codes and frees the numbers, layer by layer: all numbers at once
+            # may not fit.
+            fsdp_module._apply(lambda tensor: tensor)
             give_back()
 
 
 def round_to_quantized(model: PreTrainedModel, kind: str) -> None:
-    """Replace a plain model's matrices by their numbers after ``quantize_base``."""
+    """Replace a plain model's matrices by the numbers that ``quantize_base`` would leave."""
     for _, weight in _matrices(model, kind):
         weight.data = QuantizedRows.of(weight.data, kind).numbers()
 
@@ -171,54 +180,59 @@ def _matrices(model: PreTrainedModel, kind: str) -> Iterator[tuple[str, nn.Param
             any_matrix = True
             yield name, weight
     if not any_matrix:
+        sizes = " or ".join(map(str, BLOCKS.get(kind, ("any length",))))
         raise UserError(
             f"{KEY}={kind}: {type(model).__name__} has no linear layer whose rows are blocks of "
-            f"{' or '.join(map(str, BLOCKS.get(kind, ()))) or 'any length'}: leave the key empty"
+            f"{sizes}: leave the key empty"
         )
 
 
 def _block(width: int, kind: str) -> int:
-    """Numbers in a block of a row; 0: rows of this length cannot be divided."""
-    return next((block for block in BLOCKS.get(kind, (width,)) if width % block == 0), 0)
+    """Count the numbers in a block of a row; 0: rows of this length cannot be divided."""
+    for block in BLOCKS.get(kind, (width,)):
+        if width % block == 0:
+            return block
+    return 0
 
 
 def _encode(weight: Tensor, kind: str) -> Tensor:
-    """Uint8 ``[rows, bytes]``, some rows at a time on a CPU: bitsandbytes needs 200 bytes per
-    number there."""
-    packed: list[Tensor] = []
+    """Encode ``[rows, width]`` as uint8 ``[rows, bytes]``, some rows at a time on a CPU."""
+    chunks: list[Tensor] = []
     if weight.device.type == "cpu":
         at_once = max(1, ON_A_CPU // max(1, weight.shape[1]))
     else:
         at_once = max(1, len(weight))
     for rows in weight.split(at_once):
         if kind == "int8":
-            scales = (rows.float().abs().amax(1, keepdim=True) / 127).clamp(
-                min=torch.finfo(torch.float32).tiny
-            )
-            codes = (rows.float() / scales).round().to(torch.int8)
+            numbers = rows.float()
+            largest = numbers.abs().amax(1, keepdim=True)  # [rows, 1]
+            # A row of zeros would divide by 0.
+            scales = (largest / 127).clamp(min=torch.finfo(torch.float32).tiny)
+            codes = (numbers / scales).round().to(torch.int8)
         else:
-            block = _block(rows.shape[1], kind)
             codes, state = _library().quantize_4bit(
-                rows.contiguous(), blocksize=block, quant_type=kind
+                rows.contiguous(), blocksize=_block(rows.shape[1], kind), quant_type=kind
             )
             scales = state.absmax
-        parts = [
-            part.contiguous().view(rows.shape[0], -1).view(torch.uint8) for part in (codes, scales)
-        ]
-        packed.append(torch.cat(parts, 1))
-    return torch.cat(packed)
+        count = len(rows)
+        code_bytes = codes.contiguous().view(count, -1).view(torch.uint8)
+        scale_bytes = scales.contiguous().view(count, -1).view(torch.uint8)
+        chunks.append(torch.cat([code_bytes, scale_bytes], 1))
+    return torch.cat(chunks)
 
 
-def _decode(packed: Tensor, about: tuple[str, int], dtype: torch.dtype) -> Tensor:
-    """``[rows, width]`` of ``[rows, bytes]``."""
-    (rows, length), (kind, width) = packed.shape, about
+def _decode(packed: Tensor, row_format: tuple[str, int], dtype: torch.dtype) -> Tensor:
+    """Decode ``[rows, bytes]`` to ``[rows, width]``."""
+    rows, length = packed.shape
+    kind, width = row_format
+    code_bytes = width if kind == "int8" else width // 2
+    codes, scale_bytes = packed.split([code_bytes, length - code_bytes], 1)
+    scales = scale_bytes.contiguous().view(torch.float32)  # [rows, blocks]
     if kind == "int8":
-        codes, scales = packed.split([length - SCALE, SCALE], 1)
-        return (codes.view(torch.int8).float() * scales.contiguous().view(torch.float32)).to(dtype)
+        return (codes.view(torch.int8).float() * scales).to(dtype)
     library = _library()
-    codes, scales = packed.split([width // 2, length - width // 2], 1)
     state = library.QuantState(
-        absmax=scales.contiguous().view(torch.float32).flatten(),
+        absmax=scales.flatten(),
         shape=torch.Size((rows, width)),
         code=library.get_4bit_type(kind, device=packed.device),
         blocksize=_block(width, kind),

@@ -1,5 +1,4 @@
-"""The mesh of a model's ranks: which of them shard weights among each other, split sequences, split
-matrices.
+"""The mesh of a model's ranks: which of them shard weights, split sequences, split matrices.
 
 Invariant: there is one mesh, and every process group comes from it. All ranks of the default
 process group make it together. Weights are sharded (FSDP2) over the ranks that differ in rows or in
@@ -34,8 +33,7 @@ SHARD = "shard"
 
 OPTIMIZER = "optimizer"
 PARAMETERS = "parameters"
-"""What ``cpu_offload`` keeps in host memory: the optimizer state between steps, or all that is
-sharded, always."""
+"""Values of ``cpu_offload``: host memory has the optimizer state between steps, or all shards."""
 
 HOST = torch.device("cpu")
 
@@ -44,8 +42,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """The ranks that have one coordinate in all other dimensions, one per stage, in the order of
-    the stages.
+    """Ranks of one pipeline, one per stage, in the order of the stages.
+
+    They have one coordinate in all other dimensions.
 
     States and gradients travel in groups of their own. NCCL runs what a group sends in the order of
     the calls. A stage that waits for a gradient must not hold up the states that the next stage
@@ -59,17 +58,26 @@ class PipelineGroups:
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> PipelineGroups:
-        """All ranks call it: a group is made by everybody."""
-        own: list[PipelineGroups] = []
-        for ranks in mesh.mesh.flatten(1).T.tolist():
-            groups = [dist.new_group(members) for members in (ranks, ranks, [ranks[0], ranks[-1]])]
+        """Make the groups of all pipelines, and return this rank's. All ranks call it.
+
+        torch makes a group by a call of all ranks, also of those that are not in it.
+        """
+        result: PipelineGroups | None = None
+        for ranks in mesh.mesh.flatten(1).T.tolist():  # [pipelines, stages]
+            groups = cls(
+                ranks=tuple(ranks),
+                states=dist.new_group(ranks),
+                gradients=dist.new_group(ranks),
+                first_and_last=dist.new_group([ranks[0], ranks[-1]]),
+            )
             if mesh.get_rank() in ranks:
-                own.append(cls(tuple(ranks), *groups))
-        return own[0]
+                result = groups
+        assert result is not None
+        return result
 
     def from_last(self, value: T) -> T:
         """The last stage's value, on all stages; all of them call it."""
-        box = [value]
+        box = [value]  # torch replaces the objects of a list
         dist.broadcast_object_list(box, src=self.ranks[-1], group=self.states)
         return box[0]
 
@@ -85,15 +93,19 @@ class Mesh:
     context_group: dist.ProcessGroup | None = None
     tensor_group: dist.ProcessGroup | None = None
     pipeline: PipelineGroups | None = None
-    expert: DeviceMesh | None = (
-        None  # of the ranks that divide experts, and of those that shard each one
-    )
-    expert_shard: DeviceMesh | None = None
+    expert: DeviceMesh | None = None  # of the ranks that divide experts
+    expert_shard: DeviceMesh | None = None  # of the ranks that shard the same experts
 
     @classmethod
     def make(cls, device_type: str, shape: MeshShape, fsdp_size: int = 0) -> Mesh:
+        """Make the mesh of all ranks of the default process group. All of them call it.
+
+        Args:
+            fsdp_size: ranks that shard weights among each other; 0: all.
+        """
         if shape.expert > 1:
-            whole = init_device_mesh(device_type, (shape.ranks,))
+            # All but the experts is sharded over all ranks, as without expert parallelism.
+            rank_mesh = init_device_mesh(device_type, (shape.ranks,))
             mesh = init_device_mesh(
                 device_type,
                 (shape.data // shape.expert, shape.expert),
@@ -102,7 +114,7 @@ class Mesh:
             silence_mesh_warning()
             return cls(
                 shape,
-                whole,
+                rank_mesh,
                 data_group=dist.group.WORLD,
                 expert=mesh[EXPERT],
                 expert_shard=mesh[SHARD],
@@ -110,42 +122,48 @@ class Mesh:
         if shape.non_data == shape.pipeline == 1:
             if fsdp_size in (0, shape.ranks):
                 mesh = init_device_mesh(device_type, (shape.ranks,))
-            # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among
-            # replicas
             else:
+                # HSDP: neighbours shard, so that gathers stay in a machine; gradients travel among
+                # replicas.
                 replicas = shape.ranks // fsdp_size
                 mesh = init_device_mesh(
                     device_type, (replicas, fsdp_size), mesh_dim_names=(REPLICA, SHARD)
                 )
             return cls(shape, mesh, data_group=dist.group.WORLD if shape.ranks > 1 else None)
-        sizes = (shape.data, shape.context, shape.tensor)
-        names = (DATA, CONTEXT, TENSOR)
-        stages, outer = ((shape.pipeline,), (PIPELINE,)) if shape.pipeline > 1 else ((), ())
-        mesh = init_device_mesh(device_type, (*stages, *sizes), mesh_dim_names=(*outer, *names))
+        sizes = {DATA: shape.data, CONTEXT: shape.context, TENSOR: shape.tensor}
+        if shape.pipeline > 1:
+            sizes = {PIPELINE: shape.pipeline, **sizes}  # outermost: its ranks are farthest apart
+        mesh = init_device_mesh(
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes.keys())
+        )
         silence_mesh_warning()
-        groups = [
-            mesh[name].get_group() if size > 1 else None
-            for name, size in zip(names, sizes, strict=True)
-        ]
-        data_group, context_group, tensor_group = groups
+        pipeline = None
         if shape.pipeline > 1:
             pipeline = PipelineGroups.of(mesh)
-        else:
-            pipeline = None
-        shard = mesh[DATA, CONTEXT]._flatten(SHARD)
-        tensor = mesh[TENSOR] if shape.tensor > 1 else None
-        return cls(shape, shard, tensor, data_group, context_group, tensor_group, pipeline)
+        return cls(
+            shape,
+            # Weights are sharded over both: FSDP2's sum of gradients then covers slices of a row.
+            shard=mesh[DATA, CONTEXT]._flatten(SHARD),
+            tensor=mesh[TENSOR] if shape.tensor > 1 else None,
+            data_group=mesh[DATA].get_group() if shape.data > 1 else None,
+            context_group=mesh[CONTEXT].get_group() if shape.context > 1 else None,
+            tensor_group=mesh[TENSOR].get_group() if shape.tensor > 1 else None,
+            pipeline=pipeline,
+        )
 
 
 def silence_mesh_warning() -> None:
-    """torch warns of every kind of parameter that two dimensions shard: gathering it takes two
-    collectives."""
+    """Silence torch's warning of parameters that two dimensions shard.
+
+    It says that gathering them takes two collectives, which is so by design.
+    """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """How FSDP2 cuts a parameter: by rows, but stacked experts that are fewer than the shards
-    within each of them.
+    """How FSDP2 cuts a parameter: by rows, except stacked experts that are fewer than the shards.
+
+    These are cut within each expert.
 
     By rows every rank would hold as much as the one with most: of 8 experts over 32 ranks, four
     times what there is. The last dimension comes first: matrices of the files that are joined along
@@ -153,10 +171,12 @@ def shard_placement(shards: int) -> Callable[[nn.Parameter], Shard | None]:
     """
 
     def place(parameter: nn.Parameter) -> Shard | None:
-        few = parameter.dim() == 3 and parameter.shape[0] < shards
-        return next(
-            (Shard(dim) for dim in (2, 1) if few and parameter.shape[dim] % shards == 0), None
-        )
+        if parameter.dim() != 3 or parameter.shape[0] >= shards:  # [experts, rows, columns]
+            return None
+        for dim in (2, 1):
+            if parameter.shape[dim] % shards == 0:
+                return Shard(dim)
+        return None
 
     return place
 
@@ -169,7 +189,9 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool = False) -> str:
-    """NCCL takes tensors of GPUs alone; weights in host memory are gathered by gloo.
+    """The backend of torch's process groups, by the devices that tensors are on.
+
+    NCCL takes tensors of GPUs alone; weights in host memory are gathered by gloo.
 
     Args:
         colocated: weights are in host memory while engines use the GPUs, and an engine may join
@@ -183,8 +205,7 @@ def process_group_backend(device_type: str, cpu_offload: str, *, colocated: bool
 
 
 class OffloadBuffers:
-    """Host memory of what is offloaded, which every offload uses again: pages are pinned and
-    faulted in once.
+    """Host memory that every offload uses again: pages are pinned and faulted in once.
 
     Copies are queued on the device's stream: the caller synchronizes it.
     """
@@ -199,29 +220,42 @@ class OffloadBuffers:
                     module._buffers[name] = self.moved(buffer, device, (module_name, name))
 
     def move_weights(self, model: nn.Module, device: torch.device) -> None:
-        """Parameters and buffers. FSDP2 frees gathered parameters first, and registers its shards
-        again."""
-        numbers = count()
-        model._apply(lambda tensor: self.moved(tensor, device, ("weights", next(numbers))))
+        """Move parameters and buffers.
+
+        FSDP2 frees gathered parameters first, and registers its shards again.
+        """
+        numbers = count()  # the order of _apply is the same in every offload
+
+        def move(tensor: Tensor) -> Tensor:
+            return self.moved(tensor, device, ("weights", next(numbers)))
+
+        model._apply(move)
 
     def move_optimizer_state(self, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-        """All of the optimizer's state, also steps: the fused AdamW needs them on the parameters'
-        device."""
+        """Move all of the optimizer's state.
+
+        Steps too: the fused AdamW needs them on the parameters' device.
+        """
         for number, state in enumerate(optimizer.state.values()):
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     state[name] = self.moved(value, device, (id(optimizer), number, name))
 
     def moved(self, tensor: Tensor, device: torch.device, place: tuple[object, ...]) -> Tensor:
-        """A tensor that is on the device already is not copied. ``place`` names the tensor in every
-        offload."""
+        """The tensor on the device; it is not copied if it is there already.
+
+        Args:
+            place: names the tensor in every offload.
+        """
         if tensor.device.type == device.type:
             return tensor
+        # A quantized weight is codes and scales: a buffer of its shape would hold numbers.
         if device.type != HOST.type or isinstance(local(tensor), Quantized):
             return tensor.to(device, non_blocking=True)
         return self.on_host(tensor, place)
 
     def on_host(self, tensor: Tensor, place: tuple[object, ...]) -> Tensor:
+        """A copy of the tensor in the buffer of its place."""
         source = local(tensor).detach()
         buffer = self._buffers.get(place)
         if buffer is None or (buffer.shape, buffer.dtype) != (source.shape, source.dtype):
@@ -229,7 +263,6 @@ class OffloadBuffers:
             self._buffers[place] = buffer
         buffer.copy_(source, non_blocking=True)
         if isinstance(tensor, DTensor):
-            return DTensor(
-                buffer, tensor._spec, requires_grad=False
-            )  # ``from_local`` would copy it to the mesh's device
+            # Not ``from_local``, which would copy it to the mesh's device.
+            return DTensor(buffer, tensor._spec, requires_grad=False)
         return buffer

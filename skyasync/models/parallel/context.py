@@ -1,5 +1,4 @@
-"""Context parallelism: each rank of the context dimension has a slice of every row's sequence
-dimension.
+"""Context parallelism: each rank of the context dimension has a slice of every sequence.
 
 With ``context_kind=ulysses`` (arXiv 2309.14509) the ranks exchange sequence slices for heads around
 attention, which needs whole sequences:
@@ -69,50 +68,55 @@ class Context:
         return cls(group, dist.get_rank(group), dist.get_world_size(group), ring=kind == RING)
 
     def slice(self, layout: Layout) -> Layout:
-        """This rank's part of the sequence dimension, and the loss tokens that it predicts;
-        ``visible_until`` stays that of whole rows.
+        """Take this rank's part of the sequence dimension, and the loss tokens that it predicts.
 
         Rows are padded to a multiple of the slices; padding comes last, where no token sees it.
+        ``visible_until`` stays that of whole rows.
         """
-        # of all ranks' slices
+        slices = [self.rank]  # numbers of this rank's slices, among those of all ranks
         if self.ring:
             slices = [self.rank, 2 * self.size - 1 - self.rank]
-        else:
-            slices = [self.rank]
         rows, width = layout.tokens.shape
         count = self.size * len(slices)
-        share = -(-width // count)
-        missing = share * count - width
+        share = -(-width // count)  # tokens of a slice: rounded up
+        padding = share * count - width
 
-        def own(values: Tensor) -> Tensor:
-            whole = torch.cat([values, values.new_zeros(rows, missing, *values.shape[2:])], 1)
-            return torch.cat(
-                [whole[:, number * share : (number + 1) * share] for number in slices], 1
-            )
+        def local_slices(values: Tensor) -> Tensor:
+            """``[rows, width, ...]`` as ``[rows, slices * share, ...]``."""
+            zeros = values.new_zeros(rows, padding, *values.shape[2:])
+            chunks = torch.cat([values, zeros], 1).split(share, dim=1)
+            return torch.cat([chunks[number] for number in slices], 1)
 
         positions = layout.positions
         if positions is None:
             positions = torch.arange(width, device=layout.tokens.device).expand(rows, width)
-        row = layout.predictors // width
-        index = layout.predictors % width
-        own_number = torch.full((count,), -1, device=index.device)
-        own_number[slices] = torch.arange(len(slices), device=index.device)
-        number = own_number[index // share]
-        here = number >= 0
-        of_rows = here if layout.copies is None else here[layout.copies]
-        return replace(
+        row = layout.predictors // width  # [m]
+        column = layout.predictors % width
+        # By a slice's number: its place among this rank's slices, -1 for those of other ranks.
+        local_number = torch.full((count,), -1, device=column.device)
+        local_number[slices] = torch.arange(len(slices), device=column.device)
+        number = local_number[column // share]  # [m]
+        is_local = number >= 0  # [m]
+        predictors = (row * len(slices) + number) * share + column % share
+        sliced = replace(
             layout,
-            tokens=own(layout.tokens),
-            positions=own(positions),
-            visible_until=None
-            if layout.visible_until is None
-            else F.pad(layout.visible_until, (0, missing), value=NO_END),
-            experts=None if layout.experts is None else own(layout.experts),
-            predictors=((row * len(slices) + number) * share + index % share)[here],
-            targets=layout.targets[here],
-            cells=layout.cells[of_rows],
-            copies=None if layout.copies is None else (here.cumsum(0) - 1)[layout.copies[of_rows]],
+            tokens=local_slices(layout.tokens),
+            positions=local_slices(positions),
+            predictors=predictors[is_local],
+            targets=layout.targets[is_local],
         )
+        if layout.visible_until is not None:
+            sliced.visible_until = F.pad(layout.visible_until, (0, padding), value=NO_END)
+        if layout.experts is not None:
+            sliced.experts = local_slices(layout.experts)
+        if layout.copies is None:
+            sliced.cells = layout.cells[is_local]
+        else:
+            is_local_copy = is_local[layout.copies]  # [n]
+            local_index = is_local.cumsum(0) - 1  # [m]: among the local loss tokens
+            sliced.cells = layout.cells[is_local_copy]
+            sliced.copies = local_index[layout.copies[is_local_copy]]
+        return sliced
 
 
 def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.dtype) -> Context:
@@ -131,7 +135,7 @@ def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.
 
 
 def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYSSES) -> None:
-    """Raises ``UserError`` for a model whose heads or layers cannot be divided so."""
+    """Raise ``UserError`` for a model whose heads or layers cannot be divided so."""
     if kind == RING:
         if not can_share_prefixes(config):
             raise UserError(
@@ -139,17 +143,19 @@ def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYS
             )
         return
     text = config.get_text_config()
-    key = KEY + f"={size}" + (f" times trainer.parallel.tensor={tensor}" * (tensor > 1))
+    key = f"{KEY}={size}"
+    if tensor > 1:
+        key += f" times trainer.parallel.tensor={tensor}"
     heads = text.num_attention_heads
     if heads % (size * tensor):
-        fits = [str(n) for n in range(1, heads + 1) if heads % (n * tensor) == 0]
+        divisors = " or ".join(str(n) for n in range(1, heads + 1) if heads % (n * tensor) == 0)
         raise UserError(
-            f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {' or '.join(fits)}"
+            f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {divisors}"
         )
-    others = set(config_value(text, "layer_types", ())) - ATTENDING
-    if others:
+    unsupported = set(config_value(text, "layer_types", ())) - ATTENDING
+    if unsupported:
         raise UserError(
-            f"{KEY}={size} splits sequences, and {text.model_type} has layers ({min(others)}) that do not "
+            f"{KEY}={size} splits sequences, and {text.model_type} has layers ({min(unsupported)}) that do not "
             f"attend as it needs: set {KEY}=1"
         )
 
@@ -164,45 +170,47 @@ def attention(
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in,
-    ``[rows, slice, heads, size]`` out."""
+    """Attend instead of sdpa, for this rank's slice, with all heads.
+
+    States are ``[rows, heads, slice, size]``, and the result is ``[rows, slice, heads, size]``.
+    """
     context = attention_plan.context
     spec = attention_plan.spec
     assert context is not None
-    exchange = context.group, context.size, 1, 2
-    few = key.shape[1] % context.size != 0
-    if few:  # as sdpa would, but before the exchange
+    exchange = context.group, context.size, 1, 2  # split heads, join the sequence
+    repeats_heads = key.shape[1] % context.size != 0
+    if repeats_heads:  # as sdpa would, but before the exchange
         groups = query.shape[1] // key.shape[1]
         key = repeat_kv(key, groups)
         value = repeat_kv(value, groups)
-    query, key, value = (_Exchanged.apply(states, *exchange) for states in (query, key, value))
+    # [rows, heads / ranks, length, size]
+    query = _Exchanged.apply(query, *exchange)
+    key = _Exchanged.apply(key, *exchange)
+    value = _Exchanged.apply(value, *exchange)
     length = query.shape[2]
     device = query.device
+    window = 0  # a window over the whole length is none
     if sliding_window and sliding_window < length:
         window = sliding_window
-    else:
-        window = 0
     if attention_plan.flexible and (spec or (window and attention_mask is None)):
-        if spec:
-            squares = spec.mask(window)
-        else:
-            squares = window_mask(length, window, device)
+        squares = spec.mask(window) if spec else window_mask(length, window, device)
         output, _ = flex_attention_forward(module, query, key, value, squares, **options)
         return _Exchanged.apply(output, *exchange), None
     if window:
+        # attention_inputs makes masks without windows.
         index = torch.arange(length, device=device)
-        distance = index[:, None] - index[None, :]
-        near = ((distance >= 0) & (distance < window))[None, None]
+        distance = index[:, None] - index[None, :]  # [length, length]: queries by keys
+        in_window = ((distance >= 0) & (distance < window))[None, None]
         if attention_mask is None:
-            attention_mask = near
+            attention_mask = in_window
         else:
-            attention_mask = attention_mask & near
+            attention_mask = attention_mask & in_window
     options["is_causal"] = attention_mask is None
     dtype = query.dtype
     query, key, value = attention_plan.exact(query, key, value)
-    output, _ = sdpa_attention_forward(
-        _OneHeadEach() if few else module, query, key, value, attention_mask, **options
-    )
+    sdpa_module = _OneHeadEach() if repeats_heads else module
+    # [rows, length, heads / ranks, size]: the same exchange brings it back
+    output, _ = sdpa_attention_forward(sdpa_module, query, key, value, attention_mask, **options)
     return _Exchanged.apply(output.to(dtype), *exchange), None
 
 
@@ -214,27 +222,34 @@ class _OneHeadEach(nn.Module):
 
 
 class _Exchanged(Function):
-    """Splits dimension ``split`` over the ranks, joins their parts along ``join``; the gradient the
-    other way."""
+    """Splits dimension ``split`` over the ranks, and joins their parts along ``join``.
+
+    Its gradient goes the other way.
+    """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int
+        ctx: FunctionCtx,
+        tensor: Tensor,
+        group: dist.ProcessGroup,
+        size: int,
+        split: int,
+        join: int,
     ) -> Tensor:
         ctx.inverse = (group, size, join, split)  # type: ignore[attr-defined]
         return _exchange(tensor, group, size, split, join)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
-        own = _exchange(gradients[0], *ctx.inverse)  # type: ignore[attr-defined]
-        return own, None, None, None, None
+        gradient = _exchange(gradients[0], *ctx.inverse)  # type: ignore[attr-defined]
+        return gradient, None, None, None, None
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup, size: int, split: int, join: int) -> Tensor:
-    parts = torch.stack([part.contiguous() for part in tensor.chunk(size, dim=split)])
-    received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
-    return torch.cat(received.unbind(0), dim=join)
+    chunks = torch.stack([chunk.contiguous() for chunk in tensor.chunk(size, dim=split)])
+    received_chunks = torch.empty_like(chunks)  # [ranks, ...]
+    dist.all_to_all_single(received_chunks, chunks, group=group)
+    return torch.cat(received_chunks.unbind(0), dim=join)
 
 
 AttentionInterface.register(ATTENTION, attention)
@@ -256,7 +271,7 @@ _OLDEST = (8, 0)
 
 
 def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type: str) -> None:
-    """Raises ``UserError`` if the device has no kernel for the model.
+    """Raise ``UserError`` if the device has no kernel for the model.
 
     Args:
         dtype: that the model computes in.
@@ -266,10 +281,13 @@ def check_ring_device(config: PreTrainedConfig, dtype: torch.dtype, device_type:
     text = config.get_text_config()
     size = head_size(text)
     problem = ""
+    capability = _OLDEST
+    if device_type == "cuda" and torch.cuda.is_available():  # a plan may be made on another machine
+        capability = torch.cuda.get_device_capability()
     if device_type != "cuda":
         problem = f"a {device_type} device has no such kernel"
-    elif torch.cuda.is_available() and (can := torch.cuda.get_device_capability()) < _OLDEST:
-        problem = f"this GPU can {can[0]}.{can[1]}, and the kernel needs {_OLDEST[0]}.{_OLDEST[1]}"
+    elif capability < _OLDEST:
+        problem = f"this GPU can {capability[0]}.{capability[1]}, and the kernel needs {_OLDEST[0]}.{_OLDEST[1]}"
     elif dtype not in _DTYPES:
         problem = f"on a GPU its kernel takes bfloat16, and the model is computed in {str(dtype).removeprefix('torch.')}"
     elif size > _LARGEST or size % _STEP:
@@ -290,8 +308,10 @@ def ring_attention(
     sliding_window: int | None = None,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
-    """Instead of sdpa, for this rank's slice: ``[rows, heads, slice, size]`` in,
-    ``[rows, slice, heads, size]`` out."""
+    """Attend instead of sdpa, for this rank's two slices of the sequence dimension.
+
+    States are ``[rows, heads, slices, size]``, and the result is ``[rows, slices, heads, size]``.
+    """
     if attention_mask is not None or sliding_window:
         raise UserError(
             f"{RING_KEY} is for causal attention without masks and windows: use ulysses"
@@ -338,10 +358,18 @@ class _Ring(Function):
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
 ) -> tuple[Tensor, ...]:
-    """The output and the log-sum-exp of its scores."""
-    key, value = (repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value))
+    """Run one round: the output, and the log-sum-exp of its scores."""
+    groups = query.shape[1] // key.shape[1]
+    # The kernels take as many KV heads as heads of queries, and no dropout (0.0).
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
     kernel = _ON_CUDA if query.device.type == "cuda" else _ON_CPU
     results: tuple[Tensor, ...] = kernel(query, key, value, 0.0, is_causal, scale=scale)
     return results[:2]
@@ -358,9 +386,16 @@ def _attend_backward(
     scale: float | None,
     grad_out: Tensor,
 ) -> tuple[Tensor, ...]:
-    """Gradients of a KV head are summed over the heads that share it."""
-    repeated = [repeat_kv(states, query.shape[1] // states.shape[1]) for states in (key, value)]
-    inputs = grad_out, query, *repeated, out, logsumexp.contiguous()
+    """Run one round backward: gradients of queries, keys and values."""
+    groups = query.shape[1] // key.shape[1]
+    inputs = (
+        grad_out,
+        query,
+        repeat_kv(key, groups),
+        repeat_kv(value, groups),
+        out,
+        logsumexp.contiguous(),
+    )
     if query.device.type == "cuda":
         lengths = query.shape[2], key.shape[2]
         seed = torch.empty(0, dtype=torch.uint64, device=query.device)  # unused without dropout
@@ -369,22 +404,25 @@ def _attend_backward(
         )
     else:
         results = _BACKWARD_ON_CPU(*inputs, 0.0, is_causal, scale=scale)
-    of_query, *others = results
-    return of_query, *(
-        each.view(key.shape[0], key.shape[1], -1, *key.shape[2:]).sum(2) for each in others
-    )
+    of_query, of_key, of_value = results
+    # [rows, heads, slice, size]: a KV head's gradient is the sum over the heads that share it.
+    rows, kv_heads, *inner_sizes = key.shape
+    shape = (rows, kv_heads, groups, *inner_sizes)
+    return of_query, of_key.view(shape).sum(2), of_value.view(shape).sum(2)
 
 
 @contextmanager
 def _load_balanced() -> Iterator[None]:
-    """Each rank has a slice from each end of the sequence; torch's own entry point may have set
-    another order."""
-    before = _ROUNDS._cp_options.enable_load_balance
+    """Set torch's order of slices to that of ``Context``: one from each end of the sequence.
+
+    torch's own entry point may have set another order.
+    """
+    previous_value = _ROUNDS._cp_options.enable_load_balance
     _ROUNDS._cp_options.enable_load_balance = True
     try:
         yield
     finally:
-        _ROUNDS._cp_options.enable_load_balance = before
+        _ROUNDS._cp_options.enable_load_balance = previous_value
 
 
 AttentionInterface.register(RING_ATTENTION, ring_attention)

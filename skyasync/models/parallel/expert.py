@@ -1,5 +1,4 @@
-"""Expert parallelism: neighbours of the data dimension have some of a mixture's experts each,
-whole.
+"""Expert parallelism: neighbours of the data dimension have some whole experts each.
 
 Each rank sends the tokens of its own rows to the ranks that have the experts of these, and gets the
 results back (all-to-all), by transformers' ``ep_dispatch_experts``:
@@ -38,16 +37,16 @@ def divide_experts(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """
     size = mesh.size()
     family = type(model).__name__
-    if DISPATCHED not in model.ep_plan.values():
+    if DISPATCHED not in model.ep_plan.values():  # such as a plan that sums experts' outputs
         raise UserError(
             f"{KEY}={size}: transformers has no plan by which experts of {family} are sent tokens: set it to 0"
         )
     for module in divided_experts(model):
         count = int(module.num_experts)  # type: ignore[arg-type]
         if count % size:
-            fits = " or ".join(str(n) for n in range(2, count + 1) if count % n == 0)
+            divisors = " or ".join(str(n) for n in range(2, count + 1) if count % n == 0)
             raise UserError(
-                f"{KEY}={size} does not divide the {count} experts of {family}: choose {fits}"
+                f"{KEY}={size} does not divide the {count} experts of {family}: choose {divisors}"
             )
     apply_expert_parallelism(model, mesh, None, model.ep_plan)  # type: ignore[arg-type]  # no tensor dimension
 

@@ -1,5 +1,4 @@
-"""Pipeline parallelism: each rank of the pipeline dimension, a stage, has consecutive layers of the
-model.
+"""Pipeline parallelism: each rank of the pipeline dimension is a stage, with consecutive layers.
 
     first stage: embeddings, layers  ──states──▶  layers  ──states──▶  last stage: layers, norm, head, loss
                                     ◀─gradients─         ◀─gradients─
@@ -39,19 +38,19 @@ from skyasync.weight_sync.full_tensors import StageTensor
 
 KEY = "trainer.parallel.pipeline"
 PARTS = {"embed_tokens", "layers", "norm"}
-"""Of transformers' plans (``base_model_pp_plan``) that can be cut here."""
+"""What a plan of transformers (``base_model_pp_plan``) names if the model can be cut here."""
 
 T = TypeVar("T")
 
 
 def layers_of_stages(layers: int, stages: int) -> list[int]:
-    """How many layers each stage has; the last one, which has the head, is not among those with one
-    more."""
-    return [layers // stages + (number < layers % stages) for number in range(stages)]
+    """Count the layers of each stage. Earlier stages get the remainder: the last has the head."""
+    share, remainder = divmod(layers, stages)
+    return [share + 1] * remainder + [share] * (stages - remainder)
 
 
 class Stage:
-    """This rank's layers. Cuts the model, which may have no memory yet and is not sharded yet.
+    """This rank's layers of a model, which it cuts; the model is not sharded yet.
 
     Args:
         dtype: that the model computes in.
@@ -70,90 +69,101 @@ class Stage:
         self._groups = groups
         self._dtype = dtype
         self._ranks = groups.ranks
-        self._sent = deque[tuple[dist.Work, Tensor]]()
+        # Tensors stay alive until their sends have ended.
+        self._sends = deque[tuple[dist.Work, Tensor]]()
         size = len(groups.ranks)
         self._number = groups.ranks.index(dist.get_rank())
         check(model, size)
-        self.is_first, self.warmup = self._number == 0, size - 1 - self._number
-        self.is_last = self.warmup == 0
+        self.is_first = self._number == 0
+        self.is_last = self._number == size - 1
+        self.warmup = size - 1 - self._number  # stages after this one
         self.received: Tensor | None = None
         self._hidden_size = int(model.config.get_text_config().hidden_size)
         base: Any = model.base_model
+        # Of each stage: the number of the layer after its own.
         self._boundaries = list(accumulate(layers_of_stages(len(base.layers), size)))
+        # The whole model's tensors, before the cut: every stage names those of all stages.
         names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
-        self._specs = {
-            name: ((tensor.dtype, tuple(tensor.shape)), self._stage_of(name))
-            for name, tensor in model.state_dict().items()
-            if name in names
-        }
+        self._specs: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], int]] = {}
+        for name, tensor in model.state_dict().items():
+            if name in names:  # a tied weight by its first name alone
+                spec = (tensor.dtype, tuple(tensor.shape))
+                self._specs[name] = (spec, self._stage_of(name))
         head = model.get_output_embeddings()
-        self._tied = isinstance(head, nn.Linear) and head.weight is base.embed_tokens.weight
+        self._has_tied_head = isinstance(head, nn.Linear) and (
+            head.weight is base.embed_tokens.weight
+        )
         self._entry = _Entry()
         self._cut(base)
 
     def _stage_of(self, name: str) -> int:
-        """The stage of a parameter or a buffer; the first of two."""
-        part, _, rest = name.removeprefix(f"{self._model.base_model_prefix}.").partition(".")
+        """The stage of a parameter or a buffer; of tied embeddings, which two have, the first."""
+        name_in_base = name.removeprefix(f"{self._model.base_model_prefix}.")
+        part, *path = name_in_base.split(".")
         if part == "layers":
-            return bisect(self._boundaries, int(rest.partition(".")[0]))
+            return bisect(self._boundaries, int(path[0]))
         if part == "embed_tokens":
             return 0
         return len(self._ranks) - 1
 
     def _cut(self, base: Any) -> None:  # noqa: ANN401
-        """Layers of other stages are passed over; this stage's first one is given what was
-        received."""
+        """Replace other stages' layers, so that the model's own forward pass skips them."""
         model = self._model
-        first = ([0, *self._boundaries])[self._number]
+        begin = 0 if self.is_first else self._boundaries[self._number - 1]
+        end = self._boundaries[self._number]
+        # The list keeps its length: a layer's number decides, for example, which mask it gets.
         for number in range(len(base.layers)):
-            if not first <= number < self._boundaries[self._number]:
-                if number == first - 1:
-                    base.layers[number] = self._entry
-                else:
-                    base.layers[number] = PipelineIdentityLayer()
-        if not self.is_first and not (self._tied and self.is_last):
+            if not begin <= number < end:
+                base.layers[number] = PipelineIdentityLayer()
+        if begin > 0:
+            base.layers[begin - 1] = self._entry  # gives this stage's first layer its input
+        if not self.is_first and not (self._has_tied_head and self.is_last):
             base.embed_tokens = PipelineIdentityLayer()
         if not self.is_last:
             base.norm = PipelineIdentityLayer()
             for name, child in model.named_children():
                 if child is not base:
                     setattr(model, name, PipelineIdentityLayer())
-            model.all_tied_weights_keys = {}
-        # What is missing here is not unexpected in the files.
-        there = {name for name, _ in model.named_parameters()}
-        patterns = {f"^{name.replace('.', '[.]')}$" for name in self._specs if name not in there}
-        model._keys_to_ignore_on_load_unexpected = {
-            *(model._keys_to_ignore_on_load_unexpected or ()),
-            *patterns,
-        }
+            model.all_tied_weights_keys = {}  # the head that they tie is gone
+        # The loader must not report other stages' tensors in the files as unexpected.
+        ignored_patterns = set(model._keys_to_ignore_on_load_unexpected or ())
+        for name in self._specs.keys() - dict(model.named_parameters()).keys():
+            ignored_patterns.add(f"^{name.replace('.', '[.]')}$")
+        model._keys_to_ignore_on_load_unexpected = ignored_patterns
 
     # ---------------------------------------------------------------- computing
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Arguments of the model for a batch of tokens: these, or the states that the stage before
-        has computed."""
+        """Arguments of the model for ``tokens`` ``[rows, width]``: these, or received states.
+
+        A stage after the first waits for the states of the stage before it.
+        """
         if self.is_first:
             return {"input_ids": tokens}
+        # [rows, width, hidden]
         states = torch.empty(
             *tokens.shape, self._hidden_size, dtype=self._dtype, device=tokens.device
         )
         dist.recv(states, src=self._ranks[self._number - 1], group=self._groups.states)
-        self.received = self._entry.states = states.requires_grad_(torch.is_grad_enabled())
-        return {"inputs_embeds": states.detach()}  # for masks and positions
+        states.requires_grad_(torch.is_grad_enabled())
+        self.received = states
+        self._entry.states = states
+        # The model makes masks and positions from these; the entry replaces their values.
+        return {"inputs_embeds": states.detach()}
 
     def send_states(self, states: Tensor) -> None:
-        """To the next stage."""
+        """Send states ``[rows, width, hidden]`` to the next stage."""
         self._send(states.detach(), self._number + 1, self._groups.states)
 
     def backward(self, result: Tensor, received: Tensor | None) -> None:
-        """The backward pass of a loss, or of the states that were sent, whose gradient the next
-        stage has.
+        """Run the backward pass of a loss, or of the states that were sent to the next stage.
 
         Args:
             received: of the same forward pass; their gradient is sent to the stage before.
         """
         gradient = None
         if not self.is_last:
+            # recv needs contiguous memory, which the states may not have.
             gradient = torch.empty_like(result, memory_format=torch.contiguous_format)
             dist.recv(gradient, src=self._ranks[self._number + 1], group=self._groups.gradients)
         result.backward(gradient)
@@ -162,26 +172,32 @@ class Stage:
             self._send(received.grad, self._number - 1, self._groups.gradients)
 
     def _send(self, tensor: Tensor, stage: int, group: dist.ProcessGroup) -> None:
-        """Without waiting, but for what was sent long ago, which 1F1B has needed since."""
+        """Send without waiting for the receiver."""
         tensor = tensor.contiguous()
         work = dist.isend(tensor, dst=self._ranks[stage], group=group)
         assert work is not None
-        self._sent.append((work, tensor))
-        if len(self._sent) > 2 * len(self._ranks):
-            self._sent.popleft()[0].wait()
+        self._sends.append((work, tensor))
+        # So long after it, 1F1B has needed its result: waiting costs nothing and frees the tensor.
+        if len(self._sends) > 2 * len(self._ranks):
+            self._wait_for_oldest_send()
+
+    def _wait_for_oldest_send(self) -> None:
+        work, _ = self._sends.popleft()
+        work.wait()
 
     def from_last(self, value: T) -> T:
         """The last stage's value, on all stages. All of them call it, when nothing more is sent."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
-        self.received = self._entry.states = None
+        while self._sends:
+            self._wait_for_oldest_send()
+        self.received = None
+        self._entry.states = None
         return self._groups.from_last(value)
 
     # ---------------------------------------------------------------- weights
 
-    def check_trained(self, learnt: Sequence[nn.Parameter]) -> None:
-        """Raises ``UserError`` if nothing of this stage is trained."""
-        if not learnt:
+    def check_trained(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raise ``UserError`` if nothing of this stage is trained."""
+        if not parameters:
             raise UserError(
                 f"trainer.policy.freeze leaves stage {self._number} of {KEY}={len(self._ranks)} nothing to train: "
                 f"freeze less, or set {KEY}=1"
@@ -189,7 +205,7 @@ class Stage:
 
     def embeddings(self) -> nn.Parameter | None:
         """This stage's copy of embeddings that two stages have, if they are trained."""
-        if not (self._tied and (self.is_first or self.is_last)):
+        if not (self._has_tied_head and (self.is_first or self.is_last)):
             return None
         weight = self._model.get_input_embeddings().weight
         assert isinstance(weight, nn.Parameter)
@@ -198,39 +214,38 @@ class Stage:
         return None
 
     def add_embedding_gradients(self) -> None:
-        """Of tied embeddings: those of the first and the last stage. Once before each optimizer
-        step."""
+        """Sum the gradients of tied embeddings over the first and the last stage.
+
+        Once before each optimizer step: a second sum would count every gradient twice.
+        """
         weight = self.embeddings()
         if weight is not None and weight.grad is not None:
             dist.all_reduce(local(weight.grad), group=self._groups.first_and_last)
 
-    def weights(self, own: Mapping[str, Tensor]) -> dict[str, StageTensor]:
-        """Those of all stages, in the order of the whole model.
+    def weights(self, shards: Mapping[str, Tensor]) -> dict[str, StageTensor]:
+        """The weights of all stages, in the order of the whole model.
 
         Args:
-            own: this stage's shards.
+            shards: of this stage.
         """
-        device = next(iter(own.values())).device
-        return {
-            name: StageTensor(
-                spec,
-                own[name] if stage == self._number else None,
-                device,
-                self._ranks[stage],
-                self._groups.states,
+        device = next(iter(shards.values())).device
+        weights = {}
+        for name, (spec, stage) in self._specs.items():
+            shard = shards[name] if stage == self._number else None
+            weights[name] = StageTensor(
+                spec, shard, device, self._ranks[stage], self._groups.states
             )
-            for name, (spec, stage) in self._specs.items()
-        }
+        return weights
 
     def union(self, names: Collection[str]) -> set[str]:
-        """The names that any stage gives."""
-        everybody: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(everybody, list(names), group=self._groups.states)
-        return set(chain.from_iterable(everybody))
+        """The names that any stage gives. All stages call it."""
+        names_of_stages: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(names_of_stages, list(names), group=self._groups.states)
+        return set(chain.from_iterable(names_of_stages))
 
 
 class _Entry(nn.Module):
-    """In the place of the layer before a stage's first one: its result is what was received."""
+    """Replaces the layer before a stage's first one: its result is what was received."""
 
     states: Tensor | None = None
 
@@ -239,7 +254,7 @@ class _Entry(nn.Module):
 
 
 def check(model: PreTrainedModel, stages: int) -> None:
-    """Raises ``UserError`` for a model that cannot be cut into so many stages."""
+    """Raise ``UserError`` for a model that cannot be cut into so many stages."""
     base = model.base_model
     family = type(model).__name__
     config: Any = model.config.get_text_config()
@@ -247,16 +262,15 @@ def check(model: PreTrainedModel, stages: int) -> None:
         raise UserError(
             f"{KEY}={stages}: transformers has no plan by which {family} can be cut: set {KEY}=1"
         )
-    strange = sorted(
-        {name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS}
-    )
-    if strange or config_value(config, "num_kv_shared_layers"):
-        if strange:
-            what = f"{strange[0]} outside its layers"
-        else:
-            what = "layers that share keys and values"
+    outside = [name for name, _ in base.named_parameters() if name.partition(".")[0] not in PARTS]
+    obstacle = ""
+    if outside:
+        obstacle = f"{min(outside)} outside its layers"
+    elif config_value(config, "num_kv_shared_layers"):
+        obstacle = "layers that share keys and values"
+    if obstacle:
         raise UserError(
-            f"{KEY}={stages}: {family} has {what}, which stages cannot have: set {KEY}=1"
+            f"{KEY}={stages}: {family} has {obstacle}, which stages cannot have: set {KEY}=1"
         )
     if len(base.layers) < stages:  # type: ignore[arg-type]
         raise UserError(f"{KEY}={stages} is more than the {len(base.layers)} layers of {family}")  # type: ignore[arg-type]

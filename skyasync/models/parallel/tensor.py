@@ -1,5 +1,4 @@
-"""A model's matrices split over the tensor dimension, by the plan that transformers has for its
-family.
+"""A model's matrices split over the tensor dimension, by transformers' plan for its family.
 
 Invariant: the model's gradient is that of the whole model. Embeddings, norms and routers are whole
 on every rank of the dimension, which computes the same with them. A linear head is split by
@@ -64,19 +63,24 @@ _SUPPORTED = {
     EXPERTS,
     EMBEDDING,
 }
-"""Styles whose parts are slices of a weight, as checkpoints of shards need; those of packed weights
-are not."""
+"""Styles whose parts are slices of a weight, as checkpoints of shards need.
+
+Parts of packed weights are not slices.
+"""
 
 _OURS = {"colwise": COLUMNS, "rowwise": ROWS, "replicated_with_grad_allreduce": NORM}
 """Replacements of transformers' styles."""
+_LIBRARY_STYLES = {replacement: style for style, replacement in _OURS.items()}
 
 _ADAPTED = {COLUMNS: attrgetter("lora_B"), ROWS: attrgetter("lora_A")}
 """The half of an adapter that is split like the adapted layer."""
 
 
 def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
-    """Split a model that has no memory yet; returns which part of the logits its head computes,
-    None for all.
+    """Split a model that has no memory yet.
+
+    Returns:
+        The part of the logits that this rank's head computes; None: all.
 
     Raises:
         UserError: for a family without a plan, or a size that does not divide its heads or experts.
@@ -89,27 +93,28 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
         raise UserError(
             f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1"
         )
-    others = set(config_value(config, "layer_types", ())) - ATTENDING
-    if others:
+    unsupported = set(config_value(config, "layer_types", ())) - ATTENDING
+    if unsupported:
         raise UserError(
-            f"{KEY}={size} splits attention heads, and {family} has other layers ({min(others)}): set {KEY}=1"
+            f"{KEY}={size} splits attention heads, and {family} has other layers ({min(unsupported)}): set {KEY}=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
         count = config_value(config, name)
         if isinstance(count, int) and count % size:
-            fits = [str(n) for n in range(1, count + 1) if count % n == 0]
+            divisors = " or ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             raise UserError(
-                f"{KEY}={size} does not divide the {name}={count} of {family}: choose {' or '.join(fits)}"
+                f"{KEY}={size} does not divide the {name}={count} of {family}: choose {divisors}"
             )
     plan = _plan(model)
     by_vocabulary = isinstance(head, nn.Linear) and head.out_features % size == 0
     embeddings = model.get_input_embeddings()
-    tied = by_vocabulary and head.weight is embeddings.weight
-    plan.pop(_key(model, embeddings), None)  # whole, unless they are the head: a critic's are not
+    embeddings_key = _key(model, embeddings)
+    is_tied = by_vocabulary and head.weight is embeddings.weight
+    plan.pop(embeddings_key, None)  # whole, unless they are the head: a critic's are not
     if by_vocabulary:
         plan[_key(model, head)] = COLUMNS
-    if tied:
-        plan[_key(model, embeddings)] = EMBEDDING
+    if is_tied:
+        plan[embeddings_key] = EMBEDDING
     for name, style in plan.items():
         if style not in _SUPPORTED:
             raise UserError(
@@ -117,8 +122,8 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
                 f"gradients or checkpoints of shards do not take here: set {KEY}=1"
             )
     apply_tensor_parallelism(model, mesh, plan)
-    if tied:
-        head.weight = embeddings.weight
+    if is_tied:
+        head.weight = embeddings.weight  # splitting makes a new parameter of each
     if not by_vocabulary:
         return None
     share = head.out_features // size
@@ -126,7 +131,9 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
 
 
 def split_adapters(
-    layers: Iterable[tuple[str, LoraLayer]], model: PreTrainedModel, mesh: DeviceMesh
+    layers: Iterable[tuple[str, LoraLayer]],
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
 ) -> None:
     """Split the halves of adapters of split layers: B with the outputs, A with the inputs.
 
@@ -157,9 +164,9 @@ def split_adapters(
                 f"here: add it to trainer.policy.lora.exclude_modules, or set {KEY}=1"
             )
         (half,) = _ADAPTED[style](layer).values()
-        theirs = next(library for library, ours in _OURS.items() if ours == style)
+        library_style = _LIBRARY_STYLES[style]
         add_lora_tp_hooks_dtensor(
-            half, theirs, mesh, base_layer=layer.get_base_layer(), module_name=name
+            half, library_style, mesh, base_layer=layer.get_base_layer(), module_name=name
         )
         ALL_PARALLEL_STYLES[style].install_forward(half, mesh)
 
@@ -175,14 +182,15 @@ def _plan(model: PreTrainedModel) -> dict[str, str]:
         if name in experts:
             plan[name] = EXPERTS
         elif any(name.startswith(f"{module}.") for module in experts):
-            plan[name] = "grouped_gemm"
+            plan[name] = "grouped_gemm"  # the stacked weights inside: divided by experts
         else:
             plan[name] = _OURS.get(style, style)
     return plan
 
 
 def _key(model: PreTrainedModel, module: nn.Module) -> str:
-    name = next(name for name, part in model.named_modules() if part is module)
+    """The name of a module in plans, in which layers have a wildcard for their number."""
+    (name,) = [name for name, part in model.named_modules() if part is module]
     return str(replace_layer_number_by_wildcard(name))
 
 
@@ -195,55 +203,53 @@ class NormOfOwnHeads(TensorParallelLayer):
 
     @contextmanager
     def context_around_forward(self, module: nn.Module, mesh: DeviceMesh) -> Iterator[None]:
-        own = dict(module._parameters)
-        shared = {
-            name: sum_gradients_over_group(p, mesh.get_group())
-            for name, p in own.items()
-            if p is not None
-        }
-        module._parameters.update(shared)  # type: ignore[arg-type]
+        parameters = dict(module._parameters)
+        # In this forward pass alone the module has tensors whose gradients are summed.
+        for name, parameter in parameters.items():
+            if parameter is not None:
+                shared = sum_gradients_over_group(parameter, mesh.get_group())
+                module._parameters[name] = shared  # type: ignore[assignment]
         try:
             yield
         finally:
-            module._parameters.update(own)
+            module._parameters.update(parameters)
 
 
 class VocabularyEmbedding(TensorParallelLayer):
-    """Embeddings of which each rank holds a part of the vocabulary, like a head that is tied to
-    them."""
+    """Embeddings of which each rank holds a part of the vocabulary, like a tied head."""
 
     def shard_param(self, module: nn.Embedding, param: str, mesh: DeviceMesh) -> None:
-        whole = module._parameters[param]
-        assert whole is not None
-        split = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-        module._parameters[param] = nn.Parameter(split, requires_grad=whole.requires_grad)
+        full_weight = module._parameters[param]
+        assert full_weight is not None
+        split = distribute_tensor(full_weight, mesh, [Shard(0)], src_data_rank=None)
+        module._parameters[param] = nn.Parameter(split, requires_grad=full_weight.requires_grad)
 
     def install_forward(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Embedding:
         look_up = module.forward
         group = mesh.get_group()
         size = module.num_embeddings // mesh.size()
-        first = size * mesh.get_local_rank()
+        start = size * mesh.get_local_rank()
         padding = module.padding_idx
         if padding is not None:
-            if first <= padding < first + size:
-                module.padding_idx = padding - first
-            else:
-                module.padding_idx = None
+            # The padding's row gets no gradient: it must be the number of a row of this part.
+            module.padding_idx = padding - start if start <= padding < start + size else None
 
         def forward(tokens: Tensor) -> Tensor:
-            own = tokens - first
-            others = (own < 0) | (own >= size)
+            local_tokens = tokens - start  # [rows, width]
+            is_remote = (local_tokens < 0) | (local_tokens >= size)
+            # Another rank's token looks up row 0 here, and adds 0 to the sum over ranks.
             with _use_local_dtensor_params(module):
-                embedded = look_up(own.masked_fill(others, 0))
-            return sum_over_group(embedded.masked_fill(others[..., None], 0.0), group)
+                states = look_up(local_tokens.masked_fill(is_remote, 0))  # [rows, width, hidden]
+            return sum_over_group(states.masked_fill(is_remote[..., None], 0.0), group)
 
         module.forward = forward  # type: ignore[method-assign, assignment]
         return module
 
 
 class WholeExperts(MoeExpertsParallel):
-    """Experts of which each rank has some, whole; all ranks see all tokens, and their outputs are
-    summed.
+    """Experts of which each rank has some, whole.
+
+    All ranks see all tokens, and their outputs are summed.
 
     A token's experts on other ranks get the number after the last of this rank's, which
     transformers' experts skip.
@@ -257,19 +263,23 @@ class WholeExperts(MoeExpertsParallel):
         mesh: DeviceMesh,
         **options: object,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        hidden, chosen, weights, *more = args
-        group, own = mesh.get_group(), int(module.num_experts)  # type: ignore[arg-type]
-        others = torch.div(chosen, own, rounding_mode="floor") != mesh.get_local_rank()
-        weights = sum_gradients_over_group(weights, group).masked_fill(others, 0.0)
-        return (
-            sum_gradients_over_group(hidden, group),
-            (chosen % own).masked_fill(others, own),
-            weights,
-            *more,
-        ), kwargs
+        # [tokens, hidden], and [tokens, top_k] of both others
+        hidden, experts, weights, *family_arguments = args
+        group = mesh.get_group()
+        local_count = int(module.num_experts)  # type: ignore[arg-type]  # of this rank's experts
+        rank_of_expert = torch.div(experts, local_count, rounding_mode="floor")
+        is_remote = rank_of_expert != mesh.get_local_rank()
+        weights = sum_gradients_over_group(weights, group).masked_fill(is_remote, 0.0)
+        hidden = sum_gradients_over_group(hidden, group)
+        local_experts = (experts % local_count).masked_fill(is_remote, local_count)
+        return (hidden, local_experts, weights, *family_arguments), kwargs
 
     def transform_output_post_forward(
-        self, module: nn.Module, output: Tensor, mesh: DeviceMesh, source: object = None
+        self,
+        module: nn.Module,
+        output: Tensor,
+        mesh: DeviceMesh,
+        source: object = None,
     ) -> Tensor:
         return sum_over_group(output, mesh.get_group())
 
@@ -309,16 +319,13 @@ class _ColumnProduct(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         states, weight = ctx.saved_tensors
-        own = gradients[0].flatten(0, -2)
+        gradient = gradients[0].flatten(0, -2)  # [tokens, this rank's outputs]
+        of_states = None
         if ctx.needs_input_grad[0]:
-            of_states = sum_over_group(_wide(own, weight), ctx.group).to(states.dtype)
-        else:
-            of_states = None
-        return (
-            None if of_states is None else of_states.view(states.shape),
-            *_of_parameters(ctx, own, states),
-            None,
-        )
+            total = sum_over_group(_wide(gradient, weight), ctx.group)  # [tokens, inputs]
+            of_states = total.to(states.dtype).view(states.shape)
+        of_weight, of_bias = _of_parameters(ctx, gradient, states)
+        return of_states, of_weight, of_bias, None
 
 
 class _RowProduct(Function):
@@ -331,20 +338,20 @@ class _RowProduct(Function):
         group: dist.ProcessGroup,
     ) -> Tensor:
         ctx.save_for_backward(states, weight)
-        whole = sum_over_group(_wide(states.flatten(0, -2), weight.t()), group)
+        total = sum_over_group(_wide(states.flatten(0, -2), weight.t()), group)  # [tokens, outputs]
         if bias is not None:
-            whole += bias
-        return whole.to(states.dtype).view(*states.shape[:-1], weight.shape[0])
+            total += bias  # whole on every rank: after the sum, so that it is added once
+        return total.to(states.dtype).view(*states.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         states, weight = ctx.saved_tensors
-        own = gradients[0].flatten(0, -2)
+        gradient = gradients[0].flatten(0, -2)  # [tokens, outputs]
+        of_states = None
         if ctx.needs_input_grad[0]:
-            of_states = (own @ weight).view(states.shape)
-        else:
-            of_states = None
-        return (of_states, *_of_parameters(ctx, own, states), None)
+            of_states = (gradient @ weight).view(states.shape)  # of this rank's inputs
+        of_weight, of_bias = _of_parameters(ctx, gradient, states)
+        return of_states, of_weight, of_bias, None
 
 
 def _of_parameters(
@@ -352,20 +359,25 @@ def _of_parameters(
     gradient: Tensor,
     states: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of this rank's part of the weight, and of its part of the bias or of a bias that
-    all ranks have."""
+    """Gradients of this rank's weight ``[outputs, inputs]`` and bias ``[outputs]``.
+
+    A row-wise layer's bias is that of all ranks.
+    """
+    of_weight = None
     if ctx.needs_input_grad[1]:
         of_weight = gradient.t() @ states.flatten(0, -2)
-    else:
-        of_weight = None
-    return of_weight, gradient.sum(0) if ctx.needs_input_grad[2] else None
+    of_bias = None
+    if ctx.needs_input_grad[2]:
+        of_bias = gradient.sum(0)
+    return of_weight, of_bias
 
 
 def _wide(left: Tensor, right: Tensor) -> Tensor:
-    """Their product in float32 at least, in which kernels accumulate anyway."""
+    """The matrix product in float32 at least, in which kernels accumulate anyway."""
     if left.dtype not in (torch.bfloat16, torch.float16):
         return left @ right
     if left.device.type == "cuda":
+        # Without float32 copies of both; torch has this for CUDA alone.
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 

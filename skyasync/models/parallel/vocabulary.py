@@ -1,5 +1,4 @@
-"""Log-probabilities from logits of which each rank of the tensor dimension has a part of the
-vocabulary.
+"""Log-probabilities from logits that the ranks of the tensor dimension divide by vocabulary.
 
 Invariant: no rank holds the whole vocabulary, unless the distribution has filters, which need all
 of it: then the logits are gathered, as many as one rank without tensor parallelism would hold. All
@@ -20,82 +19,99 @@ from torch.autograd.function import FunctionCtx
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's part: ``size`` tokens from ``first`` on, of ``ranks`` times as many."""
+    """This rank's part: ``size`` tokens from ``start`` on, of ``ranks`` times as many."""
 
     group: dist.ProcessGroup
     ranks: int
-    first: int
+    start: int
     size: int
 
     def scores(
-        self, logits: Tensor, targets: Tensor, *, entropy: bool, entropy_gradient: bool
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        *,
+        entropy: bool,
+        entropy_gradient: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the targets ``[n, m]``, and entropy ``[n]`` if requested.
+        """Compute log-probabilities of the targets ``[n, m]``, and entropy ``[n]`` if requested.
 
         Args:
             logits: ``[n, size]``, this rank's.
+            targets: int64 ``[n, m]``, in the whole vocabulary.
         """
-        most = self._most(logits)
-        own = targets - self.first
-        others = (own < 0) | (own >= self.size)
-        chosen = logits.gather(1, own.masked_fill(others, 0)).masked_fill(others, 0.0)
-        powers = (logits - most[:, None]).exp()
-        sums = sum_over_group(torch.cat([powers.sum(-1, keepdim=True), chosen], 1), self.group)
+        maximum = self._maximum(logits)  # [n]
+        local_targets = targets - self.start  # [n, m]
+        is_remote = (local_targets < 0) | (local_targets >= self.size)
+        # Another rank's target reads entry 0 here and adds 0 to the sum over ranks.
+        target_logits = logits.gather(1, local_targets.masked_fill(is_remote, 0))
+        target_logits = target_logits.masked_fill(is_remote, 0.0)  # [n, m]
+        powers = (logits - maximum[:, None]).exp()  # [n, size]
+        partial_sums = torch.cat([powers.sum(-1, keepdim=True), target_logits], 1)
+        sums = sum_over_group(partial_sums, self.group)  # [n, 1 + m], in one collective
         total = sums[:, 0]
-        normalizer = most + total.log()
-        logprobs = sums[:, 1:] - normalizer[:, None]
+        normalizer = maximum + total.log()  # [n]: log-sum-exp over the whole vocabulary
+        logprobs = sums[:, 1:] - normalizer[:, None]  # [n, m]
         if not entropy:
             return logprobs, None
         with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-            mean = sum_over_group((powers * logits).sum(-1), self.group) / total
-            return logprobs, normalizer - mean
+            # H = log Z - E[logit]
+            weighted_sum = sum_over_group((powers * logits).sum(-1), self.group)
+            return logprobs, normalizer - weighted_sum / total
 
     def most_likely(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The k most likely tokens and their log-probabilities, ``[n, k]``; no gradient."""
-        most = self._most(logits)
-        total = sum_over_group((logits - most[:, None]).exp().sum(-1), self.group)
-        own, tokens = logits.topk(min(k, self.size))
-        gathered = [[torch.empty_like(part) for _ in range(self.ranks)] for part in (own, tokens)]
-        for parts, mine in zip(gathered, (own, tokens + self.first), strict=True):
-            dist.all_gather(parts, mine.contiguous(), group=self.group)
-        values, tokens = (torch.cat(parts, 1) for parts in gathered)
+        """Find the k most likely tokens and their log-probabilities, ``[n, k]``; no gradient."""
+        maximum = self._maximum(logits)  # [n]
+        total = sum_over_group((logits - maximum[:, None]).exp().sum(-1), self.group)  # [n]
+        normalizer = maximum + total.log()
+        # The k likeliest of all are among the k likeliest of each rank.
+        local_values, local_tokens = logits.topk(min(k, self.size))
+        values = self._all_gather(local_values)  # [n, ranks * k]
+        tokens = self._all_gather(local_tokens + self.start)
         values, index = values.topk(min(k, values.shape[1]))
-        return tokens.gather(1, index), values - (most + total.log())[:, None]
+        return tokens.gather(1, index), values - normalizer[:, None]
 
-    def _most(self, logits: Tensor) -> Tensor:
-        most = logits.detach().amax(-1)
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
-        return most
+    def _maximum(self, logits: Tensor) -> Tensor:
+        """``[n]``, over all ranks; detached, since it cancels in every result."""
+        maximum = logits.detach().amax(-1)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.group)
+        return maximum
+
+    def _all_gather(self, tensor: Tensor) -> Tensor:
+        """``[n, m]`` of each rank as ``[n, ranks * m]``, in the order of the ranks."""
+        parts = [torch.empty_like(tensor) for _ in range(self.ranks)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
 
     def gathered(self, logits: Tensor) -> Tensor:
-        """``[n, vocabulary]`` of all ranks' parts; differentiable."""
-        whole: Tensor = _Gathered.apply(logits, self)
-        return whole
+        """Gather ``[n, vocabulary]`` from all ranks' parts; differentiable."""
+        full_logits: Tensor = _Gathered.apply(logits, self)
+        return full_logits
 
 
 class _Gathered(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, logits: Tensor, vocabulary: Vocabulary) -> Tensor:
         ctx.vocabulary = vocabulary  # type: ignore[attr-defined]
-        parts = [torch.empty_like(logits) for _ in range(vocabulary.ranks)]
-        dist.all_gather(parts, logits.contiguous(), group=vocabulary.group)
-        return torch.cat(parts, dim=-1)
+        return vocabulary._all_gather(logits)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        own: Vocabulary = ctx.vocabulary  # type: ignore[attr-defined]
-        return gradients[0].narrow(1, own.first, own.size), None
+        vocabulary: Vocabulary = ctx.vocabulary  # type: ignore[attr-defined]
+        # All ranks compute the same from the gathered logits: their gradients are not summed.
+        return gradients[0].narrow(1, vocabulary.start, vocabulary.size), None
 
 
 class _SumOverGroup(Function):
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        whole = tensor.clone()
-        dist.all_reduce(whole, group=group)
-        return whole
+        total = tensor.clone()  # all_reduce works in place
+        dist.all_reduce(total, group=group)
+        return total
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
+        # Every rank has the gradient of the same sum already.
         return gradients[0], None
 
 
@@ -107,14 +123,16 @@ class _SumOfGradients(Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = gradients[0].clone()
-        dist.all_reduce(whole, group=ctx.group)  # type: ignore[attr-defined]
-        return whole, None
+        total = gradients[0].clone()
+        dist.all_reduce(total, group=ctx.group)  # type: ignore[attr-defined]
+        return total, None
 
 
 sum_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOverGroup.apply
 """The sum over ranks; each rank's tensor gets the gradient of the sum."""
 
 sum_gradients_over_group: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOfGradients.apply
-"""The same tensor, which all ranks have and each uses in its part of the work: its gradient is the
-ranks' sum."""
+"""Identity on a tensor that all ranks have; the gradient is the sum of the ranks' gradients.
+
+For tensors that each rank uses in its part of the work.
+"""
