@@ -185,9 +185,9 @@ def maxrl(
     """
     total = scores(rewards)  # [batch]
     pool = Pools(group_ids, ~total.isnan())
-    centred = normalize(total, group_ids, std="none")
+    centred_scores = normalize(total, group_ids, std="none")
     group_mean = pool.mean(total.double())
-    advantages = centred / (group_mean + eps).to(total.dtype)
+    advantages = centred_scores / (group_mean + eps).to(total.dtype)
     singleton = total if singleton_raw else torch.zeros_like(total)
     return broadcast(torch.where(pool.sizes == 1, singleton, advantages), mask)
 
@@ -257,8 +257,8 @@ def reinforce_pp_baseline(
 
     Source: Hu 2025 (REINFORCE++, the variant with a group baseline).
     """
-    centred, _ = dr_grpo(rewards, mask, group_ids, singleton_raw=singleton_raw)
-    advantages = whiten(centred, mask, scale=scale, unbiased=unbiased)
+    centred_scores, _ = dr_grpo(rewards, mask, group_ids, singleton_raw=singleton_raw)
+    advantages = whiten(centred_scores, mask, scale=scale, unbiased=unbiased)
     return advantages, advantages
 
 
@@ -327,8 +327,8 @@ def gpg(
     """
     total = scores(rewards)  # [batch]
     alpha = len(total) / total.count_nonzero().clamp(min=1)
-    centred = normalize(total, group_ids, std="none", singleton_raw=singleton_raw)
-    return broadcast(alpha * centred, mask)
+    centred_scores = normalize(total, group_ids, std="none", singleton_raw=singleton_raw)
+    return broadcast(alpha * centred_scores, mask)
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo_passk", group_relative=True)
@@ -394,21 +394,21 @@ def normalize(
     values = torch.where(has_score, values, 0)
     groups = Pools(group_ids, has_score)
     pools = {"group": groups, "batch": Pools(torch.zeros_like(group_ids), has_score)}
-    centred = values
+    centred_values = values
     if mean != "none":
         pool = pools[mean]
-        centred = values - pool.mean(values)
+        centred_values = values - pool.mean(values)
         if leave_one_out:
             # r - mean of the others = (r - mean) n / (n - 1)
-            centred = centred * pool.sizes / (pool.sizes - 1).clamp(min=1)
+            centred_values = centred_values * pool.sizes / (pool.sizes - 1).clamp(min=1)
         # A mean of equal scores may differ from them by rounding, which eps would not hide.
-        centred = torch.where(pool.constant(values), 0, centred)
-    result = centred
+        centred_values = torch.where(pool.constant(values), 0, centred_values)
+    result = centred_values
     if std != "none":
         pool = pools[std]
-        deviation = pool.deviation(values if raw_std else centred, unbiased=unbiased)
+        deviation = pool.deviation(values if raw_std else centred_values, unbiased=unbiased)
         # One score has no deviation: it is divided by 1, not by eps.
-        result = centred / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
+        result = centred_values / (torch.where(pool.sizes > 1, deviation, 1.0) + eps)
     if mean == "group":
         singleton = torch.zeros_like(values)
         if singleton_raw:
@@ -439,9 +439,9 @@ class Pools:
 
     def deviation(self, values: Tensor, *, unbiased: bool = True) -> Tensor:
         """The standard deviation of the sample's pool."""
-        centred = values - self.mean(values)
+        centred_values = values - self.mean(values)
         count = (self.sizes - int(unbiased)).clamp(min=1)
-        return (self.sum(centred.square()) / count).sqrt()
+        return (self.sum(centred_values.square()) / count).sqrt()
 
     def constant(self, values: Tensor) -> Tensor:
         """Bool ``[batch]``: all values of the sample's pool are the same number."""

@@ -105,11 +105,11 @@ def refuse_unused_extra(cfg: object, *functions: Callable[..., Any]) -> None:
     Raises:
         UserError: with the nearest name and all that these functions accept.
     """
-    accepted: set[str] = set()
+    accepted_names: set[str] = set()
     for function in functions:
         _, settings = parameters(function)
-        accepted |= settings.keys()
+        accepted_names |= settings.keys()
     extra: Mapping[str, Any] = setting(cfg, "extra", {}) or {}
     for name in extra:
-        if name not in accepted:
-            raise UserError(unknown("setting in trainer.algorithm.extra", name, accepted))
+        if name not in accepted_names:
+            raise UserError(unknown("setting in trainer.algorithm.extra", name, accepted_names))

@@ -104,16 +104,16 @@ def whiten(
     """
     exact = values.double()  # equal values then differ from their mean by less than eps
     # [batch, length], 0 outside the mask
-    centred = torch.where(mask, exact - masked_mean(exact, mask), 0)
+    deviations = torch.where(mask, exact - masked_mean(exact, mask), 0)
     if not scale:
-        return centred.to(values.dtype)
+        return deviations.to(values.dtype)
     count = mask.sum()
-    variance = centred.square().sum() / (count - int(unbiased)).clamp(min=1)
+    variance = deviations.square().sum() / (count - int(unbiased)).clamp(min=1)
     if eps_on == "deviation":
         deviation = variance.sqrt() + eps
     else:
         deviation = (variance + eps).sqrt()
-    return (centred / deviation).to(values.dtype)
+    return (deviations / deviation).to(values.dtype)
 
 
 class JoinedRows:
@@ -141,13 +141,13 @@ class JoinedRows:
 
         Trajectories with fewer rows are padded with zero rows.
         """
-        joined = values.new_zeros(self._samples, self._max_rows, values.shape[1])
-        joined[self._sample, self._position] = values
-        return joined.flatten(1)
+        result = values.new_zeros(self._samples, self._max_rows, values.shape[1])
+        result[self._sample, self._position] = values
+        return result.flatten(1)
 
-    def split(self, joined: Tensor) -> Tensor:
+    def split(self, joined_rows: Tensor) -> Tensor:
         """Undo ``join``."""
-        rows = joined.unflatten(1, (self._max_rows, -1))  # [trajectories, rows, length]
+        rows = joined_rows.unflatten(1, (self._max_rows, -1))  # [trajectories, rows, length]
         return rows[self._sample, self._position]
 
     def first(self, values: Tensor) -> Tensor:

@@ -200,8 +200,8 @@ def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
     )
 
 
-def _by_position(name: str, drift: Tensor, mask: Tensor, counted: Tensor) -> dict[str, float]:
-    """Mean |log w| of ``counted`` from each of ``POSITIONS`` of a row's loss tokens to the next.
+def _by_position(name: str, drift: Tensor, mask: Tensor, is_counted: Tensor) -> dict[str, float]:
+    """Mean |log w| of the counted tokens from each of ``POSITIONS`` of a row's loss tokens to the next.
 
     Empty if all rows are short.
     """
@@ -209,8 +209,8 @@ def _by_position(name: str, drift: Tensor, mask: Tensor, counted: Tensor) -> dic
     if not mask.any() or int(position.max()) < POSITIONS[1]:
         return {}
     edges = torch.tensor(POSITIONS[1:], device=mask.device)
-    bucket = torch.bucketize(position[counted], edges, right=True)  # [counted tokens]
-    distance = drift[counted].double().abs()
+    bucket = torch.bucketize(position[is_counted], edges, right=True)  # [counted tokens]
+    distance = drift[is_counted].double().abs()
     metrics = {}
     for number, start in enumerate(POSITIONS):
         in_bucket = bucket == number

@@ -89,9 +89,9 @@ class SampledDistribution:
         if not filtered or not sampling.temperature:
             return cls(sampling.temperature or 1.0)
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}
-        allowed = tuple(sampling.allowed_token_ids)
+        allowed_ids = tuple(sampling.allowed_token_ids)
         return cls(
-            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias, allowed
+            sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, bias, allowed_ids
         )
 
     @property

@@ -151,8 +151,8 @@ def stop_properly_penalty(scores: Tensor, truncated: Tensor, coef: float) -> Ten
 
     Source: OpenRLHF.
     """
-    penalized = scores * coef if coef >= 0 else torch.full_like(scores, coef)
-    return torch.where(truncated, penalized, scores)
+    penalized_scores = scores * coef if coef >= 0 else torch.full_like(scores, coef)
+    return torch.where(truncated, penalized_scores, scores)
 
 
 def overlong_filter(mask: Tensor, stop_reasons: Sequence[str] | Tensor) -> Tensor:

@@ -175,8 +175,8 @@ def _attention(
     for mask, q, k, v in zip(attention_plan.masks, queries, keys, values, strict=True):
         output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
         outputs.append(output)
-    joined = _JoinBlocks.apply(blocks, *outputs)  # [tokens, heads, size]
-    return joined[None].to(dtype), None
+    packed_output = _JoinBlocks.apply(blocks, *outputs)  # [tokens, heads, size]
+    return packed_output[None].to(dtype), None
 
 
 class _SplitContext(FunctionCtx):

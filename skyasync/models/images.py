@@ -179,8 +179,8 @@ def data_url(image: Image) -> str:
     """
     from PIL import Image as PIL
 
-    with PIL.open(io.BytesIO(image.data)) as opened:
-        kind = PIL.MIME.get(opened.format or "", "image/png")
+    with PIL.open(io.BytesIO(image.data)) as picture:
+        kind = PIL.MIME.get(picture.format or "", "image/png")
     return f"data:{kind};base64,{base64.b64encode(image.data).decode()}"
 
 
@@ -192,8 +192,10 @@ def rgb_url(image: Image) -> str:
     """
     from PIL import Image as PIL
 
-    with PIL.open(io.BytesIO(image.data)) as opened:
-        plain = opened.format in ("PNG", "JPEG") and opened.mode == "RGB" and not opened.getexif()
+    with PIL.open(io.BytesIO(image.data)) as picture:
+        plain = (
+            picture.format in ("PNG", "JPEG") and picture.mode == "RGB" and not picture.getexif()
+        )
     return data_url(image if plain else read_image(decoded(image)))
 
 
@@ -238,11 +240,11 @@ def _opened(image: Image) -> Iterator[Any]:
     PIL.init()  # fills PIL.OPEN: some builds of Pillow lack formats
     formats = [name for name in FORMATS if name in PIL.OPEN]
     try:
-        with PIL.open(io.BytesIO(image.data), formats=formats) as opened:
-            if opened.width * opened.height > MOST_PIXELS:
-                size = f"{opened.width} x {opened.height} pixels"
+        with PIL.open(io.BytesIO(image.data), formats=formats) as picture:
+            if picture.width * picture.height > MOST_PIXELS:
+                size = f"{picture.width} x {picture.height} pixels"
                 raise UserError(f"{problem}: it has {size}; {MOST_PIXELS} are the most")
-            yield opened
+            yield picture
     except (
         OSError,
         ValueError,

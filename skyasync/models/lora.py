@@ -77,23 +77,23 @@ class Adapters:
                 parent, _, child = name.rpartition(".")
                 layer = _AdaptedLayer(model.get_submodule(parent), child, name, module)
                 self._layers.append(layer)
-        for adapted in self._layers:
-            for half in adapted.halves:
+        for adapted_layer in self._layers:
+            for half in adapted_layer.halves:
                 half.to(torch.float32)  # master weights, as of anything that is trained
 
     def split(self, mesh: DeviceMesh) -> None:
         """Split the adapters over the tensor dimension of the mesh, as the adapted layers."""
         from skyasync.models.parallel.tensor import split_adapters
 
-        layers = [(adapted.name, adapted.layer) for adapted in self._layers]
+        layers = [(adapted_layer.name, adapted_layer.layer) for adapted_layer in self._layers]
         split_adapters(layers, self._model, mesh)
 
     def begin(self, seed: int, device: torch.device) -> None:
         """Initialize the adapters in memory of ``device``, and freeze all else."""
         for parameter in self._model.parameters():
             parameter.requires_grad_(False)
-        for adapted in self._layers:
-            for half in adapted.halves:
+        for adapted_layer in self._layers:
+            for half in adapted_layer.halves:
                 half.to_empty(device=device).requires_grad_(True)
         self.initialize(seed)
 
@@ -106,8 +106,8 @@ class Adapters:
         """
         # On the CPU and whole: the same numbers on any number of ranks, and on any device.
         generator = torch.Generator().manual_seed(seed)
-        for adapted in self._layers:
-            half_a, half_b = adapted.halves
+        for adapted_layer in self._layers:
+            half_a, half_b = adapted_layer.halves
             shape = half_a.weight.shape  # [rank, in]
             bound = 1 / math.sqrt(shape[1])
             weight = (2 * torch.rand(shape, generator=generator) - 1) * bound
@@ -117,12 +117,12 @@ class Adapters:
             copy_own_part(half_b.weight, torch.zeros(half_b.weight.shape))
 
     def detach_adapters(self) -> None:
-        for adapted in self._layers:
-            setattr(adapted.parent, adapted.child, adapted.layer.base_layer)
+        for adapted_layer in self._layers:
+            setattr(adapted_layer.parent, adapted_layer.child, adapted_layer.layer.base_layer)
 
     def attach_adapters(self) -> None:
-        for adapted in self._layers:
-            setattr(adapted.parent, adapted.child, adapted.layer)
+        for adapted_layer in self._layers:
+            setattr(adapted_layer.parent, adapted_layer.child, adapted_layer.layer)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -148,8 +148,8 @@ class Adapters:
                 self.set_dropout(False)
 
     def set_dropout(self, on: bool) -> None:
-        for adapted in self._layers:
-            adapted.layer.lora_dropout.train(on)
+        for adapted_layer in self._layers:
+            adapted_layer.layer.lora_dropout.train(on)
 
     def merged(self) -> dict[str, Any]:
         """Weights and saved buffers by their names in the files.
@@ -158,10 +158,10 @@ class Adapters:
         """
         with self.detached():
             tensors: dict[str, Any] = own_tensors(self._model)
-        for adapted in self._layers:
-            name = f"{adapted.name}.weight"
+        for adapted_layer in self._layers:
+            name = f"{adapted_layer.name}.weight"
             if name in tensors:  # a tied weight has another name here
-                tensors[name] = Merged(tensors[name], adapted)
+                tensors[name] = Merged(tensors[name], adapted_layer)
         return tensors
 
     def adapter_weights(self) -> dict[str, Tensor]:
@@ -194,11 +194,13 @@ class Adapters:
             "peft_type": "LORA",
             "r": self.config.r,
             "lora_alpha": self.config.lora_alpha,
-            "target_modules": sorted({adapted.child for adapted in self._layers}),
+            "target_modules": sorted({adapted_layer.child for adapted_layer in self._layers}),
         }
         scale = self._layers[0].layer.scaling[NAME]
         transposed_layers = [
-            adapted.name for adapted in self._layers if adapted.layer.fan_in_fan_out
+            adapted_layer.name
+            for adapted_layer in self._layers
+            if adapted_layer.layer.fan_in_fan_out
         ]
         return Adapter(self.adapter_weights(), config, scale, transposed_layers, self._base)
 
@@ -230,9 +232,9 @@ class Merged:
     It is computed when it is gathered: one at a time needs memory.
     """
 
-    def __init__(self, weight: Tensor, adapted: _AdaptedLayer) -> None:
+    def __init__(self, weight: Tensor, adapted_layer: _AdaptedLayer) -> None:
         self._weight = weight
-        self._adapted = adapted
+        self._adapted_layer = adapted_layer
         self.shape = weight.shape
         self.dtype = weight.dtype
 
@@ -241,10 +243,10 @@ class Merged:
 
         All ranks call it.
         """
-        half_a, half_b = self._adapted.halves
+        half_a, half_b = self._adapted_layer.halves
         a = whole(half_a.weight)  # [rank, in]
         b = whole(half_b.weight)  # [out, rank]
-        layer = self._adapted.layer
+        layer = self._adapted_layer.layer
         return with_added(
             whole(self._weight),
             (a, b),

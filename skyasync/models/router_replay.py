@@ -55,7 +55,7 @@ class Routers:
                 f"trainer.policy.router_replay=none"
             )
         config = model.config.get_text_config()
-        self._family = str(config.model_type)
+        self._model_type = str(config.model_type)
         self._layers = len(routers)
         self._hidden_layers = int(config.num_hidden_layers)
         self._indices: list[int] = []  # numbers of the layers that have routers
@@ -70,7 +70,7 @@ class Routers:
             self.dtype = torch.uint8
         # This method weighs experts outside its groups by 0: its top-k depends on the groups.
         if config_value(config, "topk_method") == "group_limited_greedy":
-            raise UserError(not_replayed(self._family))
+            raise UserError(not_replayed(self._model_type))
         self._replayed_experts: Tensor | None = None
         self._recorded_experts: dict[int, Tensor] | None = None
         for layer, router in enumerate(routers.values()):
@@ -104,7 +104,7 @@ class Routers:
         if experts.shape[-2:] != (self._layers, self.top_k):
             raise UserError(
                 f"router replay: the engine reported {experts.shape[-2]} layers with {experts.shape[-1]} experts per "
-                f"token, and the trained {self._family} has {self._layers} with {self.top_k}: do both load the "
+                f"token, and the trained {self._model_type} has {self._layers} with {self.top_k}: do both load the "
                 f"same model?"
             )
         self._replayed_experts = experts.reshape(-1, self._layers, self.top_k)
@@ -118,7 +118,7 @@ class Routers:
         with _TopK(replayed_experts, self.experts, self.top_k) as top:
             output = forward(*args, **kwargs)
         if len(top.choices) != 1:  # the formula is not one top-k: nothing could be replaced
-            raise UserError(not_replayed(self._family))
+            raise UserError(not_replayed(self._model_type))
         if self._recorded_experts is not None:
             self._recorded_experts[layer] = top.choices[0]
         return output

@@ -173,11 +173,11 @@ class ImageProcessor:
     def features(self, images: Sequence[Image]) -> dict[str, Tensor]:
         """The model's inputs for the images, joined along the family's dimension."""
         features_of_images = [self._processed(image).features for image in images]
-        joined = {}
+        result = {}
         for name in features_of_images[0]:
             tensors = [features[name] for features in features_of_images]
-            joined[name] = torch.cat(tensors, self._join)
-        return joined
+            result[name] = torch.cat(tensors, self._join)
+        return result
 
     @cached_property
     def blank(self) -> Image:

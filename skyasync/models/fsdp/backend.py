@@ -599,8 +599,8 @@ class FSDPBackend(ModelBackend):
             if problem:
                 raise NonFiniteError(problem)
             metrics = self._metrics
-            offloaded = MODEL in metrics and self.spec.cpu_offload == OPTIMIZER
-            if offloaded:
+            has_offloaded_state = MODEL in metrics and self.spec.cpu_offload == OPTIMIZER
+            if has_offloaded_state:
                 self._offloaded.move_optimizer_state(self.optimizer, self.device)
             for name, of_part in metrics.items():
                 of_part |= self.trained[name].limit_cosine(self.mesh)
@@ -616,7 +616,7 @@ class FSDPBackend(ModelBackend):
                 optimizer.step()
                 if name == MODEL:
                     self.step += 1
-            if offloaded:
+            if has_offloaded_state:
                 self._offloaded.move_optimizer_state(self.optimizer, HOST)
                 self._synchronize()
             return metrics

@@ -244,11 +244,15 @@ def _saved_state(
     """
     result: dict[str, dict[str, Any]] = {}
     for parameter, values in state.items():
-        saved = {name for name in values if f"{prefix}.{parameter}.{name}" in saved_names}
-        if saved:
+        names_in_checkpoint = {
+            name for name in values if f"{prefix}.{parameter}.{name}" in saved_names
+        }
+        if names_in_checkpoint:
             # Any other missing tensor is an error, which the comparison of names reports.
             result[parameter] = {
-                name: value for name, value in values.items() if name != PREVIOUS or name in saved
+                name: value
+                for name, value in values.items()
+                if name != PREVIOUS or name in names_in_checkpoint
             }
     return result
 

@@ -98,7 +98,7 @@ class Context:
         number = local_number[column // share]  # [m]
         is_local = number >= 0  # [m]
         predictors = (row * len(slices) + number) * share + column % share
-        sliced = replace(
+        layout_slice = replace(
             layout,
             tokens=local_slices(layout.tokens),
             positions=local_slices(positions),
@@ -106,17 +106,17 @@ class Context:
             targets=layout.targets[is_local],
         )
         if layout.visible_until is not None:
-            sliced.visible_until = F.pad(layout.visible_until, (0, padding), value=NO_END)
+            layout_slice.visible_until = F.pad(layout.visible_until, (0, padding), value=NO_END)
         if layout.experts is not None:
-            sliced.experts = local_slices(layout.experts)
+            layout_slice.experts = local_slices(layout.experts)
         if layout.copies is None:
-            sliced.cells = layout.cells[is_local]
+            layout_slice.cells = layout.cells[is_local]
         else:
             is_local_copy = is_local[layout.copies]  # [n]
             local_index = is_local.cumsum(0) - 1  # [m]: among the local loss tokens
-            sliced.cells = layout.cells[is_local_copy]
-            sliced.copies = local_index[layout.copies[is_local_copy]]
-        return sliced
+            layout_slice.cells = layout.cells[is_local_copy]
+            layout_slice.copies = local_index[layout.copies[is_local_copy]]
+        return layout_slice
 
 
 def split_sequences(model: PreTrainedModel, mesh: Mesh, kind: str, dtype: torch.dtype) -> Context:
@@ -152,10 +152,10 @@ def check(config: PreTrainedConfig, size: int, tensor: int = 1, kind: str = ULYS
         raise UserError(
             f"{key} does not divide the {heads} attention heads of {text.model_type}: choose {divisors}"
         )
-    unsupported = set(config_value(text, "layer_types", ())) - ATTENDING
-    if unsupported:
+    other_types = set(config_value(text, "layer_types", ())) - ATTENDING
+    if other_types:
         raise UserError(
-            f"{KEY}={size} splits sequences, and {text.model_type} has layers ({min(unsupported)}) that do not "
+            f"{KEY}={size} splits sequences, and {text.model_type} has layers ({min(other_types)}) that do not "
             f"attend as it needs: set {KEY}=1"
         )
 

@@ -93,10 +93,10 @@ def split(model: PreTrainedModel, mesh: DeviceMesh) -> Vocabulary | None:
         raise UserError(
             f"{KEY}={size}: transformers has no tensor-parallel plan for {family}: set {KEY}=1"
         )
-    unsupported = set(config_value(config, "layer_types", ())) - ATTENDING
-    if unsupported:
+    other_types = set(config_value(config, "layer_types", ())) - ATTENDING
+    if other_types:
         raise UserError(
-            f"{KEY}={size} splits attention heads, and {family} has other layers ({min(unsupported)}): set {KEY}=1"
+            f"{KEY}={size} splits attention heads, and {family} has other layers ({min(other_types)}): set {KEY}=1"
         )
     for name in ("num_attention_heads", "num_key_value_heads", "num_experts", "num_local_experts"):
         count = config_value(config, name)
@@ -207,8 +207,8 @@ class NormOfOwnHeads(TensorParallelLayer):
         # In this forward pass alone the module has tensors whose gradients are summed.
         for name, parameter in parameters.items():
             if parameter is not None:
-                shared = sum_gradients_over_group(parameter, mesh.get_group())
-                module._parameters[name] = shared  # type: ignore[assignment]
+                replica = sum_gradients_over_group(parameter, mesh.get_group())
+                module._parameters[name] = replica  # type: ignore[assignment]
         try:
             yield
         finally:
