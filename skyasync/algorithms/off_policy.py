@@ -201,7 +201,7 @@ def stuck_ratio(proximal: Tensor, behaviour: Tensor, mask: Tensor, staleness: Te
 
 
 def _by_position(name: str, drift: Tensor, mask: Tensor, is_counted: Tensor) -> dict[str, float]:
-    """Mean |log w| of the counted tokens from each of ``POSITIONS`` of a row's loss tokens to the next.
+    """Mean |log w| of counted tokens, by their positions among a row's loss tokens.
 
     Empty if all rows are short.
     """
