@@ -73,8 +73,8 @@ class Bound(Generic[R]):
 
 def parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Names of the tensors that ``function`` takes, and its settings with their defaults."""
-    inputs: list[str] = []
-    settings: dict[str, Any] = {}
+    inputs = []
+    settings = {}
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
             inputs.append(parameter.name)

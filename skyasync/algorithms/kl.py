@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from skyasync.algorithms import KL_CONTROLLERS, KL_ESTIMATORS
 from skyasync.algorithms.binding import bind, configured, setting
-from skyasync.algorithms.masked import log_ratio, masked_mean
+from skyasync.algorithms.masked import log_ratio, masked_mean, row_mean
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
@@ -144,8 +144,8 @@ def penalize_rewards(
     """
     kl = kl_estimate(policy, reference, estimator, bound=bound)
     kl = torch.where(mask, kl, 0)  # [batch, length]
-    row_kl = masked_mean(kl, mask, dim=1)  # [batch]
-    return rewards - coef * kl, masked_mean(row_kl, mask.any(1))
+    mean_kl = masked_mean(row_mean(kl, mask), mask.any(1, keepdim=True))  # over [batch, 1]
+    return rewards - coef * kl, mean_kl
 
 
 @dataclass

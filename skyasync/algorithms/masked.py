@@ -16,38 +16,20 @@ if TYPE_CHECKING:
 EXPONENT_BOUND = 20.0
 
 
-def masked_sum(
-    values: Tensor,
-    mask: Tensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    """Sum over the tokens of ``mask``: of all, or of each row with ``dim=1``."""
-    values = torch.where(mask, values, 0)  # not a product: 0 * NaN is NaN
-    if dim is None:
-        return values.sum()
-    return values.sum(dim, keepdim=keepdim)
-
-
-def masked_mean(
-    values: Tensor,
-    mask: Tensor,
-    dim: int | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    """Mean over the tokens of ``mask``; 0 where there are none."""
-    count = mask.sum() if dim is None else mask.sum(dim, keepdim=keepdim)
-    return masked_sum(values, mask, dim, keepdim) / count.clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean over the tokens of ``mask``, a scalar; 0 without tokens."""
+    total = torch.where(mask, values, 0).sum()  # not a product: 0 * NaN is NaN
+    return total / mask.sum().clamp(min=1)
 
 
 def row_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """``[batch, 1]``: each row's sum over its mask."""
-    return masked_sum(values, mask, dim=1, keepdim=True)
+    """Each row's sum over its mask, ``[batch, 1]``."""
+    return torch.where(mask, values, 0).sum(1, keepdim=True)
 
 
 def row_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """``[batch, 1]``: each row's mean over its mask; 0 for a row without tokens."""
-    return masked_mean(values, mask, dim=1, keepdim=True)
+    """Each row's mean over its mask, ``[batch, 1]``; 0 for a row without tokens."""
+    return row_sum(values, mask) / mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ class _JoinBlocks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _JoinContext, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradients: list[Tensor] = []
+        gradients = []
         for block in ctx.blocks:
             flat = gradient.index_select(0, block.tokens)  # [tokens of the block, heads, size]
             if block.cells is not None:

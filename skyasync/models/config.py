@@ -179,7 +179,7 @@ def linear_layers(path: str) -> list[str]:
     with ONE_AT_A_TIME, torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(path, {}))
     head = model.get_output_embeddings()
-    names: set[str] = set()
+    names = set()
     for name, module in model.named_modules():
         # GPT-2's layers are Conv1D: a linear layer with a transposed weight.
         if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:

@@ -77,9 +77,8 @@ class Adapters:
                 parent, _, child = name.rpartition(".")
                 layer = _AdaptedLayer(model.get_submodule(parent), child, name, module)
                 self._layers.append(layer)
-        for adapted_layer in self._layers:
-            for half in adapted_layer.halves:
-                half.to(torch.float32)  # master weights, as of anything that is trained
+                for half in layer.halves:
+                    half.to(torch.float32)  # master weights, as of anything that is trained
 
     def split(self, mesh: DeviceMesh) -> None:
         """Split the adapters over the tensor dimension of the mesh, as the adapted layers."""
@@ -318,7 +317,7 @@ def _targets(model: PreTrainedModel, settings: LoraConfig) -> list[str]:
     head = model.get_output_embeddings()
     decoder = model.get_decoder() or model
     language_modules = {*decoder.modules(), head}
-    layers: dict[str, nn.Module] = {}
+    layers = {}
     for name, module in model.named_modules():
         is_linear = isinstance(module, nn.Linear | Conv1D) and type(module).forward in _PRODUCTS
         if is_linear and module in language_modules:

@@ -94,7 +94,7 @@ def blocks_of(lengths: Tensor, prefixes: Tensor, indices: Tensor) -> tuple[Packe
         keys = rectangle(rows, torch.zeros_like(rows), lengths[rows])  # [rows, length]
         return PackedBlock(queries, tokens, cells, keys, prefixes[rows])
 
-    blocks: list[PackedBlock] = []
+    blocks = []
     # Whole rows attend by causality alone, without a mask: they are blocks of their own.
     whole_rows = (has_queries & ~has_prefix).nonzero().squeeze(1)
     for rows in _similar(whole_rows, query_counts):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
@@ -45,7 +45,7 @@ class Routers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         router_class = _router_class(model)
-        routers: dict[str, nn.Module] = {}
+        routers = {}
         for name, module in model.named_modules():
             if isinstance(module, router_class):
                 routers[name] = module

@@ -291,11 +291,11 @@ class Vision:
             inputs["input_ids"] = None
             inputs["inputs_embeds"] = embeddings + zero.to(embeddings.dtype)
             return inputs
-        images_by_id: dict[int, Image] = {}
+        images_by_id = {}
         for image in chain.from_iterable(layout.images or ()):
             images_by_id[_image_id(image)] = image
         # A shared prefix has its images once, so they are read off the tokens, not off the rows.
-        images: list[Image] = []
+        images = []
         while ids:
             image = images_by_id[ids[0]]
             images.append(image)

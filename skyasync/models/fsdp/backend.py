@@ -115,9 +115,9 @@ class FSDPBackend(ModelBackend):
         self.spec = spec
         self.ranks = ranks
         self.device = ranks.device
-        if self.device.type == "cuda" and spec.trainer.placement.colocate_all:
+        if self.on_gpu and spec.trainer.placement.colocate_all:
             use_fixed_segments()
-        elif self.device.type == "cuda":
+        elif self.on_gpu:
             use_expandable_segments()
         if spec.dtype == "auto":
             # A CPU computes bfloat16 more slowly than float32.
@@ -142,7 +142,7 @@ class FSDPBackend(ModelBackend):
             self._form_group(store)
         torch.manual_seed(spec.trainer.seed)  # before building: a new head is drawn from it
         disable_progress_bar()
-        if self.device.type == "cuda":
+        if self.on_gpu:
             allow_recompilations()
         self.model = self._build()
         if self.model.packs:
@@ -190,6 +190,10 @@ class FSDPBackend(ModelBackend):
     @property
     def on_cpu(self) -> bool:
         return self.device.type == "cpu"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
 
     def recomputes(self) -> bool | str:
         """Whether the backward pass recomputes activations, or how.
@@ -348,7 +352,7 @@ class FSDPBackend(ModelBackend):
         )
         offload = OffloadPolicy()
         if self.spec.cpu_offload == PARAMETERS:
-            offload = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+            offload = CPUOffloadPolicy(pin_memory=self.on_gpu)
         options: dict[str, Any] = {
             "shard_placement_fn": self._placement(),
             "mp_policy": precision,
@@ -634,19 +638,19 @@ class FSDPBackend(ModelBackend):
         self.passes = 0
         self._problem = None
         self._metrics = {}
-        if self.spec.trainer.placement.colocate_all and self.device.type == "cuda":
+        if self.spec.trainer.placement.colocate_all and self.on_gpu:
             torch.cuda.empty_cache()  # for the engine that wakes on this GPU
 
     # ---------------------------------------------------------------- host memory
 
     def offload(self) -> None:
         self._move(HOST)
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.empty_cache()  # else the memory stays this process's
 
     def _synchronize(self) -> None:
         """Wait until copies from and to host memory have ended."""
-        if self.device.type == "cuda":
+        if self.on_gpu:
             torch.cuda.current_stream().synchronize()
 
     def onload(self) -> None:
@@ -768,7 +772,7 @@ def computing_in(dtype: torch.dtype, model: nn.Module) -> Iterator[None]:
 
     The gradients of the copies are added to those of the parameters, in the parameters' dtype.
     """
-    slots: list[tuple[nn.Module, str, nn.Parameter | None]] = []
+    slots = []
     for module in model.modules():
         for name, parameter in module._parameters.items():
             slots.append((module, name, parameter))

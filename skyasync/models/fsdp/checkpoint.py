@@ -187,7 +187,7 @@ def load(
         metadata = reader.read_metadata().state_dict_metadata
     saved_names = metadata.keys()
     state = {STEP: torch.tensor([0]), RANDOM: torch.get_rng_state()}
-    optimizer_states: list[dict[str, Any]] = []
+    optimizer_states = []
     for prefix, module, module_optimizer in _modules(model, optimizer, extra):
         module_optimizer.state.clear()
         module_optimizer.zero_grad()
@@ -233,16 +233,16 @@ def load(
 
 
 def _saved_state(
-    state: Mapping[str, Mapping[str, Any]],
+    state: dict[str, Any],
     prefix: str,
     saved_names: Collection[str],
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, Any]:
     """The part of an optimizer's state that a checkpoint has.
 
     A parameter that never had a gradient has no saved state; a run without ``max_grad_cosine`` has
     no previous gradients.
     """
-    result: dict[str, dict[str, Any]] = {}
+    result = {}
     for parameter, values in state.items():
         names_in_checkpoint = {
             name for name in values if f"{prefix}.{parameter}.{name}" in saved_names

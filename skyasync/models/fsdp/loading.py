@@ -130,7 +130,7 @@ def can_be_sliced(
     """
     for converter in converters:
         targets = [re.compile(pattern) for pattern in converter.target_patterns]
-        shard_dims: set[int] = set()
+        shard_dims = set()
         for name, parameter in model.named_parameters():
             if not any(target.search(name) for target in targets):
                 continue
@@ -431,12 +431,11 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
 def check_compiler(device: torch.device) -> None:
     """Raise ``UserError`` without a C++ compiler for a CPU, or Triton for a GPU."""
     if device.type == "cpu":
-        named_compiler = os.environ.get("CXX")
-        compilers = [named_compiler] if named_compiler else ["g++", "clang++"]
-        if not any(shutil.which(name) for name in compilers):
+        missing_compiler = _missing_compiler("CXX", ["g++", "clang++"])
+        if missing_compiler:
             raise UserError(
                 f"{COMPILE_KEY}=true compiles with a C++ compiler on a CPU, and there is no "
-                f"{' or '.join(compilers)} here: install one, name it in the environment's CXX, or leave the key "
+                f"{missing_compiler} here: install one, name it in the environment's CXX, or leave the key "
                 f"out"
             )
         return
@@ -456,12 +455,11 @@ def check_attention_compiler(device: torch.device) -> None:
     """
     if device.type != "cuda":
         return
-    named_compiler = os.environ.get("CC", "")
-    compilers = [named_compiler] if named_compiler else ["gcc", "clang"]
-    if not any(shutil.which(name) for name in compilers):
+    missing_compiler = _missing_compiler("CC", ["gcc", "clang"])
+    if missing_compiler:
         raise UserError(
             f"the attention of packed sequences is compiled on a GPU, which needs a C compiler, and there is no "
-            f"{' or '.join(compilers)} here: install gcc, or name a compiler in the environment's CC"
+            f"{missing_compiler} here: install gcc, or name a compiler in the environment's CC"
         )
     header = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not header.is_file():
@@ -469,6 +467,20 @@ def check_attention_compiler(device: torch.device) -> None:
             f"the attention of packed sequences is compiled on a GPU, which needs Python's headers, and there is no "
             f"{header}: install them (Debian, Ubuntu: python3-dev)"
         )
+
+
+def _missing_compiler(variable: str, compilers: list[str]) -> str:
+    """The names of a missing compiler; "" if it is installed.
+
+    Args:
+        variable: of the environment: names another compiler than ``compilers``.
+    """
+    compiler = os.environ.get(variable)
+    if compiler:
+        compilers = [compiler]
+    if any(map(shutil.which, compilers)):
+        return ""
+    return " or ".join(compilers)
 
 
 _ATEN = torch.ops.aten

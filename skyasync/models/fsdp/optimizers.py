@@ -59,9 +59,9 @@ def make_optimizer(
     if settings.name == "muon":
         for layer in decoder_layers(wrapper):
             layer_matrices.update(p for p in layer.parameters() if p.dim() == 2)
-    muon_matrices: list[nn.Parameter] = []
-    adamw_matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+    muon_matrices = []
+    adamw_matrices = []
+    vectors = []
     for parameter in parameters:
         if parameter in layer_matrices:
             muon_matrices.append(parameter)

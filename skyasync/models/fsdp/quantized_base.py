@@ -197,7 +197,7 @@ def _block(width: int, kind: str) -> int:
 
 def _encode(weight: Tensor, kind: str) -> Tensor:
     """Encode ``[rows, width]`` as uint8 ``[rows, bytes]``, some rows at a time on a CPU."""
-    chunks: list[Tensor] = []
+    chunks = []
     if weight.device.type == "cpu":
         at_once = max(1, ON_A_CPU // max(1, weight.shape[1]))
     else:

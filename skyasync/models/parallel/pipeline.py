@@ -84,7 +84,7 @@ class Stage:
         self._boundaries = list(accumulate(layers_of_stages(len(base.layers), size)))
         # The whole model's tensors, before the cut: every stage names those of all stages.
         names = {name for name, _ in chain(model.named_parameters(), model.named_buffers())}
-        self._specs: dict[str, tuple[tuple[torch.dtype, tuple[int, ...]], int]] = {}
+        self._specs = {}
         for name, tensor in model.state_dict().items():
             if name in names:  # a tied weight by its first name alone
                 spec = (tensor.dtype, tuple(tensor.shape))
