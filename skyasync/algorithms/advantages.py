@@ -127,11 +127,11 @@ def grpo(
     eps: float = 1e-6,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``(r - mean_group) / (std_group + eps)``; without ``norm_by_std`` only the mean is
-    subtracted.
+    """``(r - mean_group) / (std_group + eps)``.
 
-    The unbiased standard deviation; eps: OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL
-    1e-4. Source: Shao et al. 2024 (DeepSeekMath).
+    Without ``norm_by_std`` only the mean is subtracted. The standard deviation is unbiased; eps:
+    OpenRLHF 1e-9, SkyRL, verl and ROLL 1e-6, AReaL 1e-5, TRL 1e-4. Source: Shao et al. 2024
+    (DeepSeekMath).
     """
     std = "group" if norm_by_std else "none"
     return broadcast(
@@ -147,8 +147,10 @@ def dr_grpo(
     *,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``r - mean_group``: no division by the standard deviation. Source: Liu et al. 2025
-    (Dr.GRPO)."""
+    """``r - mean_group``: no division by the standard deviation.
+
+    Source: Liu et al. 2025 (Dr.GRPO).
+    """
     return broadcast(
         normalize(scores(rewards), group_ids, std="none", singleton_raw=singleton_raw), mask
     )
@@ -178,10 +180,9 @@ def maxrl(
     eps: float = 1e-6,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more. For rewards that are
-    not negative.
+    """``(r - mean_group) / (mean_group + eps)``: harder prompts weigh more.
 
-    Source: Tajwar et al. 2026 (maximum-likelihood RL).
+    For rewards that are not negative. Source: Tajwar et al. 2026 (maximum-likelihood RL).
     """
     total = scores(rewards)  # [batch]
     pool = Pools(group_ids, ~total.isnan())
@@ -206,8 +207,7 @@ def normalized(
     eps: float = 1e-6,
     raw_std: bool = False,
 ) -> Estimate:
-    """Any cell of the matrix {group, batch, none} x {group, batch, none} of mean and standard
-    deviation.
+    """Mean and standard deviation each over the group, the batch or not at all.
 
     See ``normalize``. Source: AReaL ``reward_norm``, ROLL ``norm_mean_type`` and ``norm_std_type``.
     """
@@ -252,10 +252,10 @@ def reinforce_pp_baseline(
     unbiased: bool = True,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``r - mean_group``, whitened over the batch's tokens: the scale is the batch's, so easy
-    groups do not explode.
+    """``r - mean_group``, whitened over the batch's tokens.
 
-    Source: Hu 2025 (REINFORCE++, the variant with a group baseline).
+    The scale is the batch's, so easy groups do not explode. Source: Hu 2025 (REINFORCE++, the
+    variant with a group baseline).
     """
     centred_scores, _ = dr_grpo(rewards, mask, group_ids, singleton_raw=singleton_raw)
     advantages = whiten(centred_scores, mask, scale=scale, unbiased=unbiased)
@@ -292,8 +292,9 @@ def opo(
     *,
     singleton_raw: bool = False,
 ) -> Estimate:
-    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline. Source: Hao et al.
-    2025 (OPO).
+    """``r - sum(length r) / sum(length)`` over the group: the optimal baseline.
+
+    Source: Hao et al. 2025 (OPO).
 
     Args:
         lengths: ``[batch]``, sampled tokens; responses that are masked as truncated have theirs
@@ -340,10 +341,9 @@ def grpo_passk(
     eps: float = 1e-6,
     norm_by_std: bool = True,
 ) -> Estimate:
-    """``(best - second best) / (std_group + eps)`` for a group's best sample, 0 for the others:
-    optimises pass@k.
+    """``(best - second best) / (std_group + eps)`` for a group's best sample, else 0.
 
-    Source: verl ``grpo_passk``. A group whose best is shared gets 0.
+    It optimises pass@k. Source: verl ``grpo_passk``. A group whose best is shared gets 0.
     """
     total = scores(rewards).double()  # [batch]
     pool = Pools(group_ids, ~total.isnan())

@@ -1,5 +1,6 @@
-"""Consistent bundles of settings by name, each with the paper or system that it comes from:
-``presets.yaml``.
+"""Consistent bundles of settings by name, of ``presets.yaml``.
+
+Each has the paper or system that it comes from.
 
 Invariant: a preset is a bundle of defaults: keys that the user gives override it. It imports no
 torch. Every key exists in the schema (a test holds it).
@@ -21,8 +22,12 @@ PRESETS = Registry("preset")
 
 @dataclass(frozen=True)
 class Preset:
-    """``source`` says whose bundle it is, and what must be set besides. ``settings``: full key ->
-    value."""
+    """A bundle of settings.
+
+    Args:
+        source: whose bundle it is, and what must be set in addition.
+        settings: full key -> value.
+    """
 
     source: str
     settings: dict[str, Any]

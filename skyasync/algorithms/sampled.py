@@ -17,8 +17,7 @@ _NEVER = -1e9  # a logit whose probability is exactly 0, with a gradient that is
 
 
 def likely(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Select the tokens that the filters leave of ``logits`` ``[rows, vocabulary]``; bool of the
-    same shape.
+    """Select the tokens that the filters leave; bool ``[rows, vocabulary]``, as ``logits``.
 
     As in vLLM: min-p, then top-k, then top-p of the rest. Of tokens with equal logits the lower ids
     come first, as in vLLM's kernel for GPUs (``topk_topp_triton``): exactly k tokens remain, and
@@ -47,7 +46,7 @@ def addends(
     logit_bias: Mapping[int, float],
     allowed_token_ids: Sequence[int],
 ) -> Tensor:
-    """What is added to the logits first, ``[vocabulary]``; -inf for tokens that are not allowed."""
+    """The bias of logits, ``[vocabulary]``; -inf for tokens that are not allowed."""
     bias = torch.zeros(vocabulary)
     if allowed_token_ids:
         bias.fill_(-torch.inf)
@@ -85,7 +84,10 @@ class SampledDistribution:
 
     @classmethod
     def of(cls, sampling: Sampling, *, filtered: bool = True) -> SampledDistribution:
-        """From ``sampling_params``. Greedy sampling gives temperature 1 without filters."""
+        """The distribution of ``sampling_params``.
+
+        Greedy sampling gives temperature 1 without filters.
+        """
         if not filtered or not sampling.temperature:
             return cls(sampling.temperature or 1.0)
         bias = {int(token): float(value) for token, value in sampling.logit_bias.items()}

@@ -109,10 +109,10 @@ def scale_and_clip(
 
 
 def add_at_end(rewards: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
-    """Token rewards ``[batch, length]`` with ``scores [batch]`` added on each row's last token of
-    the mask.
+    """Add ``scores [batch]`` to token rewards ``[batch, length]``.
 
-    A row without such a token gets it in column 0, where no loss token ever stands.
+    They go to each row's last token of the mask. A row without such a token gets it in column 0,
+    where no loss token ever stands.
     """
     positions = torch.arange(mask.shape[1], device=mask.device)  # [length]
     last_position = torch.where(mask, positions, 0).amax(1, keepdim=True)  # [batch, 1]

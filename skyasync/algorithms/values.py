@@ -34,8 +34,9 @@ def gae(
     lambd: float = 1.0,
     bootstrap: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``A_t = delta_t + gamma lambd A_next``, ``delta_t = r_t + gamma V_next - V_t``; returns
-    ``A + V``.
+    """``A_t = delta_t + gamma lambd A_next``, ``delta_t = r_t + gamma V_next - V_t``.
+
+    Returns are ``A + V``.
 
     Args:
         rewards, values: ``[batch, length]``; V_next after the last token of the mask is

@@ -51,8 +51,9 @@ def tree_mask(visible_until: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class AttentionPlan:
-    """How one forward pass attends; it reaches every layer's attention as the keyword
-    ``attention_plan``.
+    """How one forward pass attends.
+
+    It reaches every layer's attention as the keyword ``attention_plan``.
 
     Args:
         blocks: of packed sequences.

@@ -100,7 +100,7 @@ class LossFn(ABC):
 
     @abstractmethod
     def request(self, batch: UpdateBatch) -> OutputRequest:
-        """What it needs of the model.
+        """The outputs that the loss needs of the model.
 
         Raises:
             ValueError: if the batch lacks what it learns from.
@@ -164,8 +164,9 @@ class Totals:
         group: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> dict[str, float]:
-        """Loss and token counts of all ranks of ``group``; the other metrics as means over their
-        loss tokens.
+        """Loss and token counts of all ranks of ``group``, and means of the other metrics.
+
+        The means are over the loss tokens of all these ranks.
 
         Args:
             device: of the collective.

@@ -160,8 +160,10 @@ def _concatenate_tensors(name: str, tensors: list[Tensor], length: int) -> Tenso
 
 @dataclass(kw_only=True)
 class RolloutBatch(TokenBatch):
-    """Trajectories as they were sampled and rewarded. ``versions`` is -1 where no policy computed
-    the token."""
+    """Trajectories as they were sampled and rewarded.
+
+    ``versions`` is -1 where no policy computed the token.
+    """
 
     behaviour_logprobs: Tensor
     versions: Tensor  # int32
@@ -171,8 +173,9 @@ class RolloutBatch(TokenBatch):
 
 @dataclass(kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """With log-probabilities and values of the trainer's own models, as far as the objective needs
-    them.
+    """A batch with log-probabilities and values of the trainer's models.
+
+    It has those that the objective needs.
 
     Without ``proximal_logprobs`` the current policy is the proximal one, and the update fills them
     in; without ``reference_logprobs`` nothing is compared with a reference model, without

@@ -82,7 +82,7 @@ def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 def overrides_of(path: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """As ``overrides``, of a folder or hub name; nothing is read without ``kwargs``."""
+    """The ``overrides`` of a folder or hub name; nothing is read without ``kwargs``."""
     if kwargs:
         return overrides(load_config(path, {}), kwargs)
     return {}

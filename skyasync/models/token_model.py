@@ -65,8 +65,7 @@ def can_share_prefixes(config: PreTrainedConfig) -> bool:
 
 
 class TokenModel(nn.Module):
-    """A model of transformers, ``model``, as a function from a :class:`Layout` to outputs per
-    token.
+    """A model of transformers as a function from a :class:`Layout` to outputs per token.
 
     Args:
         model: a causal language model, or one for sequence classification with one label, which has

@@ -222,10 +222,10 @@ def gspo(
     mean_advantage: bool = False,
     product: bool = False,
 ) -> tuple[Tensor, Statistics]:
-    """PPO's surrogate with the sequence ratio ``s = exp(mean_t(current - anchor))`` on each of its
-    tokens.
+    """PPO's surrogate with the sequence ratio ``s = exp(mean_t(current - anchor))``.
 
-    Use it with the reduction ``sequence_mean``; with ``sequence_token_sum`` it is LUSPO (TRL).
+    Each token has it. Use it with the reduction ``sequence_mean``; with ``sequence_token_sum`` it
+    is LUSPO (TRL).
 
     Args:
         token_gradient: GSPO-token (SkyRL, verl): each token's gradient goes through its own
@@ -264,11 +264,10 @@ def gmpo(
     eps_low: float = 0.4,
     eps_high: float = 0.4,
 ) -> tuple[Tensor, Statistics]:
-    """``-A exp(mean_t y)``, y the log-ratio clipped to [-eps_low, eps_high] where that lowers
-    ``A y``.
+    """``-A exp(mean_t y)`` with a clipped log-ratio y.
 
-    Use it with the reduction ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy
-    optimisation).
+    It is clipped to [-eps_low, eps_high] where that lowers ``A y``. Use it with the reduction
+    ``sequence_mean``. Source: Zhao et al. 2025 (geometric-mean policy optimisation).
     """
     x = log_ratio(current, anchor)  # [batch, length]
     with torch.no_grad():
@@ -291,11 +290,10 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> Tensor:
-    """``-sg[phi] A log pi`` with ``phi = w^k exp(lambda (1 - w))``, w the product of the row's
-    token ratios.
+    """``-sg[phi] A log pi`` with ``phi = w^k exp(lambda (1 - w))``.
 
-    k and lambda by the sign of A (A >= 0 is positive). Source: Shen et al. 2026 (VESPO); TRL
-    ``loss_type=vespo``.
+    w is the product of the row's token ratios, k and lambda by the sign of A (A >= 0 is positive).
+    Source: Shen et al. 2026 (VESPO); TRL ``loss_type=vespo``.
     """
     log_w = row_sum(log_ratio(current.detach(), anchor), mask)  # [batch, 1]
     # Below 1e-8 a weight is 0 in effect, and its power would underflow.

@@ -52,7 +52,7 @@ WrapAndShard = Callable[[PreTrainedModel], TokenModel]
 Placement = Callable[[nn.Parameter], Shard | None]
 
 SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""With this environment variable transformers reads a parameter only when its turn has come."""
+"""Environment variable with which transformers reads a parameter only when it needs it."""
 
 
 def load_sharded(

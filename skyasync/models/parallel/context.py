@@ -215,7 +215,7 @@ def attention(
 
 
 class _OneHeadEach(nn.Module):
-    """What sdpa reads of a module whose keys have been repeated already."""
+    """The attributes that sdpa reads, of a module whose keys have been repeated already."""
 
     is_causal = True
     num_key_value_groups = 1

@@ -38,7 +38,7 @@ from skyasync.weight_sync.full_tensors import StageTensor
 
 KEY = "trainer.parallel.pipeline"
 PARTS = {"embed_tokens", "layers", "norm"}
-"""What a plan of transformers (``base_model_pp_plan``) names if the model can be cut here."""
+"""Names in transformers' plan (``base_model_pp_plan``) of a model that can be cut here."""
 
 T = TypeVar("T")
 
