@@ -321,7 +321,7 @@ def test_experts_that_vllm_reports_of_layers_without_a_router_are_left_out() -> 
         + torch.zeros(2, dtype=torch.long)
     )
     routers.replay(reported)
-    assert routers._given is not None
-    assert torch.equal(routers._given, reported[:, [1, 3]])
+    assert routers._replayed_experts is not None
+    assert torch.equal(routers._replayed_experts, reported[:, [1, 3]])
     with pytest.raises(UserError, match="the engine reported 3 layers"):
         routers.replay(reported[:, :3])

@@ -268,7 +268,7 @@ class FSDPBackend(ModelBackend):
         if self.is_sharded():
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
-            self.mesh = Mesh.make(self.device.type, spec.mesh_shape, spec.fsdp_size)
+            self.mesh = self._make_mesh()
         wrapper = self._read(head, dtype, weights_device, shard if self.mesh else wrap)
         if self.adapters:
             self.adapters.attach_adapters()
@@ -301,6 +301,10 @@ class FSDPBackend(ModelBackend):
             world_size=self.ranks.world_size,
             timeout=timedelta(seconds=trainer.step_timeout_s),
         )
+
+    def _make_mesh(self) -> Mesh:
+        """Make the mesh; the planner's measurements replace it by one without other ranks."""
+        return Mesh.make(self.device.type, self.spec.mesh_shape, self.spec.fsdp_size)
 
     def _read(
         self,

@@ -209,7 +209,7 @@ def _one_parameter_at_a_time() -> Iterator[None]:
         give_back()
 
     # transformers registers a parameter when it has joined and freed what makes it.
-    hook = register_module_parameter_registration_hook(free_memory)  # type: ignore[arg-type]
+    hook = register_module_parameter_registration_hook(free_memory)
     try:
         yield
     finally:
