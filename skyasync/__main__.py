@@ -20,15 +20,16 @@ from skyasync.errors import UserError, unknown
 
 def command(argv: Sequence[str]) -> None:
     """Run the subcommand named first, or train. A user's error ends the program with one line."""
-    first, rest = (argv[0], argv[1:]) if argv else ("", [])
-    if first in ("--help", "-h", "help") and not rest:
+    subcommand, rest = (argv[0], argv[1:]) if argv else ("", [])
+    if subcommand in ("--help", "-h", "help") and not rest:
         _print_usage()
-    elif first in SUBCOMMANDS:
-        _carry_out(first, rest)
-    elif re.fullmatch(r"[a-z][a-z_-]*", first):
+    elif subcommand in SUBCOMMANDS:
+        _carry_out(subcommand, rest)
+    elif re.fullmatch(r"[a-z][a-z_-]*", subcommand):
         _exit_with(
             UserError(
-                unknown("subcommand", first, SUBCOMMANDS) + "; without one, key=value starts a run"
+                unknown("subcommand", subcommand, SUBCOMMANDS)
+                + "; without one, key=value starts a run"
             )
         )
     else:

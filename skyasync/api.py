@@ -116,11 +116,11 @@ def train(
         UserError: for everything that is wrong with the arguments, before any process starts.
     """
     with ExitStack() as stack:
-        given: dict[str, object] = {"trainer.max_training_steps": steps}
+        arguments: dict[str, object] = {"trainer.max_training_steps": steps}
         if plan is None:
-            given["trainer.plan"] = None
+            arguments["trainer.plan"] = None
         else:
-            given["trainer.plan"] = _named(stack, PLANS, plan)
+            arguments["trainer.plan"] = _named(stack, PLANS, plan)
         if isinstance(tracker, list | tuple):
             trackers = list(tracker)
         elif tracker is not None:
@@ -128,13 +128,13 @@ def train(
         else:
             trackers = []
         if trackers:
-            given["trainer.logger"] = [
+            arguments["trainer.logger"] = [
                 "jsonl",
-                *(_named(stack, TRACKERS, each) for each in trackers),
+                *(_named(stack, TRACKERS, named) for named in trackers),
             ]
         sources = {TRAIN: prompts, EVALUATION: eval_prompts}
         cfg, rows = stack.enter_context(
-            _configured(model, sources, reward, environment, given, settings)
+            _configured(model, sources, reward, environment, arguments, settings)
         )
         if "jsonl" not in cfg.trainer.logger:  # the history of the result is read from its file
             cfg.trainer.logger = ["jsonl", *cfg.trainer.logger]
@@ -214,28 +214,32 @@ class TrainResult:
         rows = [
             {"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)
         ]
-        of_plans = {key for about in PLANS.builtins().values() for key in about.can["reads"]}
+        of_plans = {
+            key for description in PLANS.builtins().values() for key in description.can["reads"]
+        }
         settings = {
             key: value
             for key, value in _flat(self.settings)
             if key not in of_plans and key != MODEL
         }
         engines = {key: value for key, value in settings.items() if key.startswith(OF_ENGINES)}
-        one = {key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)}
-        one["generator.eval_n_samples_per_prompt"] = 1
-        one["trainer.algorithm.off_policy_correction"] = (
+        engine_settings = {
+            key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)
+        }
+        engine_settings["generator.eval_n_samples_per_prompt"] = 1
+        engine_settings["trainer.algorithm.off_policy_correction"] = (
             "none"  # nothing is trained: any sampling is allowed
         )
         of_vllm = tuple(f".{name}" for name in ENGINES.about("vllm").can["sampling"])
-        if not any(key in OF_CHOSEN_ENGINES or key.endswith(of_vllm) for key in one):
-            one["generator.backend"] = "transformers"
-        episodes = rollouts(self.model, rows, "zero", settings=one, evaluation=True)
+        if not any(key in OF_CHOSEN_ENGINES or key.endswith(of_vllm) for key in engine_settings):
+            engine_settings["generator.backend"] = "transformers"
+        episodes = rollouts(self.model, rows, "zero", settings=engine_settings, evaluation=True)
         if len(episodes) < len(rows):
             raise UserError(
                 f"{len(rows) - len(episodes)} of {len(rows)} prompts have more tokens than the run's "
                 f"trainer.max_prompt_length allows: shorten them"
             )
-        return [each["response"] for each in episodes]
+        return [episode["response"] for episode in episodes]
 
     def to_pandas(self) -> pandas.DataFrame:
         """The history as a data frame."""
@@ -307,43 +311,46 @@ def _configured(
     sources: Mapping[str, Prompts | None],
     reward: Reward | None,
     environment: type | Callable[..., Any] | str | None,
-    given: Mapping[str, object],
+    arguments: Mapping[str, object],
     settings: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Config, dict[str, Iterable[Row]]]]:
     """The configuration, and the caller's own rows by source. The caller's parts are registered
     inside."""
-    every: dict[str, object] = {MODEL: None if model is None else str(model), **given}
+    all_settings: dict[str, object] = {MODEL: None if model is None else str(model), **arguments}
     rows: dict[str, Iterable[Row]] = {}
     with ExitStack() as stack:
         for key, prompts in sources.items():
             if isinstance(prompts, str | Path):
-                every[key] = [str(prompts)]
+                all_settings[key] = [str(prompts)]
             elif prompts is not None:
                 name = f"<{key.rpartition('.')[2]}>"
                 rows[name] = _rows(prompts)
-                every[key] = [name]
+                all_settings[key] = [name]
         if reward is not None and environment is not None:
             raise UserError(
                 "reward and environment are both given: an environment gives its own reward"
             )
         if reward is not None:
             weights = _weights(reward)
-            every["environment.reward_funcs"] = [
-                _named(stack, REWARDS, each) for each, _ in weights
+            all_settings["environment.reward_funcs"] = [
+                _named(stack, REWARDS, function) for function, _ in weights
             ]
-            every["environment.reward_weights"] = [weight for _, weight in weights]
-            every["environment.env_class"] = "reward"
+            all_settings["environment.reward_weights"] = [weight for _, weight in weights]
+            all_settings["environment.env_class"] = "reward"
         if environment is not None:
-            every["environment.env_class"] = _named(stack, ENVS, environment)
+            all_settings["environment.env_class"] = _named(stack, ENVS, environment)
         if reward is not None or environment is not None:
-            every["environment.env_class_from_rows"] = False
-        every = {key: value for key, value in every.items() if value is not None}
-        own = dict(_flat(settings or {}))
-        twice = sorted(every.keys() & own.keys())
+            all_settings["environment.env_class_from_rows"] = False
+        all_settings = {key: value for key, value in all_settings.items() if value is not None}
+        flat_settings = dict(_flat(settings or {}))
+        twice = sorted(all_settings.keys() & flat_settings.keys())
         if twice:
             raise UserError(f"{twice[0]} is set twice, by an argument and by settings")
         cfg: Config = configuration(
-            [f"{key}={_text(key, value)}" for key, value in {**every, **own}.items()]
+            [
+                f"{key}={_text(key, value)}"
+                for key, value in {**all_settings, **flat_settings}.items()
+            ]
         )
         if cfg.data.streaming and rows.keys() & set(cfg.data.train_data):
             raise UserError(
@@ -374,10 +381,12 @@ def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
         several = (
             [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
         )
-        pairs = [each if isinstance(each, tuple) else (each, 1.0) for each in several]
-    for each, _ in pairs:
-        if not isinstance(each, str) and not callable(each):
-            raise UserError(f"reward must be a function or a name, or several; found {each!r}")
+        pairs = [
+            function if isinstance(function, tuple) else (function, 1.0) for function in several
+        ]
+    for function, _ in pairs:
+        if not isinstance(function, str) and not callable(function):
+            raise UserError(f"reward must be a function or a name, or several; found {function!r}")
     return pairs
 
 

@@ -42,15 +42,15 @@ def splitmix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def joined_experts(parts: Iterable[Experts | None]) -> Experts | None:
+def joined_experts(chunks: Iterable[Experts | None]) -> Experts | None:
     """Concatenated; None if no part is known."""
-    known = [part for part in parts if part is not None]
-    if known:
-        return np.concatenate(known)
+    captured = [part for part in chunks if part is not None]
+    if captured:
+        return np.concatenate(captured)
     return None
 
 
-def joined(*parts: Ints) -> Ints:
-    if parts:
-        return np.concatenate(parts)
+def joined(*chunks: Ints) -> Ints:
+    if chunks:
+        return np.concatenate(chunks)
     return NO_INTS

@@ -44,19 +44,19 @@ class MissingExtraError(UserError):
     """An optional package is not installed; the message carries the command that adds it, and keeps
     all others."""
 
-    def __init__(self, what: str, extra: str) -> None:
+    def __init__(self, requirer: str, extra: str) -> None:
         super().__init__(
-            f'{what} is not installed; add it with: uv pip install "skyasync[{extra}]"'
+            f'{requirer} is not installed; add it with: uv pip install "skyasync[{extra}]"'
         )
 
 
 class MissingVLLMError(MissingExtraError):
     """vLLM is not installed; there are two packages of it."""
 
-    def __init__(self, what: str = "vLLM") -> None:
+    def __init__(self, requirer: str = "vLLM") -> None:
         UserError.__init__(
             self,
-            f'{what} is not installed; add it with: uv pip install "skyasync[vllm]" (with a GPU), or in a clone of the '
+            f'{requirer} is not installed; add it with: uv pip install "skyasync[vllm]" (with a GPU), or in a clone of the '
             f'repository "skyasync[cpu]" (without)',
         )
 

@@ -43,7 +43,7 @@ class OtherFrameworks:
         self,
         path: str,
         value: Foreign,
-        given: Mapping[str, Foreign],
+        settings: Mapping[str, Foreign],
         defaults: Mapping[str, Foreign],
     ) -> str:
         """Our setting for a key of another framework, "" if none has this key.
@@ -97,8 +97,8 @@ class OtherFrameworks:
         _missing("skyasync tinker")
 
 
-def _missing(what: str) -> NoReturn:
-    raise UserError(f"{what} needs {_PACKAGE}, which is not part of this installation")
+def _missing(feature: str) -> NoReturn:
+    raise UserError(f"{feature} needs {_PACKAGE}, which is not part of this installation")
 
 
 @cache

@@ -63,7 +63,7 @@ class About:
         keys: setting -> the key under ``trainer.algorithm`` that feeds it.
         can: its capabilities, those of its registry.
         selector: what it chooses tokens by beforehand, if it does (``prepared_by``).
-        odd: parameters that have no name to be fed by: positional-only ones, ``*args`` and
+        unnamed: parameters that have no name to be fed by: positional-only ones, ``*args`` and
             ``**kwargs``.
     """
 
@@ -73,7 +73,7 @@ class About:
     keys: Mapping[str, str] = field(default_factory=dict)
     can: Mapping[str, Any] = field(default_factory=dict)
     selector: About | None = None
-    odd: tuple[str, ...] = ()
+    unnamed: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[About]:
         """This and its selector."""
@@ -155,10 +155,10 @@ class Registry(dict[str, Any]):
             UserError: if there is no such part.
         """
         if name not in self and name in self._builtins:
-            known = self._builtins[name][1]
+            description = self._builtins[name][1]
         else:
-            known = None
-        return known or self.describe(self[name])
+            description = None
+        return description or self.describe(self[name])
 
     def describe(self, part: object) -> About:
         """The description of a part, registered or not."""
@@ -175,7 +175,7 @@ class Registry(dict[str, Any]):
             keys=dict(declared(part, "configuration_keys", {})),
             can=can,
             selector=self.describe(select) if select else None,
-            odd=tuple(
+            unnamed=tuple(
                 p.name
                 for p in parameters
                 if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)
@@ -188,25 +188,30 @@ class Registry(dict[str, Any]):
             return ""
         if not callable(self[name]):
             return f"{self.kind} {name!r} cannot be called"
-        about = self.about(name)
-        what = f"{self.kind} {name!r}"
-        for function in about:
-            if function.odd:
-                return f"{what} takes {', '.join(function.odd)} without a name of its own: name what it takes"
+        description = self.about(name)
+        subject = f"{self.kind} {name!r}"
+        for function in description:
+            if function.unnamed:
+                return f"{subject} takes {', '.join(function.unnamed)} without a name of its own: name what it takes"
             wrong = [name for name in function.inputs if name not in self._inputs]
             if wrong:
-                return f"{what}: {unknown('parameter', wrong[0], self._inputs)} (settings stand behind a *)"
+                return f"{subject}: {unknown('parameter', wrong[0], self._inputs)} (settings stand behind a *)"
             missing = [name for name in function.required if name not in function.keys]
             if missing:
-                return f"{what}: its setting {missing[0]!r} has no default and no key (@configured)"
-        missing = sorted(self._needs - set(about.inputs))
+                return (
+                    f"{subject}: its setting {missing[0]!r} has no default and no key (@configured)"
+                )
+        missing = sorted(self._needs - set(description.inputs))
         if missing:
-            return f"{what} has no parameter {missing[0]!r}; it may take: {', '.join(sorted(self._inputs))}"
+            return f"{subject} has no parameter {missing[0]!r}; it may take: {', '.join(sorted(self._inputs))}"
         return ""
 
     def builtins(self) -> Mapping[str, About]:
         """The built-in parts."""
-        return {name: about or self.about(name) for name, (_, about) in self._builtins.items()}
+        return {
+            name: description or self.about(name)
+            for name, (_, description) in self._builtins.items()
+        }
 
     def user_parts(self) -> dict[str, Any]:
         """The parts that are not the library's: new names, and built-in names that were
@@ -260,11 +265,11 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
         UserError: if the module cannot be imported or has no such attribute.
     """
     module_name, _, attribute = reference.rpartition(":")
-    what = f"{kind} {reference!r}"
+    subject = f"{kind} {reference!r}"
     if not module_name or module_name.startswith("."):
-        raise UserError(f"{what} must be module:attribute, with the module's full name")
+        raise UserError(f"{subject} must be module:attribute, with the module's full name")
     if module_name.endswith(".py"):
-        file = python_file(module_name, what)
+        file = python_file(module_name, subject)
     else:
         file = None
     try:
@@ -276,14 +281,14 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
         ModuleNotFoundError,
         SyntaxError,
     ) as error:  # other errors of the user's code keep their traceback
-        raise UserError(f"{what} cannot be imported: {error}") from error
+        raise UserError(f"{subject} cannot be imported: {error}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
         public = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-        own = [name for name, value in public.items() if _module(value) == module.__name__]
-        allowed = own or public  # of what it defines, else of what it imports as well
-        raise UserError(f"{what}: {unknown('attribute', attribute, allowed)}") from None
+        defined = [name for name, value in public.items() if _module(value) == module.__name__]
+        allowed = defined or public  # of what it defines, else of what it imports as well
+        raise UserError(f"{subject}: {unknown('attribute', attribute, allowed)}") from None
 
 
 def absolute_reference(reference: str) -> str:
@@ -304,13 +309,13 @@ def user_parts() -> UserParts:
     }
 
 
-def add_user_parts(parts: UserParts) -> None:
+def add_user_parts(registered: UserParts) -> None:
     """Register here the ``user_parts`` of another process."""
-    for reference, added in parts.items():
+    for reference, added in registered.items():
         resolve_reference(reference, kind="registry").update(added)
 
 
-def python_file(file: str, what: str) -> Path:
+def python_file(file: str, subject: str) -> Path:
     """The file's absolute path.
 
     Raises:
@@ -320,7 +325,7 @@ def python_file(file: str, what: str) -> Path:
     if not path.is_file():
         close = nearest(path.stem, [sibling.stem for sibling in path.parent.glob("*.py")], count=1)
         raise UserError(
-            f"{what}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}"
+            f"{subject}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}"
         )
     return path
 

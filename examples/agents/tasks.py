@@ -35,11 +35,11 @@ _PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
 def calculate(expression: Any) -> str:
     """The tool's answer."""
     if isinstance(expression, str):
-        found = _PRODUCT.fullmatch(expression)
+        result = _PRODUCT.fullmatch(expression)
     else:
-        found = None
-    if found:
-        return str(int(found[1]) * int(found[2]))
+        result = None
+    if result:
+        return str(int(result[1]) * int(result[2]))
     return "error"
 
 
@@ -60,14 +60,14 @@ def text(a: int, b: int) -> str:
 
 def prompts(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
     """``count`` different rows of one side."""
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for a, b in questions(split, seed):
-        found.setdefault(text(a, b), str(a * b))
-        if len(found) == count:
+        answers.setdefault(text(a, b), str(a * b))
+        if len(answers) == count:
             break
     return [
-        {"prompt": [{"role": "user", "content": question}], "answer": found[question]}
-        for question in found
+        {"prompt": [{"role": "user", "content": question}], "answer": answers[question]}
+        for question in answers
     ]
 
 

@@ -88,16 +88,16 @@ def _distances(board: tuple[str, ...]) -> dict[Place, int]:
     """Steps to the goal from every field that has a way to it."""
     size = len(board)
     goal = (size - 1, size - 1)
-    found = {goal: 0}
+    distances = {goal: 0}
     queue = deque([goal])
     while queue:
         at = queue.popleft()
         for action in MOVES:
-            other = moved(at, action, size)
-            if other not in found and board[other[0]][other[1]] != "H":
-                found[other] = found[at] + 1
-                queue.append(other)
-    return found
+            neighbour = moved(at, action, size)
+            if neighbour not in distances and board[neighbour[0]][neighbour[1]] != "H":
+                distances[neighbour] = distances[at] + 1
+                queue.append(neighbour)
+    return distances
 
 
 def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> list[dict[str, str]]:

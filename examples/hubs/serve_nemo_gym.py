@@ -20,11 +20,13 @@ from nemo_gym.server_utils import ServerClient
 def main(name: str, port: int) -> None:
     module = importlib.import_module(f"resources_servers.{name}.app")
     classes = [
-        one
-        for _, one in inspect.getmembers(module, inspect.isclass)
-        if one.__module__ == module.__name__
+        candidate
+        for _, candidate in inspect.getmembers(module, inspect.isclass)
+        if candidate.__module__ == module.__name__
     ]
-    server_class = next(one for one in classes if issubclass(one, BaseResourcesServer))
+    server_class = next(
+        candidate for candidate in classes if issubclass(candidate, BaseResourcesServer)
+    )
     files = sorted((Path(module.__file__).parent / "configs").glob("*.yaml"))
     entries = [entry for file in files for entry in yaml.safe_load(file.read_text()).values()]
     servers = [entry["resources_servers"] for entry in entries if "resources_servers" in entry]

@@ -72,9 +72,9 @@ SERVED = ("openenv", "nemo_gym")
 class Servers(ExitStack):
     """The environments' servers, each in its own Python; they end with the block."""
 
-    def __init__(self, given: argparse.Namespace, folder: Path) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         super().__init__()
-        self._given = given
+        self._options = options
         self._folder = folder
         self._count = 0
 
@@ -85,21 +85,21 @@ class Servers(ExitStack):
         where: dict[str, Any] = {}
         if TRIALS[name].hub == "nemo_gym":
             command = [
-                f"{self._given.nemo_gym}/bin/python",
+                f"{self._options.nemo_gym}/bin/python",
                 str(HERE / "serve_nemo_gym.py"),
                 name,
                 str(port),
             ]
         else:
             command = [
-                f"{self._given.openenv}/bin/python",
+                f"{self._options.openenv}/bin/python",
                 "-m",
                 "uvicorn",
                 f"{name}.server.app:app",
             ]
             command += ["--port", str(port)]
-            environ = {**os.environ, "PYTHONPATH": str(self._given.envs)}
-            where = {"cwd": self._given.envs / name, "env": environ}
+            environ = {**os.environ, "PYTHONPATH": str(self._options.envs)}
+            where = {"cwd": self._options.envs / name, "env": environ}
         log = self.enter_context((self._folder / f"{name}.server.log").open("wb"))
         server = subprocess.Popen(command, stdout=log, stderr=log, **where)
         self.callback(server.wait)
@@ -107,10 +107,10 @@ class Servers(ExitStack):
         return f"http://127.0.0.1:{port}", server
 
 
-def own_data(name: str, given: argparse.Namespace) -> Path:
+def own_data(name: str, options: argparse.Namespace) -> Path:
     """The rows that NeMo Gym's wheel has for a server."""
     return next(
-        given.nemo_gym.glob(
+        options.nemo_gym.glob(
             f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"
         )
     )
@@ -130,12 +130,12 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 
 
 def train(
-    config: str, run: Path, given: argparse.Namespace, *settings: str
+    config: str, run: Path, options: argparse.Namespace, *settings: str
 ) -> list[dict[str, float]]:
     """The metrics of each step."""
     command = [
         sys.executable, "-m", "skyasync", "--config", str(HERE / config),
-        f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}", *settings, *given.settings,
+        f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}", *settings, *options.settings,
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     run.with_suffix(".log").write_text(done.stdout + done.stderr)
@@ -145,14 +145,14 @@ def train(
     return [row for row in rows if row["step"] > 0]
 
 
-def try_environments(names: Sequence[str], given: argparse.Namespace, folder: Path) -> None:
+def try_environments(names: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
     """Each step has a group of each environment."""
-    with Servers(given, folder) as started:
+    with Servers(options, folder) as started:
         servers = {name: started.serve(name) for name in names if TRIALS[name].hub in SERVED}
         sources = []
         for name in names:
             trial = TRIALS[name]
-            row = trial.row or json.loads(own_data(name, given).read_text().splitlines()[0])
+            row = trial.row or json.loads(own_data(name, options).read_text().splitlines()[0])
             if name in servers:
                 env_class = f"{trial.hub}:{servers[name][0]}"
             else:
@@ -161,7 +161,7 @@ def try_environments(names: Sequence[str], given: argparse.Namespace, folder: Pa
             sources[-1].write_text(json.dumps({**row, "env_class": env_class, "domain": name}))
         for url, server in servers.values():
             wait_for(url, server)
-        steps = train("trial.yaml", folder / "trial", given, f"data.train_data=[{','.join(map(str, sources))}]",
+        steps = train("trial.yaml", folder / "trial", options, f"data.train_data=[{','.join(map(str, sources))}]",
                       f"trainer.train_batch_size={len(sources)}")  # fmt: skip
     for name in names:
         rewards = " ".join(f"{step[f'reward/mean/{name}']:6.2f}" for step in steps)
@@ -184,10 +184,10 @@ def main() -> None:
     parser.add_argument(
         "--set", dest="settings", action="append", default=[], help="key=value, for the run"
     )
-    given = parser.parse_args()
-    folder = given.folder or Path(tempfile.mkdtemp())
+    options = parser.parse_args()
+    folder = options.folder or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    try_environments(given.names or list(TRIALS), given, folder)
+    try_environments(options.names or list(TRIALS), options, folder)
     print(f"logs: {folder}")
 
 

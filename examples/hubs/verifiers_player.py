@@ -53,7 +53,9 @@ async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) 
         ending: dict[str, Any] = {"error": str(errors[-1] if errors else "no trace")[:1000]}
     else:
         (trace,) = episode.traces  # of one player
-        rewards = {name: one.value for name, one in trace.rewards.items() if one is not None}
+        rewards = {
+            name: reward.value for name, reward in trace.rewards.items() if reward is not None
+        }
         metrics = {name: value for name, value in trace.metrics.items() if value is not None}
         ending = {"reward": sum(rewards.values()), "metrics": {**metrics, **rewards}}
     await http.post(
@@ -63,19 +65,21 @@ async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) 
 
 async def play_all(folder: Path, config: dict[str, Any]) -> None:
     """Session after session, task after task, until the run's endpoint is gone."""
-    found = json.loads((folder / "endpoint.json").read_text())  # it exists once the run has started
+    endpoint = json.loads(
+        (folder / "endpoint.json").read_text()
+    )  # it exists once the run has started
     env = vf.load_environment(resolve_env_config(config))
     tasks = list(itertools.islice(env.taskset.load(), 1000))
     samples = int(
         os.environ.get("SAMPLES", "4")
     )  # generator.n_samples_per_prompt: the sessions of one task
     turns = (task for task in itertools.cycle(tasks) for _ in range(samples))
-    async with env.serving(), httpx.AsyncClient(base_url=found["base_url"], timeout=700) as http:
+    async with env.serving(), httpx.AsyncClient(base_url=endpoint["base_url"], timeout=700) as http:
 
         async def player() -> None:
             for task in turns:
                 try:
-                    await play(env, task, http, found["sessions_key"])
+                    await play(env, task, http, endpoint["sessions_key"])
                 except httpx.TransportError:
                     return
 

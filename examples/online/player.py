@@ -27,8 +27,8 @@ def post(url: str, key: str, **body: Any) -> dict[str, Any]:
         url, json.dumps(body).encode(), {"Authorization": f"Bearer {key}"}
     )
     with urllib.request.urlopen(request, timeout=700) as answer:
-        found: dict[str, Any] = json.load(answer)
-        return found
+        decoded: dict[str, Any] = json.load(answer)
+        return decoded
 
 
 def play(base_url: str, sessions_key: str) -> None:
@@ -37,8 +37,8 @@ def play(base_url: str, sessions_key: str) -> None:
     key = session["api_key"]
     row = session["data"]
     answer = post(f"{base_url}/chat/completions", key, messages=row["prompt"])
-    said = answer["choices"][0]["message"]["content"]
-    post(f"{base_url}/sessions/end", key, reward=float(said.strip() == row["answer"]))
+    text = answer["choices"][0]["message"]["content"]
+    post(f"{base_url}/sessions/end", key, reward=float(text.strip() == row["answer"]))
 
 
 def play_on(base_url: str, sessions_key: str) -> None:
@@ -61,16 +61,16 @@ def endpoint_of(folder: Path) -> dict[str, str]:
     file = folder / "endpoint.json"
     while not (file.exists() and file.read_text()):
         time.sleep(0.2)
-    found: dict[str, str] = json.loads(file.read_text())
-    return found
+    endpoint: dict[str, str] = json.loads(file.read_text())
+    return endpoint
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="the run's")
-    found = endpoint_of(parser.parse_args().folder)
+    endpoint = endpoint_of(parser.parse_args().folder)
     with ThreadPoolExecutor(AT_ONCE) as threads:
-        for player in [threads.submit(play_on, **found) for _ in range(AT_ONCE)]:
+        for player in [threads.submit(play_on, **endpoint) for _ in range(AT_ONCE)]:
             player.result()
 
 

@@ -22,22 +22,22 @@ STEPS = 30
 def questions(seed: int) -> Iterator[tuple[str, str]]:
     rng = random.Random(seed)
     while True:
-        first = rng.randint(0, 20)
-        second = rng.randint(0, 20)
-        yield f"Add: {first} + {second}", str(first + second)
+        left = rng.randint(0, 20)
+        right = rng.randint(0, 20)
+        yield f"Add: {left} + {right}", str(left + right)
 
 
 def datum(prompt: list[int], sequence: types.SampledSequence, advantage: float) -> types.Datum:
     tokens = list(sequence.tokens)
     logprobs = list(sequence.logprobs or [])
-    whole = prompt + tokens
-    before = len(prompt) - 1
+    sequence_tokens = prompt + tokens
+    prompt_targets = len(prompt) - 1
     return types.Datum(
-        model_input=types.ModelInput.from_ints(whole[:-1]),
+        model_input=types.ModelInput.from_ints(sequence_tokens[:-1]),
         loss_fn_inputs={
-            "target_tokens": whole[1:],
-            "logprobs": [0.0] * before + logprobs,
-            "advantages": [0.0] * before + [advantage] * len(tokens),
+            "target_tokens": sequence_tokens[1:],
+            "logprobs": [0.0] * prompt_targets + logprobs,
+            "advantages": [0.0] * prompt_targets + [advantage] * len(tokens),
         },
     )
 
@@ -52,8 +52,8 @@ def learn(base_url: str, base_model: str, steps: int = STEPS) -> list[float]:
     means = list[float]()
     for step in range(steps):
         sampler = trained.save_weights_and_get_sampling_client().result()
-        asked = [next(question) for _ in range(PROMPTS)]
-        texts = [[{"role": "user", "content": text}] for text, _ in asked]
+        batch = [next(question) for _ in range(PROMPTS)]
+        texts = [[{"role": "user", "content": text}] for text, _ in batch]
         prompts = [
             list(tokenizer.apply_chat_template(text, add_generation_prompt=True)["input_ids"])
             for text in texts
@@ -64,10 +64,11 @@ def learn(base_url: str, base_model: str, steps: int = STEPS) -> list[float]:
         ]
         data = list[types.Datum]()
         rewards = list[float]()
-        for (_, right), prompt, answer in zip(asked, prompts, answers, strict=True):
+        for (_, right), prompt, answer in zip(batch, prompts, answers, strict=True):
             sequences = answer.result().sequences
             decoded = [
-                tokenizer.decode(list(each.tokens), skip_special_tokens=True) for each in sequences
+                tokenizer.decode(list(sample.tokens), skip_special_tokens=True)
+                for sample in sequences
             ]
             group = [float(text.strip() == right) for text in decoded]
             mean = sum(group) / SAMPLES

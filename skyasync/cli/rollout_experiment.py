@@ -103,14 +103,14 @@ class RolloutExperiment(BasePPOExp):
                 rollout_requests(prompts[start : start + size], cfg.generator) for start in starts
             )
         try:
-            self.parts.placement = await asyncio.to_thread(
+            self.components.placement = await asyncio.to_thread(
                 self.get_colocate_pg, cfg.trainer.placement.timeout_s
             )
-            self.parts.client = self.get_inference_client()
-            generator: Any = self.get_generator(cfg, self.tokenizer, self.parts.client)
-            self.parts.generator = generator
-            self.parts.share_threads(False)  # engines have all cores: no rank computes
-            await self.parts.client.start()
+            self.components.client = self.get_inference_client()
+            generator: Any = self.get_generator(cfg, self.tokenizer, self.components.client)
+            self.components.generator = generator
+            self.components.share_threads(False)  # engines have all cores: no rank computes
+            await self.components.client.start()
             for requests in batches:
                 batch_groups, _ = await run_generator(generator, requests, version=0)
                 groups += batch_groups

@@ -23,7 +23,7 @@ from skyasync.data.sources import Row, reader, rows
 from skyasync.data.stream import StreamedPrompts
 from skyasync.envs.base import Conversation
 from skyasync.envs.images import READ, image_column, read_messages, with_images
-from skyasync.envs.reward import known_of
+from skyasync.envs.reward import reward_inputs
 from skyasync.errors import UserError, nearest, unknown
 from skyasync.rewards.settings import RowChecks
 from skyasync.rewards.signature import CONVERSATION
@@ -349,7 +349,7 @@ def check_rows(prompts: Iterable[Prompt], cfg: Config, *, is_eval: bool = False)
     for prompt in prompts:
         if prompt.env_class == "reward":
             try:
-                known = known_of(prompt.extras, prompt.messages, "")
+                known = reward_inputs(prompt.extras, prompt.messages, "")
                 checks.check(known)
                 if metric and not is_eval:
                     checks.check_metric(metric, known)

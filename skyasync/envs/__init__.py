@@ -110,8 +110,8 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     class Made(BaseTextEnv):
         """Made by a function: ``__new__`` returns an environment of another class."""
 
-        def __new__(cls, *given: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
-            made: BaseTextEnv = target(*given, **settings, **more)
+        def __new__(cls, *arguments: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
+            made: BaseTextEnv = target(*arguments, **settings, **more)
             return made
 
     return Made

@@ -87,8 +87,8 @@ class BaseTextEnv:
         if not kwargs:
             return cls
 
-        def __init__(self: BaseTextEnv, **given: object) -> None:
-            cls.__init__(self, **given, **kwargs)  # type: ignore[arg-type]
+        def __init__(self: BaseTextEnv, **arguments: object) -> None:
+            cls.__init__(self, **arguments, **kwargs)  # type: ignore[arg-type]
 
         return type(cls.__name__, (cls,), {"__init__": __init__})
 
@@ -234,11 +234,11 @@ def check_metrics(metrics: object) -> dict[str, float]:
     return {str(name): _number(value, f"the metric {name}") for name, value in metrics.items()}
 
 
-def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
+def _checked_text(messages: object, subject: str, raw: bool) -> Conversation | str:
     if raw:
         if not isinstance(messages, str):
             raise InvalidEnvOutputError(
-                f"{what} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
+                f"{subject} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
             )
         return _without_half_pairs(messages)
     if not isinstance(messages, list) or not all(
@@ -248,12 +248,12 @@ def _checked_text(messages: object, what: str, raw: bool) -> Conversation | str:
         for message in messages
     ):
         raise InvalidEnvOutputError(
-            f"{what} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
+            f"{subject} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     try:
         return cast(Conversation, read_messages(_without_half_pairs(messages)))
     except UserError as error:  # of this episode's images
-        raise InvalidEnvOutputError(f"{what}: {error}") from error
+        raise InvalidEnvOutputError(f"{subject}: {error}") from error
 
 
 def _without_half_pairs(value: Any) -> Any:
@@ -262,16 +262,16 @@ def _without_half_pairs(value: Any) -> Any:
     if isinstance(value, str):
         return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, Mapping):
-        return {name: _without_half_pairs(each) for name, each in value.items()}
+        return {name: _without_half_pairs(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_without_half_pairs(each) for each in value]
+        return [_without_half_pairs(item) for item in value]
     return value
 
 
-def _number(value: object, what: str) -> float:
+def _number(value: object, subject: str) -> float:
     if isinstance(value, int) and value.bit_length() > FLOAT_BITS:
         raise NonFiniteRewardError(
-            f"{what} is an integer of {value.bit_length()} bits; it must be a finite number"
+            f"{subject} is an integer of {value.bit_length()} bits; it must be a finite number"
         )
     if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
         kind = (
@@ -279,5 +279,5 @@ def _number(value: object, what: str) -> float:
             if isinstance(value, Real) and not math.isfinite(value)
             else InvalidEnvOutputError
         )
-        raise kind(f"{what} is {reprlib.repr(value)}; it must be a finite number")
+        raise kind(f"{subject} is {reprlib.repr(value)}; it must be a finite number")
     return float(value)

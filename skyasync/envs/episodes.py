@@ -44,8 +44,13 @@ class EnvSettings(NamedTuple):
     @staticmethod
     def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
         """The settings of a run; ``env_config`` is passed to its environments."""
-        own = cfg.environment
-        return EnvSettings(env_config, own.step_timeout_s, own.max_threads, RetryPolicy.of(own))
+        environment = cfg.environment
+        return EnvSettings(
+            env_config,
+            environment.step_timeout_s,
+            environment.max_threads,
+            RetryPolicy.of(environment),
+        )
 
 
 class EnvLimits(TypedDict, total=False):

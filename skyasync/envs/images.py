@@ -160,13 +160,13 @@ def with_images(
         if any(image_part(part) for part in parts):
             message["content"] = parts
     if not placed and read:
-        first = next((message for message in result if message["role"] == "user"), result[0])
-        content = first["content"]
+        user_message = next((message for message in result if message["role"] == "user"), result[0])
+        content = user_message["content"]
         if isinstance(content, str):
             text = [{"type": "text", "text": content}]
         else:
             text = content
-        first["content"] = [*({"type": "image", "image": image} for image in read), *text]
+        user_message["content"] = [*({"type": "image", "image": image} for image in read), *text]
     elif placed != len(read):
         raise UserError(
             f"the prompt has {placed} places for images, and the row has {len(read)} images"

@@ -107,7 +107,7 @@ class EnvPool:
         if self.starts_from_prompt(env_class, prompt):
             await self.init_group({episode: extras}, env_class, prompt)
             return prompt
-        await self._take(episode, env_class, here=self.plays_here(env_class, extras))
+        await self._take(episode, env_class, is_local=self.plays_here(env_class, extras))
         start: Conversation | str = await self._ask("init", episode, env_class, extras, prompt)
         return start
 
@@ -119,9 +119,9 @@ class EnvPool:
         Args:
             extras: by episode.
         """
-        here = self.plays_here(env_class, next(iter(extras.values())))
+        is_local = self.plays_here(env_class, next(iter(extras.values())))
         for episode, row in extras.items():
-            route = await self._take(episode, env_class, here=here)
+            route = await self._take(episode, env_class, is_local=is_local)
             route.opening = (env_class, row, prompt)
 
     @contextmanager
@@ -130,10 +130,10 @@ class EnvPool:
         with self.pool.collecting():
             yield
 
-    async def _take(self, episode: str, env_class: str, *, here: bool) -> _Route:
+    async def _take(self, episode: str, env_class: str, *, is_local: bool) -> _Route:
         """Decide where the episode is played."""
         route = self._routes[episode] = _Route(
-            None if here else self.pool.take(episode), key_of(episode)
+            None if is_local else self.pool.take(episode), key_of(episode)
         )
         if route.home is not None:
             try:
@@ -230,8 +230,12 @@ def local_pool(
 
     An environment's methods run on the caller's event loop: one that blocks blocks them all.
     """
-    own = EnvSettings(env_config or {}, **settings)
-    return EnvPool(lambda: LocalTransport(Episodes(own), own.step_timeout_s), workers, own)
+    env_settings = EnvSettings(env_config or {}, **settings)
+    return EnvPool(
+        lambda: LocalTransport(Episodes(env_settings), env_settings.step_timeout_s),
+        workers,
+        env_settings,
+    )
 
 
 def ray_pool(settings: EnvSettings, workers: int) -> EnvPool:

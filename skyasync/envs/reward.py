@@ -79,12 +79,12 @@ class RewardEnv(BaseTextEnv):
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         settings = _settings(self.env_config)
-        known = known_of(self.extras, self.opening, action)
-        known[CODE_SANDBOX] = settings.code_sandbox
+        inputs = reward_inputs(self.extras, self.opening, action)
+        inputs[CODE_SANDBOX] = settings.code_sandbox
         if self.seen is not None:
-            known |= seen(*self.seen, label=known["label"])
+            inputs |= seen(*self.seen, label=inputs["label"])
         functions = [function for function, _ in self._weighted]
-        self._scores = score_response(functions, known, settings.timeout_s)
+        self._scores = score_response(functions, inputs, settings.timeout_s)
         for function, score in zip(functions, self._scores, strict=True):
             if score.no_reward and settings.on_timeout == "raise":
                 raise TimeoutError(
@@ -99,11 +99,11 @@ class RewardEnv(BaseTextEnv):
 
     def get_metrics(self) -> dict[str, float]:
         funcs = [func for func, _ in _settings(self.env_config).weighted(self.extras)]
-        own = [
+        names = [
             name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)
         ]
         quick = [function.quick for function, _ in self._weighted]
-        return metrics_of(own, self._scores, quick, self.extras.get("domain"))
+        return metrics_of(names, self._scores, quick, self.extras.get("domain"))
 
 
 def _settings(env_config: dict[str, Any]) -> RewardSettings:
@@ -145,7 +145,7 @@ class GSM8kEnv(BaseTextEnv):
         return {"observations": [], "reward": gsm8k(action, truth), "done": True, "metadata": {}}
 
 
-def known_of(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
+def reward_inputs(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
     """What the functions that reward a response may take: the row's columns, the conversation, the
     right answer."""
     content: str | Sequence[Mapping[str, str]] = messages[-1]["content"] if messages else ""

@@ -113,9 +113,9 @@ def as_sent(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     level: list[Any] = [functions]
     for _ in range(MOST_LEVELS):
         inner = [
-            each.values() if isinstance(each, dict) else each
-            for each in level
-            if isinstance(each, dict | list)
+            item.values() if isinstance(item, dict) else item
+            for item in level
+            if isinstance(item, dict | list)
         ]
         level = [value for values in inner for value in values]
     if level:

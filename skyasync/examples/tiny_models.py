@@ -104,8 +104,8 @@ class WarmStartRecipe(ABC):
         """
         recipe = cls(**cast(dict[str, Any], options))
         digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
-        own = Path(inspect.getfile(cls))
-        for source in (Path(__file__), own, own.with_name(cls.lessons)):
+        recipe_file = Path(inspect.getfile(cls))
+        for source in (Path(__file__), recipe_file, recipe_file.with_name(cls.lessons)):
             digest.update(source.read_bytes())
         if out:
             folder = Path(out)
@@ -230,14 +230,14 @@ def fine_tune(
         worker = PolicyWorker(cfg, total_steps=steps.count)
         worker.setup()
         for _ in range(steps.count):
-            drawn = {"rows": list(islice(rows, steps.batch_size))}
+            sources = {"rows": list(islice(rows, steps.batch_size))}
             batch = collate(
-                groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=drawn), 0)
+                groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=sources), 0)
             )
             weights = loss_weights(cfg.trainer.algorithm, batch.loss_mask, batch.group_ids)
-            ones = torch.ones_like(batch.rewards)
+            advantages = torch.ones_like(batch.rewards)
             metrics = worker.update_policy(
-                batch.to_stage(UpdateBatch, advantages=ones, loss_weights=weights)
+                batch.to_stage(UpdateBatch, advantages=advantages, loss_weights=weights)
             )
             bar.update(task, advance=1, loss=metrics["loss"])
         worker.export(str(out))

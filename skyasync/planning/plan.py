@@ -209,7 +209,7 @@ def make_plan(
     gpus = machine.gpus > 0
     placement = cfg.trainer.placement
     slots = plan_slots(cfg, gpus=gpus, roles=roles_with_ranks(cfg))
-    roles = {role: len(bundles) for role, bundles in slots.of.items()}
+    roles = {role: len(bundles) for role, bundles in slots.by_role.items()}
     roles[ENGINES] += roles.pop(HYBRID_ENGINES, 0)
     if placement.colocate_all:
         per_device = -(-roles[ENGINES] // roles[POLICY])

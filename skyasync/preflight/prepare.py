@@ -389,7 +389,7 @@ def check_cores(cfg: Config, roles: Sequence[Role]) -> None:
     if len(slots.bundles) <= PROCESSES_PER_CORE * cores:
         return
     counts = []
-    for name, bundles in slots.of.items():
+    for name, bundles in slots.by_role.items():
         if bundles:
             counts.append(f"{name} {len(bundles)}")
     raise UserError(

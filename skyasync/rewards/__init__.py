@@ -1,5 +1,4 @@
-"""Reward functions by name: a registered one, ``module:function``, ``path/to/file.py:function``, or
-a server's address.
+"""Reward functions by name: registered, ``module:function``, ``file.py:function``, or an address.
 
 A reward function is called with keyword arguments of which it takes the ones it names (all, with
 ``**extra``): ``prompt`` (the last message's text), ``response`` (what the model wrote), ``label``
@@ -30,7 +29,7 @@ REWARDS = Registry(
             "instruction_following instruction_following_loose instruction_following_share"
         ),
     },
-    capabilities={"extra": ""},  # of this library, that installs what it needs
+    capabilities={"extra": ""},  # the optional dependency of skyasync that installs its packages
 )
 
 
@@ -46,16 +45,16 @@ class Capabilities:
     Args:
         quick: it returns at once whatever the response is: it is called directly, without a limit.
         load: called in the process of the function, before its first call and outside of its limit.
-        check: called with what is known of every row of the function, before the run. It raises
+        check: called with the inputs of every row of the function, before the run. It raises
             ``UserError`` for a row that cannot be rewarded.
     """
 
     quick: bool = False
     load: Callable[[], Any] = lambda: None
-    check: Callable[[Mapping[str, Any]], None] = lambda known: None
+    check: Callable[[Mapping[str, Any]], None] = lambda inputs: None
 
     def __call__(self, function: F) -> F:
-        function.__dict__["capabilities"] = self
+        function.__dict__["capabilities"] = self  # where ``capabilities_of`` looks for it
         return function
 
 
@@ -66,8 +65,10 @@ def capabilities_of(function: Callable[..., Any]) -> Capabilities:
 
 
 def quick(function: F) -> F:
-    """Mark a function that returns at once whatever the response is: it is called directly, without
-    a limit."""
+    """Mark a function that returns at once whatever the response is.
+
+    It is called directly, without a time limit.
+    """
     return Capabilities(quick=True)(function)
 
 
@@ -86,6 +87,7 @@ def find(name: str) -> Callable[..., Any]:
         return other_frameworks().remote_reward(name)
     if ":" not in name:
         return REWARDS.find(name)
+    # A file written for another framework may import modules of it that are not installed here.
     with other_frameworks().modules_for_user_files():
         return REWARDS.find(name)
 

@@ -1,5 +1,4 @@
-"""Rewards that compare the response's answer with the right one: as text, as a number or letter, as
-mathematics.
+"""Rewards that compare the response's answer with the label: as text, number, letter, mathematics.
 
 All but ``math_verify`` return at once. That library's own time limits are signals, which work in a
 main thread only and cannot stop a computation inside one big number. It is called without them, in
@@ -20,17 +19,17 @@ from skyasync.rewards import REWARDS, Capabilities, quick
 FINAL_NUMBER = re.compile(r"####\s*(-?[\d,]*\.?\d+)")
 _CHOICES = re.compile(
     r"\\boxed\{\s*(?:\\(?:text|math)[a-z]*\{)?\(?([A-Za-z])\)?\s*\}"
-    # "the answer is a city" has an article
+    # The a of "the answer is a city" is an article: a word follows it.
     r"|[Aa]nswer\**(?:\s+is|\s*:)[\s:*$]*\(?([A-Zb-z]|a(?! +\w))\b"
 )
+# The empty second group gives matches the form of those of _CHOICES, which has two groups.
 _ONLY = re.compile(r"^\W*([A-Za-z])()\W*$")
 _NUMBER_AT_THE_END = re.compile(r"####\s*-?[\d,]*\.?\d+\s*")
-_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # of mathematics
+_DELIMITERS = ("$", "\\boxed", "\\(", "\\[")  # the beginnings of mathematics in LaTeX
 
 
 def final_number(text: str) -> str | None:
-    """The last number that follows ``####``, without thousands separators; None if there is
-    none."""
+    """The last number after ``####``, without thousands separators; None if there is none."""
     numbers = FINAL_NUMBER.findall(text)
     if numbers:
         return numbers[-1].replace(",", "")
@@ -41,26 +40,28 @@ def final_number(text: str) -> str | None:
 @quick
 def exact_match(response: str, label: object) -> float:
     """1 if the response is the label, leaving aside spaces and newlines around both."""
-    return float(response.strip() == str(_known(label, "exact_match")).strip())
+    truth = _checked_label(label, "exact_match")
+    return float(response.strip() == truth.strip())
 
 
 @REWARDS.register("gsm8k")
 @quick
 def gsm8k(response: str, label: object) -> float:
-    """1 if the last number behind ``####`` is the label, or the one behind ``####`` in the
-    label."""
-    truth = str(_known(label, "gsm8k"))
-    return float(final_number(response) == (final_number(truth) or truth.strip().replace(",", "")))
+    """1 if the last number after ``####`` is the label, or the one after ``####`` in the label."""
+    truth = _checked_label(label, "gsm8k")
+    # GSM8K's answers end with "#### 72"; other data sets have the number alone.
+    target = final_number(truth) or truth.strip().replace(",", "")
+    return float(final_number(response) == target)
 
 
 @REWARDS.register("gsm8k_format")
 @quick
 def gsm8k_format(response: str) -> float:
     """1 if the response ends with ``####`` and a number, and has no other ``####``."""
-    return float(
-        response.count("####") == 1
-        and bool(_NUMBER_AT_THE_END.fullmatch(response[response.find("####") :]))
-    )
+    if response.count("####") != 1:
+        return 0.0
+    ending = response[response.find("####") :]
+    return float(bool(_NUMBER_AT_THE_END.fullmatch(ending)))
 
 
 @REWARDS.register("multiple_choice")
@@ -71,10 +72,15 @@ def multiple_choice(response: str, label: object) -> float:
     Read are ``\\boxed{B}``, ``answer: B``, ``answer is (B)``, and a letter alone on the last line;
     not the article in ``answer is a city``.
     """
-    truth = str(_known(label, "multiple_choice")).strip().strip("()").upper()
-    last = response.strip().splitlines()[-1] if response.strip() else ""
-    chosen = _CHOICES.findall(response) or _ONLY.findall(last)
-    return float(bool(chosen) and max(chosen[-1]).upper() == truth)
+    truth = _checked_label(label, "multiple_choice").strip().strip("()").upper()
+    lines = response.strip().splitlines()
+    choices = _CHOICES.findall(response)
+    if not choices and lines:
+        choices = _ONLY.findall(lines[-1])
+    if not choices:
+        return 0.0
+    letter = max(choices[-1])  # of the groups of a match one is the letter and the others are empty
+    return float(letter.upper() == truth)
 
 
 @REWARDS.register("zero")
@@ -84,12 +90,12 @@ def zero() -> float:
     return 0.0
 
 
-def _known(label: object, function: str) -> object:
+def _checked_label(label: object, function: str) -> str:
     if label is None:
         raise UserError(
             f"reward function {function} needs the right answer, and the row has none: set data.label_key"
         )
-    return label
+    return str(label)
 
 
 def _library() -> ModuleType:
@@ -110,8 +116,8 @@ def math_verify(response: str, label: object) -> float:
         UserError: if the label is no mathematical expression.
     """
     truth = "" if label is None else str(label).strip()
-    if not any(mark in truth for mark in _DELIMITERS):
-        truth = f"${truth}$"  # a label without any mark is the expression itself
+    if not any(delimiter in truth for delimiter in _DELIMITERS):
+        truth = f"${truth}$"  # a label without delimiters is the expression itself
     if label is None or not _expressions(truth):
         raise UserError(
             f"reward function math_verify finds no mathematical expression in the label {label!r}"
@@ -126,22 +132,24 @@ def _equal(response: str, truth: str) -> float:
     )
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # as above; parsing takes most of the time
 def _expressions(text: str) -> list[Any]:
     expressions: list[Any] = _library().parse(text, parsing_timeout=None)
     return expressions
 
 
 def extract_boxed_answer(text: str) -> str | None:
-    r"""What stands in the last ``\boxed{...}``, braces inside it included; None if there is
-    none."""
+    r"""The content of the last ``\boxed{...}``, nested braces included; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
-    depth = 0
     begin = start + len("\\boxed{")
-    for place in range(begin - 1, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if not depth:
-            return text[begin:place].strip()
+    depth = 1  # open braces
+    for position in range(begin, len(text)):
+        if text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+        if depth == 0:
+            return text[begin:position].strip()
     return None

@@ -1,13 +1,16 @@
-"""``assert`` tests, split so that the code under test never meets what is expected of it.
+"""``assert`` tests, split so that the code under test never sees the expected values.
 
-Invariant: what is sent to the code's process is calls of its own names with their arguments, and
-the statements that make those. The rest, in which each such call has become a value, runs in a
-process that has never run the code.
+Invariant: the code's process gets only calls of its names with their arguments, and the statements
+that make these arguments. The rest, in which each such call has become a value, runs in a process
+that has never run the code.
 
 Of ``assert sorted(f([2, 1])) == [1, 2]`` the first process gets ``f([2, 1])``, and the second
 ``assert __equal__(sorted(__values__[0]), [1, 2])``. A name of a module that the test forgot to
 import (``math.isclose(f(1), 0.5)``) is imported by the second process. A test that needs a library
 which that process does not import is rejected: the code could put another one in its place.
+
+In this module a node or name is *foreign* if the second process cannot evaluate it: it belongs to
+the code, or to a library that only the code's process imports.
 """
 
 from __future__ import annotations
@@ -27,17 +30,12 @@ from skyasync.rewards.sandbox_program import CONTAINS, EQUAL, VALUES
 
 _OPERATIONS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.BinOp, ast.IfExp)
 _DISPLAYS = (ast.Tuple, ast.List, ast.Set, ast.Dict, ast.Starred, ast.JoinedStr, ast.FormattedValue)
-_THROUGH = (*_OPERATIONS, *_DISPLAYS, ast.keyword, ast.Slice)
-_PLAIN_METHODS = {
-    name for kind in (str, bytes, list, tuple, dict, set, int, float, complex) for name in dir(kind)
-}
-_RUN_TEXT = {
-    "eval",
-    "exec",
-    "compile",
-    "open",
-    "__import__",
-}  # what the code returns must not be run by the check
+#: Nodes that the check evaluates itself; only their operands may be sent.
+_CONTAINERS_OF_VALUES = (*_OPERATIONS, *_DISPLAYS, ast.keyword, ast.Slice)
+_PLAIN_TYPES = (str, bytes, list, tuple, dict, set, int, float, complex)
+_PLAIN_METHODS = set[str]().union(*map(dir, _PLAIN_TYPES))
+#: Built-in functions that the check does not call: it must not run what the code returns.
+_RUN_TEXT = {"eval", "exec", "compile", "open", "__import__"}
 _NUMBERS = {"cmath", "decimal", "fractions", "math", "numpy", "random", "statistics"}
 _CONTAINERS = {"bisect", "collections", "copy", "functools", "heapq", "itertools", "operator"}
 _BYTES = {"array", "base64", "binascii", "hashlib", "struct", "zlib"}
@@ -88,30 +86,14 @@ _LIBRARIES = {
     "sympy",
 }
 _LIBRARIES |= {"tensorflow", "tf", "torch", "DataFrame", "Series", "approx", "tensor"}
-_CODE_MODULES = {
-    "__main__",
-    "answer",
-    "candidate",
-    "main",
-    "solution",
-    "submission",
-}  # that stand for the code
-_COMPARING = re.compile(
-    "almost|approx|close|equal|identical|same", re.IGNORECASE
-)  # names of functions
+#: Modules from which a test imports the code under test.
+_CODE_MODULES = {"__main__", "answer", "candidate", "main", "solution", "submission"}
+#: Names of functions that compare; the code may define such a function.
+_COMPARING = re.compile("almost|approx|close|equal|identical|same", re.IGNORECASE)
+#: Functions that take functions, or look at them.
 _OF_FUNCTIONS = {"accumulate", "cmp_to_key", "groupby", "partial", "starmap", "vectorize"}
-_OF_FUNCTIONS |= {
-    "map",
-    "filter",
-    "reduce",
-    "sorted",
-    "max",
-    "min",
-    "isinstance",
-    "issubclass",
-    "callable",
-    "hasattr",
-}
+_OF_FUNCTIONS |= {"map", "filter", "reduce", "sorted", "max", "min"}
+_OF_FUNCTIONS |= {"isinstance", "issubclass", "callable", "hasattr"}
 #: Methods of text and sets that decide a test.
 _DECIDING_METHODS = {
     "__contains__",
@@ -131,9 +113,9 @@ class Split:
 
     Args:
         steps: for the code's process, ``("value", expression)`` or ``("do", statement)``.
-        check: what is then run with the values.
-        literal: what the only value must be equal to, which needs no ``check``; ``...`` for any
-            other test.
+        check: the program that is then run with the values.
+        literal: the expected value of a test with one value, which needs no ``check``; ``...`` for
+            any other test.
     """
 
     steps: list[tuple[str, str]]
@@ -142,51 +124,61 @@ class Split:
 
     @property
     def is_plain(self) -> bool:
-        """Whether ``literal`` is compared without hashing: equal hashes, which a response can
-        choose, take for ever."""
-        parts = [self.literal]
-        while parts:
-            part = parts.pop()
+        """Whether ``literal`` is compared without hashing.
+
+        A response can choose values with equal hashes, and comparing sets of these never ends.
+        """
+        pending = [self.literal]
+        while pending:
+            part = pending.pop()
             if isinstance(part, list | tuple):
-                parts += part
+                pending += part
             elif part is not None and not isinstance(part, str | bytes | int | float):
                 return False
         return True
 
 
 def split(test: str) -> Split:
-    """A test of one or more ``assert`` statements, with imports, assignments and calls between
-    them.
+    """Split a test of ``assert`` statements, with imports, assignments and calls between them.
 
     Raises:
         UserError: for one that cannot be split.
     """
-    shared: set[str] = set()  # the test's own constants that the code's process needs
+    # That the code's process needs a constant may be found after its assignment was read as the
+    # check's. So passes are repeated until they need no further constant.
+    constants: set[str] = set()
     while True:
-        splitter = _Splitter(test, shared)
+        splitter = _Splitter(test, constants)
         try:
             result = splitter.split()
         except RecursionError as error:
             raise splitter.refused("is nested too deeply") from error
-        if splitter.needed <= shared:
+        if splitter.needed <= constants:
             return result
-        shared |= splitter.needed
+        constants |= splitter.needed
 
 
 class _Splitter(ast.NodeTransformer):
-    """One pass over a test; ``needed``: the test's own constants that occur in what is sent."""
+    """One pass over a test.
 
-    def __init__(self, test: str, shared: set[str]) -> None:
+    Args:
+        sent_constants: the test's constants that are assigned in the code's process too.
+
+    Attributes:
+        needed: the test's constants that occur in the steps.
+    """
+
+    def __init__(self, test: str, sent_constants: set[str]) -> None:
         self.needed: set[str] = set()
         self._test = test
-        self._shared = shared
-        self._constants: set[str] = set()
-        self._variables: set[str] = set()
-        self._known = set(dir(builtins)) - _RUN_TEXT  # names that mean the same in both processes
+        self._sent_constants = sent_constants
+        self._constants: set[str] = set()  # variables of the check that hold no value of the code
+        self._variables: set[str] = set()  # variables that hold a value of the code
+        self._check_names = set(dir(builtins)) - _RUN_TEXT  # names that the check can evaluate
         self._imported: set[str] = set()  # other names of libraries, which the code can replace
         self._added_imports: dict[str, ast.stmt] = {}  # by name, for the check
         self._steps: list[tuple[str, str]] = []
-        self._values = 0
+        self._value_count = 0
         self._check: list[ast.stmt] = []
 
     def split(self) -> Split:
@@ -199,11 +191,12 @@ class _Splitter(ast.NodeTransformer):
             self._take(statement)
         if not any(isinstance(statement, ast.Assert) for statement in body):
             raise self.refused("has no assert statement")
-        used = set[str]().union(*map(_names, self._check))
+        used = _all_names(self._check)
         imports = [statement for name, statement in self._added_imports.items() if name in used]
-        check = ast.unparse(ast.fix_missing_locations(ast.Module([*imports, *self._check], [])))
+        module = ast.Module([*imports, *self._check], [])
+        check = ast.unparse(ast.fix_missing_locations(module))
         literal: object = ...
-        match self._check:
+        match self._check:  # the whole check is ``assert __equal__(__values__[0], LITERAL)``
             case [
                 ast.Assert(ast.Call(ast.Name(call), [ast.Subscript(ast.Name(name)), target]))
             ] if call == EQUAL and name == VALUES:
@@ -212,18 +205,21 @@ class _Splitter(ast.NodeTransformer):
         return Split(self._steps, check, literal)
 
     def _find_imports(self, body: list[ast.stmt]) -> None:
-        """Decide which names without an import are modules' and libraries': none if no other name
-        is left for the code.
+        """Decide which names without an import are modules and libraries.
 
-        (Code may be asked for a function ``gcd``, or a class ``Counter``.)
+        None is if no other name is left for the code: a response may have to define a function
+        ``gcd``, or a class ``Counter``.
         """
-        nodes = [node for statement in body for node in ast.walk(statement)]
-        attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-        imports = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
-        aliases = [alias for node in imports if not _imports_code(node) for alias in node.names]
-        imported = {(alias.asname or alias.name).partition(".")[0] for alias in aliases}
-        bound = set[str]().union(*map(_bound, body))
-        names = set[str]().union(*map(_names, body)) - set(dir(builtins)) - bound - imported
+        attributes: list[ast.Attribute] = []
+        resolved = set(dir(builtins))  # names that need no import
+        for statement in body:
+            resolved |= _bound(statement)
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Attribute):
+                    attributes.append(node)
+                elif isinstance(node, ast.Import | ast.ImportFrom) and not _imports_code(node):
+                    resolved |= _imported_names(node)
+        names = _all_names(body) - resolved
         roots = {_name(node.value) for node in attributes if isinstance(node.value, ast.Name)}
         modules = names & _IMPORTS.keys()
         libraries = names & (_LIBRARIES | (roots & sys.stdlib_module_names)) - modules
@@ -233,22 +229,22 @@ class _Splitter(ast.NodeTransformer):
             source = _IMPORTS[name].format(name)
             members = {node.attr for node in attributes if _name(node.value) == name}
             if name == "datetime" and not members & _IN_DATETIME:
-                # the class, which is called or has other attributes
+                # The test means the class: it calls it, or uses attributes of the class.
                 source = "from datetime import datetime"
             self._added_imports[name] = ast.parse(source).body[0]
-        self._known |= modules
+        self._check_names |= modules
         self._imported |= libraries
 
     def _take(self, statement: ast.stmt) -> None:
+        """Add one statement of the test to the steps, to the check, or to both."""
         match statement:
             case ast.Import() | ast.ImportFrom():
                 self._import(statement)
             case ast.Assert(test):
-                if not self._foreign(test):  # the code's function has a built-in one's name
-                    calls = [node.func for node in ast.walk(test) if isinstance(node, ast.Call)]
-                    self._known -= {
-                        function.id for function in calls if isinstance(function, ast.Name)
-                    }
+                if not self._foreign(test):  # the code's function has the name of a built-in one
+                    for node in ast.walk(test):
+                        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                            self._check_names.discard(node.func.id)
                 for decision in _decisions(test):
                     self._check_decision(decision)
                 for comparison in _comparisons(test):
@@ -257,22 +253,24 @@ class _Splitter(ast.NodeTransformer):
                 assert isinstance(expression, ast.expr)
                 self._check.append(ast.Assert(_Strict().visit(expression)))
             case ast.Assign([ast.Name(name)], value) if (
-                not self._foreign(value) and name not in self._shared
+                not self._foreign(value) and name not in self._sent_constants
             ):
                 self._constants.add(name)
-                self._known.add(name)
+                self._check_names.add(name)
                 self._check.append(statement)
             case ast.Assign([ast.Name(name)]) | ast.AugAssign(ast.Name(name)) if (
-                name in self._shared or self._foreign(statement)
+                name in self._sent_constants or self._foreign(statement)
             ):
-                self._known.discard(name)  # the code may change it
-                is_library = self._foreign(statement.value) and not self._is_code(statement.value)
-                (self._imported if is_library else self._variables).add(name)
+                self._check_names.discard(name)  # the code may change it
+                if self._foreign(statement.value) and not self._is_code(statement.value):
+                    self._imported.add(name)
+                else:
+                    self._variables.add(name)
                 self._send("do", statement)
             case ast.Expr(ast.Call(function) as value) if self._foreign(value) and _name(
                 function
             ).startswith("assert"):
-                if self._foreign(function):
+                if self._foreign(function):  # the code could replace what decides
                     raise self._undecided(value)
                 self._check.append(ast.Expr(self.generic_visit(value)))  # type: ignore[arg-type]
             case ast.Expr(value) if self._foreign(value):
@@ -287,53 +285,54 @@ class _Splitter(ast.NodeTransformer):
 
     def _import(self, statement: ast.Import | ast.ImportFrom) -> None:
         if _imports_code(statement):
-            return
+            return  # its names are defined by the response
         self._send("do", statement)
-        modules = [alias.name for alias in statement.names]
         if isinstance(statement, ast.ImportFrom):
             modules = [statement.module or ""]
-        names = {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+        else:
+            modules = [alias.name for alias in statement.names]
+        names = _imported_names(statement)
         is_safe = all(module.partition(".")[0] in _MODULES for module in modules)
         if "*" in names:
             if not is_safe or modules[0].startswith("numpy"):
                 raise self.refused(f"has {ast.unparse(statement)!r}: import the names that it uses")
             names = set(dir(import_module(modules[0])))
         if is_safe:
-            self._known |= names
+            self._check_names |= names
             self._check.append(statement)
         else:
             self._imported |= names
 
     def _check_decision(self, decision: ast.expr) -> None:
-        """Reject a call whose result is the test's if it is a library's, or compares the code's
-        value with another."""
+        """Reject a call that decides the test in the code's process.
+
+        That is a library's function, or a function of the code that compares its value with
+        another one.
+        """
         if not isinstance(decision, ast.Call):
             return
         function = decision.func
-        arguments = [*decision.args, *(keyword.value for keyword in decision.keywords)]
+        arguments = _arguments(decision)
+        if _root(function) in self._imported and any(map(self._foreign, arguments)):
+            raise self._undecided(decision)
+        if not self._foreign(function) or not _COMPARING.search(_name(function)):
+            return
         compared = arguments
         if isinstance(function, ast.Attribute) and not _is_constructor(function.value):
             compared = [function.value, *arguments]  # a method of what the code returns
-        if _root(function) in self._imported and any(map(self._foreign, arguments)):
-            raise self._undecided(decision)
-        is_comparing = self._foreign(function) and _COMPARING.search(_name(function))
-        if (
-            is_comparing
-            and any(map(self._is_result, compared))
-            and not all(map(self._is_code, compared))
-        ):
+        if any(map(self._is_result, compared)) and not all(map(self._is_code, compared)):
             raise self._undecided(decision)
 
     def _is_code(self, node: ast.AST) -> bool:
-        """Whether a name in it is the code's and no library's."""
-        return bool(_names(node) - self._known - self._imported - _bound(node))
+        """Whether a name in it is the code's, and not a library's."""
+        return bool(_names(node) - self._check_names - self._imported - _bound(node))
 
     def _is_result(self, node: ast.AST) -> bool:
-        """Whether it holds what a call of the code returned."""
-        calls = any(
-            isinstance(each, ast.Call) and self._is_code(each.func) for each in ast.walk(node)
-        )
-        return calls or not self._variables.isdisjoint(_names(node))
+        """Whether it has a value that a call of the code returned."""
+        for child in ast.walk(node):
+            if isinstance(child, ast.Call) and self._is_code(child.func):
+                return True
+        return not self._variables.isdisjoint(_names(node))
 
     def _check_comparison(self, comparison: ast.Compare) -> None:
         """Reject ``f(1) == Point(3)``: the expected value would be in the code's process."""
@@ -341,100 +340,100 @@ class _Splitter(ast.NodeTransformer):
         if not all(map(self._foreign, operands)):
             return
         for operand in operands:
-            calls = [
-                node
-                for node in ast.walk(operand)
-                if isinstance(node, ast.Call) and self._foreign(node.func)
-            ]
-            if calls and all(self._makes_constant(call) for call in calls):
+            foreign_calls = []
+            for node in ast.walk(operand):
+                if isinstance(node, ast.Call) and self._foreign(node.func):
+                    foreign_calls.append(node)
+            if foreign_calls and all(map(self._makes_constant, foreign_calls)):
                 raise self._undecided(operand)
 
     def _makes_constant(self, call: ast.Call) -> bool:
         """Whether it makes an object of the code's class from constants alone."""
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        has_arguments = bool(arguments) and not any(map(self._foreign, arguments))
-        return has_arguments and isinstance(call.func, ast.Name) and _is_constructor(call)
+        arguments = _arguments(call)
+        if not arguments or any(map(self._foreign, arguments)):
+            return False
+        return isinstance(call.func, ast.Name) and _is_constructor(call)
 
     def visit(self, node: ast.AST) -> ast.AST:
         """The node with a value in the place of each expression that is sent."""
         if not self._foreign(node):
             return node
-        if isinstance(node, ast.Call | ast.Attribute | ast.Subscript) and self._belongs_to_check(
-            node
-        ):
+        is_chain = isinstance(node, ast.Call | ast.Attribute | ast.Subscript)
+        if is_chain and self._belongs_to_check(node):
+            return self.generic_visit(node)
+        if self._is_plain_method(node):
             return self.generic_visit(node)
         match node:
-            case ast.Call(ast.Attribute(ast.Call(function), name)) | ast.Attribute(
-                ast.Call(function), name
-            ) if (
-                name in _PLAIN_METHODS and not _name(function)[:1].isupper()
-            ):  # a method of what the code returns, unless it is called like a class
-                return self.generic_visit(node)
             case ast.Call(ast.Attribute(value, name)) if (
                 name in _DECIDING_METHODS and self._is_result(value)
             ):
-                return ast.Call(
-                    ast.Attribute(self._value(value), name, ast.Load()),
-                    *self._visit_arguments(node),
-                )
+                # The code's value may be of a class with its own __eq__: the check calls the
+                # method of the plain value.
+                method = ast.Attribute(self._value(value), name, ast.Load())
+                arguments: list[Any] = [self.visit(argument) for argument in node.args]
+                keywords: list[Any] = [self.visit(keyword) for keyword in node.keywords]
+                return ast.Call(method, arguments, keywords)
             case ast.ListComp() | ast.SetComp() | ast.GeneratorExp():
                 return self._loop(node)
-            case _ if isinstance(node, _THROUGH):
+            case _ if isinstance(node, _CONTAINERS_OF_VALUES):
                 return self.generic_visit(node)
             case ast.expr() if not isinstance(node, ast.Lambda):
                 return self._value(node)
         raise self.refused(f"has {_shown(ast.unparse(node))}, which cannot be split")
 
-    def _visit_arguments(self, call: ast.Call) -> tuple[list[ast.expr], list[ast.keyword]]:
-        arguments: list[Any] = [self.visit(argument) for argument in call.args]
-        keywords: list[Any] = [self.visit(keyword) for keyword in call.keywords]
-        return arguments, keywords
+    def _is_plain_method(self, node: ast.AST) -> bool:
+        """Whether it is a built-in type's method, or a call of one, of what the code returns.
 
-    def _belongs_to_check(self, node: ast.expr) -> bool:
-        """Whether a call, attribute or item begins with a known name or an operation, so that the
-        check finds it."""
+        A result of a call by a capitalized name is an object of the code's class, whose methods
+        are the code's too.
+        """
+        method = node.func if isinstance(node, ast.Call) else node
+        match method:
+            case ast.Attribute(ast.Call(function), name):
+                return name in _PLAIN_METHODS and not _name(function)[:1].isupper()
+        return False
+
+    def _belongs_to_check(self, node: ast.AST) -> bool:
+        """Whether a call, attribute or item begins with a name or an operation of the check."""
         while isinstance(node, ast.Call | ast.Attribute | ast.Subscript):
-            if isinstance(node, ast.Call) and self._is_given_a_function(node):
-                return False
             if isinstance(node, ast.Call):
+                if self._takes_code_function(node):
+                    return False
                 node = node.func
             else:
                 node = node.value
         if isinstance(node, ast.Name):
-            return node.id in self._known
+            return node.id in self._check_names
         return isinstance(node, (ast.Constant, *_OPERATIONS, *_DISPLAYS))
 
-    def _is_given_a_function(self, call: ast.Call) -> bool:
-        """Whether the code's function itself is an argument, as of ``map``, or a function that
-        calls it."""
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        return _name(call.func) in _OF_FUNCTIONS and any(
-            (isinstance(each, ast.Name) and each.id not in self._known | self._variables)
-            or (isinstance(each, ast.Lambda) and self._foreign(each))
-            for each in arguments
-        )
+    def _takes_code_function(self, call: ast.Call) -> bool:
+        """Whether an argument, as of ``map``, is a function of the code, or a lambda with one."""
+        if _name(call.func) not in _OF_FUNCTIONS:
+            return False
+        for argument in _arguments(call):
+            if isinstance(argument, ast.Name):
+                if argument.id not in self._check_names | self._variables:
+                    return True
+            elif isinstance(argument, ast.Lambda) and self._foreign(argument):
+                return True
+        return False
 
     def _loop(self, loop: ast.ListComp | ast.SetComp | ast.GeneratorExp) -> ast.AST:
         """A loop over what the code returns, or over calls of the code that need nothing else."""
-        first = loop.generators[0]
-        outer = first.iter
-        first.iter = ast.Constant(None)
-        inside = self._foreign(loop)
-        first.iter = outer
-        if not inside:
-            first.iter = self.visit(outer)  # type: ignore[assignment]
+        generator = loop.generators[0]
+        iterable = generator.iter
+        # Without its iterable: is anything else in the loop foreign?
+        generator.iter = ast.Constant(None)
+        has_foreign_body = self._foreign(loop)
+        generator.iter = iterable
+        if not has_foreign_body:
+            generator.iter = self.visit(iterable)  # type: ignore[assignment]
             return loop
-        calls = (
-            isinstance(loop.elt, ast.Call)
-            and self._foreign(loop.elt.func)
-            and not self._foreign(outer)
-        )
-        if (
-            not calls
-            or len(loop.generators) > 1
-            or first.ifs
-            or not isinstance(first.target, ast.Name)
-        ):
+        # Only [f(x) for x in ...] over plain items can be sent: it compares nothing.
+        is_call = isinstance(loop.elt, ast.Call) and self._foreign(loop.elt.func)
+        has_plain_items = isinstance(generator.target, ast.Name) and not self._foreign(iterable)
+        is_simple = len(loop.generators) == 1 and not generator.ifs
+        if not (is_call and has_plain_items and is_simple):
             raise self.refused(
                 "compares in a loop, so expected and actual values cannot be separated: write an assert "
                 "statement for each item"
@@ -442,47 +441,52 @@ class _Splitter(ast.NodeTransformer):
         return self._value(ast.ListComp(loop.elt, loop.generators))
 
     def _value(self, node: ast.expr) -> ast.Subscript:
-        """Send an expression; its value in the check."""
+        """Send an expression; returns its value in the check, ``__values__[n]``."""
         if _root(node) in self._imported and not self._is_applied_to_code(node):
             raise self._undecided(node)
         self._send("value", node)
-        self._values += 1
-        return ast.Subscript(
-            ast.Name(VALUES, ast.Load()), ast.Constant(self._values - 1), ast.Load()
-        )
+        index = ast.Constant(self._value_count)
+        self._value_count += 1
+        return ast.Subscript(ast.Name(VALUES, ast.Load()), index, ast.Load())
 
     def _is_applied_to_code(self, node: ast.expr) -> bool:
-        """Whether a library's functions get what the code returns, and nothing that may be expected
-        of it."""
+        """Whether a library's functions get what the code returns, and no constant.
+
+        A constant may be an expected value, which the code's process must not see.
+        """
         pending: list[ast.AST] = [node]
         is_applied = False
         while pending:
             part = pending.pop()
             if isinstance(part, ast.Constant):
                 return False
-            is_call = isinstance(part, ast.Call | ast.Name) and isinstance(
-                getattr(part, "ctx", ast.Load()), ast.Load
-            )
-            if is_call and self._foreign(part) and _root(part) not in self._imported | self._known:
+            is_read = isinstance(getattr(part, "ctx", None), ast.Load)
+            is_value = isinstance(part, ast.Call) or (isinstance(part, ast.Name) and is_read)
+            is_library = _root(part) in self._imported | self._check_names
+            if is_value and not is_library and self._foreign(part):
                 is_applied = True
-                continue
+                continue  # arguments of the code's functions may be constants
             pending += ast.iter_child_nodes(part)
         return is_applied
 
     def _send(self, kind: str, node: ast.AST) -> None:
+        """Add a step for the code's process, which must not compare."""
         bound = _bound(node)
-        for each in ast.walk(node):
-            if isinstance(each, ast.Compare) and self._foreign(each, bound):
-                raise self._undecided(each)
-        self.needed |= {
-            each.id for each in ast.walk(node) if isinstance(each, ast.Name)
-        } & self._constants
+        for child in ast.walk(node):
+            if isinstance(child, ast.Compare) and self._foreign(child, bound):
+                raise self._undecided(child)
+        self.needed |= _names(node) & self._constants
         self._steps.append((kind, ast.unparse(node)))
 
     def _foreign(self, node: ast.AST, bound: Collection[str] = ()) -> bool:
-        """Whether a name in it is the code's; ``bound``: names that what is around it binds."""
-        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-        return not names <= self._known and bool(names - self._known - _bound(node) - set(bound))
+        """Whether the check cannot evaluate a name in it.
+
+        Args:
+            bound: names that expressions around the node bind.
+        """
+        names = _names(node) - self._check_names
+        # Most nodes have no such name: the second look at the tree is for the others.
+        return bool(names) and bool(names - _bound(node) - set(bound))
 
     def _undecided(self, node: ast.AST) -> UserError:
         return self.refused(
@@ -495,33 +499,46 @@ class _Splitter(ast.NodeTransformer):
 
 
 class _Strict(ast.NodeTransformer):
-    """Comparisons of the check as calls of ``sandbox_program.equal`` and ``contains``: a truth
-    value is no number."""
+    """Comparisons of the check as calls of ``sandbox_program.equal`` and ``contains``.
+
+    These do not take a truth value for a number, as Python does.
+    """
 
     def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        operands = [self.visit(operand) for operand in (node.left, *node.comparators)]
-        pairs = zip(operands, node.ops, operands[1:], strict=False)
-        comparisons = [self._comparison(left, operation, right) for left, operation, right in pairs]
+        left = self.visit(node.left)
+        comparisons = []
+        for operation, comparator in zip(node.ops, node.comparators, strict=True):
+            right = self.visit(comparator)
+            comparisons.append(self._comparison(left, operation, right))
+            left = right
         if len(comparisons) == 1:
             return comparisons[0]
-        return ast.BoolOp(ast.And(), comparisons)
+        return ast.BoolOp(ast.And(), comparisons)  # a < b < c is a < b and b < c
 
     @staticmethod
     def _comparison(left: ast.expr, operation: ast.cmpop, right: ast.expr) -> ast.expr:
-        calls: dict[type[ast.cmpop], str] = {
-            ast.Eq: EQUAL, ast.NotEq: EQUAL, ast.In: CONTAINS, ast.NotIn: CONTAINS
-        }  # fmt: skip
-        if type(operation) not in calls:
+        if isinstance(operation, ast.Eq | ast.NotEq):
+            function = EQUAL
+        elif isinstance(operation, ast.In | ast.NotIn):
+            function = CONTAINS
+        else:
             return ast.Compare(left, [operation], [right])
-        call = ast.Call(ast.Name(calls[type(operation)], ast.Load()), [left, right], [])
+        call = ast.Call(ast.Name(function, ast.Load()), [left, right], [])
         if isinstance(operation, ast.NotEq | ast.NotIn):
             return ast.UnaryOp(ast.Not(), call)
         return call
 
 
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    """The values of all arguments, positional and by keyword."""
+    return call.args + [keyword.value for keyword in call.keywords]
+
+
 def _comparisons(test: ast.expr) -> Iterator[ast.Compare]:
-    """The comparisons of a test, but for those in functions and loops, whose variables have no
-    value outside."""
+    """The comparisons of a test, except in functions and loops.
+
+    Variables of these have no value outside.
+    """
     pending: list[ast.AST] = [test]
     while pending:
         node = pending.pop()
@@ -570,20 +587,35 @@ def _imports_code(statement: ast.Import | ast.ImportFrom) -> bool:
     return isinstance(statement, ast.ImportFrom) and statement.module in _CODE_MODULES
 
 
+def _imported_names(statement: ast.Import | ast.ImportFrom) -> set[str]:
+    """The names that an import binds."""
+    return {(alias.asname or alias.name).partition(".")[0] for alias in statement.names}
+
+
 def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
+
+
+def _all_names(statements: list[ast.stmt]) -> set[str]:
+    names: set[str] = set()
+    for statement in statements:
+        names |= _names(statement)
+    return names
 
 
 def _bound(node: ast.AST) -> set[str]:
-    stored = {
-        each.id
-        for each in ast.walk(node)
-        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
-    }
-    return stored | {each.arg for each in ast.walk(node) if isinstance(each, ast.arg)}
+    """Names that are assigned in it, as loop variables are, and parameters of its lambdas."""
+    bound = set()
+    for child in ast.walk(node):
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            bound.add(child.id)
+        elif isinstance(child, ast.arg):
+            bound.add(child.arg)
+    return bound
 
 
 def _name(function: ast.expr) -> str:
+    """The name of a function or method; "" for any other expression."""
     match function:
         case ast.Name(name) | ast.Attribute(attr=name):
             return name

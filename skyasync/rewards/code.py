@@ -18,16 +18,18 @@ from skyasync.rewards import REWARDS, Capabilities, sandbox
 from skyasync.rewards.asserts import Split, split
 from skyasync.rewards.sandbox_program import equal, plain
 
-# for all tests of a response: less than environment.reward_timeout_s, so that it is this that ends
-# it
+# For all tests of a response. Less than the default of environment.reward_timeout_s (10 s), after
+# which a response has no reward at all instead of that of its failed tests.
 SECONDS = 6.0
 SECONDS_PER_TEST = 2.0
 _PYTHON = ("python", "py", "python3", "py3")  # tags of a code block
 
+Test = tuple[dict[str, Any], Any]  # the request for the sandbox, and the expected answer
 
-def _check_row(known: Mapping[str, Any]) -> None:
-    tests_of(known.get("label"))
-    sandbox.choose(str(known.get("code_sandbox", "auto")))
+
+def _check_row(inputs: Mapping[str, Any]) -> None:
+    tests_of(inputs.get("label"))
+    sandbox.choose(str(inputs.get("code_sandbox", "auto")))
 
 
 @REWARDS.register("code_tests")
@@ -35,40 +37,45 @@ def _check_row(known: Mapping[str, Any]) -> None:
 def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict[str, float]:
     """1 if the last Python block of the response (see ``code_of``) passes every test of the label.
 
-    ``passed`` is the share of tests that pass, ``ended`` whether its time or memory ran out.
+    Metrics: ``passed``, the share of tests that pass; ``ended``, 1 if time or memory ran out.
 
     Args:
         label: the tests, as a mapping or its JSON, in one of the forms of the field's datasets:
             ``{"inputs": [...], "outputs": [...]}``, what a program reads and must print; with
-            ``"fn_name"`` what a function (or a method of ``Solution``) is given and must return; or
+            ``"fn_name"`` the arguments and results of a function (or a method of ``Solution``); or
             a list of ``assert`` statements.
         code_sandbox: where the code runs, ``environment.code_sandbox``.
 
     Raises:
         UserError: for a label that is none of these.
-        TransientError: if the sandbox fails, whatever the code is.
+        TransientError: if the sandbox fails for any code.
     """
     tests = tests_of(label)
     started = time.monotonic()
-    expected = [target for _, target in tests]
-    requests = [request for request, _ in tests]
-    sizes = [8 * len(repr(target)) for target in expected]
+    requests = []
+    sizes = []
+    for request, target in tests:
+        requests.append(request)
+        sizes.append(8 * len(repr(target)))  # JSON of the same value is at most so much longer
     answers = sandbox.run(
         code_sandbox, code_of(response), requests, sizes, SECONDS, SECONDS_PER_TEST
     )
-    passed = [right(answer, target) for answer, target in zip(answers, expected, strict=False)]
-    checks = [
-        (number, {"check": target.check, "values": answers[number]["values"]})
-        for number, target in enumerate(expected[: len(answers)])
-        if isinstance(target, Split)
-        and not target.is_plain
-        and isinstance(answers[number].get("values"), list)
-    ]
+    # Fewer answers than tests: the time or memory ran out, and the other tests fail.
+    passed: list[bool] = []
+    check_numbers: list[int] = []
+    checks: list[dict[str, Any]] = []
+    for number, (answer, (_, target)) in enumerate(zip(answers, tests, strict=False)):
+        passed.append(right(answer, target))
+        values = answer.get("values")
+        if isinstance(target, Split) and not target.is_plain and isinstance(values, list):
+            check_numbers.append(number)
+            checks.append({"check": target.check, "values": values})
     if checks:  # in a process that has not run the code
-        left = max(1.0, SECONDS - (time.monotonic() - started))
-        tasks = [check for _, check in checks]
-        results = sandbox.run(code_sandbox, "", tasks, [0] * len(tasks), left, SECONDS_PER_TEST)
-        for (number, _), result in zip(checks, results, strict=False):
+        remaining_s = max(1.0, SECONDS - (time.monotonic() - started))
+        results = sandbox.run(
+            code_sandbox, "", checks, [0] * len(checks), remaining_s, SECONDS_PER_TEST
+        )
+        for number, result in zip(check_numbers, results, strict=False):
             passed[number] = result.get("passed") is True
     share = sum(passed) / len(tests)
     return {
@@ -79,67 +86,76 @@ def code_tests(response: str, label: object, code_sandbox: str = "auto") -> dict
 
 
 def code_of(response: str) -> str:
-    """The last block between three backticks that is tagged as Python, or else has no tag; or all
-    of the response."""
-    blocks: dict[str, str] = {}
+    """The last block between three backticks that is tagged as Python, or else has no tag.
+
+    Without such a block it is the complete response.
+    """
+    blocks: dict[str, str] = {}  # the last block by tag, all of _PYTHON as "python"
     tag: str | None = None  # of the block that the line is in
     lines: list[str] = []
     for line in response.replace("\r\n", "\n").split("\n"):
-        before, fence, word = line.rpartition("```")
+        text, fence, word = line.rpartition("```")
         word = word.strip().lower()
-        if fence and (word in _PYTHON or (tag is None and "```" not in before and " " not in word)):
+        # A Python tag begins a block anywhere: the block before it was not closed.
+        opens = word in _PYTHON or (tag is None and "```" not in text and " " not in word)
+        if fence and opens:
             tag = "python" if word in _PYTHON else word
             lines = []
         elif fence and not word and tag is not None:
-            blocks[tag] = "\n".join([*lines, before.rstrip("`")])
+            blocks[tag] = "\n".join([*lines, text.rstrip("`")])
             tag = None
         else:
             lines.append(line)
     return blocks.get("python", blocks.get("", response))
 
 
-def tests_of(label: object) -> list[tuple[dict[str, Any], Any]]:
-    """What the sandbox runs for each test, and what is expected of its answer."""
-    tests: Any = label
+def tests_of(label: object) -> list[Test]:
+    """The tests of a label: for each the sandbox's request, and the expected answer.
+
+    Raises:
+        UserError: for a label in none of the forms of ``code_tests``.
+    """
+    content: Any = label
     if isinstance(label, str):
         try:
-            tests = json.loads(label)
+            content = json.loads(label)
         except (ValueError, RecursionError):
-            tests = [label] if "assert" in label else label
-    pairs: list[tuple[dict[str, Any], Any]] = []
+            content = [label] if "assert" in label else label
+    tests: list[Test] = []
     try:
-        match tests:
+        match content:
             case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs):
-                name = tests.get("fn_name")
-                for given, target in zip(inputs, outputs, strict=True):
+                name = content.get("fn_name")
+                for value, target in zip(inputs, outputs, strict=True):
                     if not name:
-                        pairs.append(({"stdin": _text(given)}, _text(target)))
+                        tests.append(({"stdin": _text(value)}, _text(target)))
                     elif isinstance(name, str):
-                        pairs.append(
-                            ({"call": name, "arguments": _plain(_arguments(given))}, _plain(target))
-                        )
-            case list() if all(isinstance(line, str) for line in tests):
-                pairs = [({"steps": each.steps}, each) for each in map(split, tests)]
+                        request = {"call": name, "arguments": _plain(_arguments(value))}
+                        tests.append((request, _plain(target)))
+            case list() if all(isinstance(line, str) for line in content):
+                for line in content:
+                    split_test = split(line)
+                    tests.append(({"steps": split_test.steps}, split_test))
     except (ValueError, TypeError, RecursionError) as error:
-        if isinstance(tests, dict):
-            whose = tests.get("fn_name")
-        else:
-            whose = None
+        subject = "a program"
+        if isinstance(content, dict):
+            subject = content.get("fn_name") or subject
         raise UserError(
-            f"reward function code_tests: the tests of {whose or 'a program'} are not JSON: {error}"
+            f"reward function code_tests: the tests of {subject} are not JSON: {error}"
         ) from error
-    if not pairs:
+    if not tests:
         raise UserError(
             f"reward function code_tests needs tests in the row's label: {{inputs: [...], outputs: [...]}} (with "
             f"fn_name, a text, for a function), or a list of assert statements; found {reprlib.repr(label)}"
         )
-    return pairs
+    return tests
 
 
 def right(answer: dict[str, Any], expected: object) -> bool:
-    """Whether a test's answer is what was expected.
+    """Whether a test's answer is the expected one.
 
-    A truth value is no number. Of what is printed, spaces at the ends of lines do not count.
+    A truth value does not equal a number. In printed text, spaces at the ends of lines do not
+    count.
     """
     try:
         if "error" in answer:
@@ -151,31 +167,33 @@ def right(answer: dict[str, Any], expected: object) -> bool:
             return isinstance(expected, str) and _lines(answer["printed"]) == _lines(expected)
         return bool(equal(answer["returned"], expected))
     except (KeyError, ValueError, TypeError, AttributeError, RecursionError, OverflowError):
-        return False  # whatever the code has written in the place of an answer
+        return False  # the code may have written anything in the place of an answer
 
 
-def _arguments(given: object) -> list[Any]:
+def _arguments(value: object) -> list[Any]:
     """Arguments: a list of them, or one JSON value per line, as LiveCodeBench has them."""
-    if isinstance(given, str):
-        return [json.loads(line) for line in given.split("\n") if line.strip()]
-    if isinstance(given, list | tuple):
-        return list(given)
-    return [given]
+    if isinstance(value, str):
+        return [json.loads(line) for line in value.split("\n") if line.strip()]
+    if isinstance(value, list | tuple):
+        return list(value)
+    return [value]
 
 
-def _plain(given: object) -> object:
-    value: object = json.loads(json.dumps(given))
-    if sandbox.is_deep(value):
+def _plain(value: object) -> object:
+    """The value as it is after it went to the sandbox as JSON: tuples are lists."""
+    decoded: object = json.loads(json.dumps(value))
+    if sandbox.is_deep(decoded):
         raise ValueError(f"a value has more than {sandbox.DEEPEST} levels")
-    return value
+    return decoded
 
 
-def _text(given: object) -> str:
-    if isinstance(given, list | tuple):
-        return "\n".join(map(str, given))
-    return str(given)
+def _text(value: object) -> str:
+    """A program's input or output: a text, or a list of lines."""
+    if isinstance(value, list | tuple):
+        return "\n".join(map(str, value))
+    return str(value)
 
 
 def _lines(text: str) -> list[str]:
-    """The lines as a program ends them; other characters that Unicode calls line ends are text."""
+    """The lines between newlines; unlike ``splitlines`` other line ends of Unicode are text."""
     return [line.rstrip(" \t\r") for line in text.strip(" \t\r\n").split("\n")]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -30,21 +31,23 @@ from skyasync.rewards.judge_prompts import without_thinking
 
 Instructions = list[tuple[str, dict[str, object]]]
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
-    "at least": lambda count, target: count >= target,
-    "less than": lambda count, target: count < target,
-    "at most": lambda count, target: count <= target,
-    "more than": lambda count, target: count > target,
-    "exactly": lambda count, target: count == target,
+    "at least": operator.ge,
+    "less than": operator.lt,
+    "at most": operator.le,
+    "more than": operator.gt,
+    "exactly": operator.eq,
 }
-_SHORTENED = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|vs|jr|sr|e\.g|i\.e|cf|approx)|\b[A-Z])\.$")
+_ABBREVIATION = re.compile(r"(?:\b(?i:mr|mrs|ms|dr|prof|vs|jr|sr|e\.g|i\.e|cf|approx)|\b[A-Z])\.$")
+_LONGEST_ABBREVIATION = 12  # characters that are searched for one, with what closes a quotation
+# Possessive quantifiers (++): without backtracking the time is linear in the length of the text.
 _SENTENCE_STOPS = re.compile(r"(?<![.!?])[.!?]++[\"')\]]*+(?=\s|$)")
 _BULLET = re.compile(r"^[ \t]*(?:\*[^*\n]|-).*$", re.MULTILINE)
 _HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
-_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+_OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")  # IFEval's
 
 
-def _check_row(known: Mapping[str, Any]) -> None:
-    instructions_of(known.get("instruction_id_list"), known.get("kwargs"), known.get("label"))
+def _check_row(inputs: Mapping[str, Any]) -> None:
+    instructions_of(inputs.get("instruction_id_list"), inputs.get("kwargs"), inputs.get("label"))
 
 
 @REWARDS.register("instruction_following")
@@ -79,15 +82,15 @@ def instruction_following_share(
 
 
 def instructions_of(names: object, arguments: object, label: object) -> Instructions:
-    """What a row asks for, checked.
+    """The instructions of a row, checked: names with their arguments.
 
     Raises:
-        UserError: for a row that names no instructions, or one that cannot be verified.
+        UserError: for a row without instructions, or with one that cannot be verified.
     """
     if names is None:
         values = _parsed(label)
         if isinstance(values, Sequence) and not isinstance(values, str) and len(values) == 1:
-            values = values[0]
+            values = values[0]  # a list of one mapping, as RLVR data sets have it
         if isinstance(values, Mapping):
             names = values.get("instruction_id_list", values.get("instruction_id"))
             arguments = values.get("kwargs")
@@ -100,56 +103,54 @@ def instructions_of(names: object, arguments: object, label: object) -> Instruct
         arguments = [None] * len(names)
     if isinstance(arguments, Mapping):
         arguments = [arguments]
-    else:
-        arguments = arguments
     if not isinstance(names, Sequence) or not names or not isinstance(arguments, Sequence):
         raise _missing(names)
     if len(names) != len(arguments):
         raise UserError(
             f"instruction_id_list has {len(names)} entries and kwargs {len(arguments)}: one for each"
         )
-    instructions = [
-        (str(name), dict(given or {})) for name, given in zip(names, arguments, strict=True)
-    ]
-    for name, given in instructions:
-        check_instruction(name, given)
+    instructions: Instructions = []
+    for name, keywords in zip(names, arguments, strict=True):
+        instructions.append((str(name), dict(keywords or {})))
+    for name, keywords in instructions:
+        check_instruction(name, keywords)
     return instructions
 
 
 def variants(response: str) -> list[str]:
-    """The response unchanged, and the other forms of a loose reading."""
+    """The response unchanged, and the other forms of a loose reading, each once."""
     lines = response.split("\n")
-    cuts = [lines, lines[1:], lines[:-1], lines[1:-1]]
-    texts = ["\n".join(cut).strip() for cut in cuts]
-    return list(
-        dict.fromkeys(
-            [response, *texts, *(text.replace("*", "") for text in [response, *texts[1:]])]
-        )
-    )
+    texts = [response]
+    for cut in (lines, lines[1:], lines[:-1], lines[1:-1]):
+        texts.append("\n".join(cut).strip())
+    texts += [text.replace("*", "") for text in texts]
+    return list(dict.fromkeys(texts))
 
 
 def _rewards(
-    response: str, label: object, names: object, arguments: object, chosen: str
+    response: str, label: object, names: object, arguments: object, reward: str
 ) -> dict[str, float]:
+    """The reading named by ``reward`` as the reward, the others as metrics."""
     instructions = instructions_of(names, arguments, label)
     response = without_thinking(response).strip()
     texts = variants(response)
-    strict = [follows(response, name, given) for name, given in instructions]
-    loose = [
-        followed or any(follows(text, name, given) for text in texts)
-        for followed, (name, given) in zip(strict, instructions, strict=True)
-    ]
+    strict: list[bool] = []
+    loose: list[bool] = []
+    for name, keywords in instructions:
+        followed = follows(response, name, keywords)
+        strict.append(followed)
+        loose.append(followed or any(follows(text, name, keywords) for text in texts))
     rewards = {
         "strict": float(all(strict)),
         "loose": float(all(loose)),
         "share": sum(strict) / len(strict),
         "loose_share": sum(loose) / len(loose),
     }
-    return {"reward": rewards.pop(chosen), **rewards}
+    return {"reward": rewards.pop(reward), **rewards}
 
 
 def _parsed(value: object) -> Any:  # noqa: ANN401
-    """The value of text that is JSON or a Python literal."""
+    """The value of text that is JSON or a Python literal; any other value unchanged."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return value
     for read in (json.loads, ast.literal_eval):
@@ -161,10 +162,9 @@ def _parsed(value: object) -> Any:  # noqa: ANN401
 
 
 def _missing(value: object) -> UserError:
-    if len(repr(value)) <= 80:
-        shown = repr(value)
-    else:
-        shown = f"{repr(value)[:77]}..."
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = f"{shown[:77]}..."
     return UserError(
         f"reward function instruction_following needs the row's instructions: columns instruction_id_list and kwargs, "
         f"or a label {{instruction_id: [...], kwargs: [...]}}; found {shown}"
@@ -180,45 +180,50 @@ def parameters(name: str) -> list[str]:
 
 
 def check_instruction(name: str, arguments: dict[str, object]) -> None:
-    """Raises ``UserError`` for a constraint that there is not, or one whose arguments are missing
-    or cannot be."""
+    """Raise ``UserError`` for an unknown constraint, or arguments that are missing or invalid."""
     if name not in CONSTRAINTS:
         raise UserError(unknown("instruction", name, CONSTRAINTS))
-    for needed in parameters(name):
-        value = arguments.get(needed)
+    for parameter in parameters(name):
+        value = arguments.get(parameter)
         if value is None:
-            given = (
-                ", ".join(key for key, value in arguments.items() if value is not None) or "none"
-            )
+            present = [key for key, argument in arguments.items() if argument is not None]
             raise UserError(
-                f"instruction {name} needs {needed!r} in its kwargs; they have: {given}"
+                f"instruction {name} needs {parameter!r} in its kwargs; they have: "
+                f"{', '.join(present) or 'none'}"
             )
-        if needed.endswith("relation") and value not in RELATIONS:
-            raise UserError(f"instruction {name}: {unknown(needed, str(value), RELATIONS)}")
-        if needed.startswith(("num_", "nth_")) or needed.endswith("frequency"):
-            if (
-                not isinstance(value, int | float)
-                or isinstance(value, bool)
-                or value != int(value)
-                or value < 0
-            ):
+        if parameter.endswith("relation") and value not in RELATIONS:
+            raise UserError(f"instruction {name}: {unknown(parameter, str(value), RELATIONS)}")
+        if parameter.startswith(("num_", "nth_")) or parameter.endswith("frequency"):
+            if not _is_count(value):
                 raise UserError(
-                    f"instruction {name}: {needed} must be a whole number, found {value!r}"
+                    f"instruction {name}: {parameter} must be a whole number, found {value!r}"
                 )
-        elif needed in ("keywords", "forbidden_words") and isinstance(value, str):
+        elif parameter in ("keywords", "forbidden_words") and isinstance(value, str):
+            # The letters of a text would be the words.
             raise UserError(
-                f"instruction {name}: {needed} must be a list of words, found {value!r}"
+                f"instruction {name}: {parameter} must be a list of words, found {value!r}"
             )
     if name == "language:response_language" and find_spec("py3langid") is None:
-        what = "py3langid, which is not installed; add it with: uv pip install py3langid"
-        raise UserError(f"instruction {name} needs {what}")
+        raise UserError(
+            f"instruction {name} needs py3langid, which is not installed; add it with: "
+            "uv pip install py3langid"
+        )
+
+
+def _is_count(value: object) -> bool:
+    """Whether it is a whole number from 0 on; Parquet files may have 3.0 for 3."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return value == int(value) and value >= 0
 
 
 def follows(response: str, name: str, arguments: dict[str, object]) -> bool:
     """Whether a response follows one instruction; one that says nothing follows none."""
     if not response.strip():
         return False
-    return CONSTRAINTS[name](response, **{needed: arguments[needed] for needed in parameters(name)})
+    # Datasets give every instruction the arguments of all, null where it has none.
+    taken = {parameter: arguments[parameter] for parameter in parameters(name)}
+    return CONSTRAINTS[name](response, **taken)
 
 
 def _matches(relation: str, count: int, target: int) -> bool:
@@ -226,29 +231,37 @@ def _matches(relation: str, count: int, target: int) -> bool:
 
 
 def count_sentences(text: str) -> int:
-    """Counts marks before a space or the end, not after abbreviations or initials; also lines
-    without such a mark."""
+    """Count marks before a space or the end, not after abbreviations or initials.
+
+    The end of a line ends a sentence too.
+    """
     count = 0
-    for line in filter(None, map(str.strip, text.splitlines())):
-        stops = [
-            stop
-            for stop in _SENTENCE_STOPS.finditer(line)
-            if not _SHORTENED.search(line[: stop.end()][-12:])
-        ]
-        count += len(stops) + (not stops or stops[-1].end() < len(line))
+    for line in map(str.strip, text.splitlines()):
+        end_of_sentence = 0  # the position after the last sentence of the line
+        for stop in _SENTENCE_STOPS.finditer(line):
+            sentence = line[: stop.end()]
+            if not _ABBREVIATION.search(sentence[-_LONGEST_ABBREVIATION:]):
+                count += 1
+                end_of_sentence = stop.end()
+        if end_of_sentence < len(line):
+            count += 1
     return count
 
 
 def _between(text: str, divider: str) -> list[str]:
-    """The parts of a text; an empty one at the beginning or the end does not count."""
-    parts = [part.strip() for part in text.split(divider)]
-    return parts[not parts[0] : len(parts) - (len(parts) > 1 and not parts[-1])]
+    """The sections of a text; an empty one at the beginning or the end does not count."""
+    sections = [section.strip() for section in text.split(divider)]
+    if len(sections) > 1 and not sections[-1]:
+        del sections[-1]
+    if not sections[0]:
+        del sections[0]
+    return sections
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
     """Whether ``***`` divides the text into so many paragraphs, none in the middle empty."""
-    parts = _between(text, "***")
-    return all(parts) and len(parts) == int(num_paragraphs)
+    sections = _between(text, "***")
+    return all(sections) and len(sections) == int(num_paragraphs)
 
 
 def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -262,11 +275,10 @@ def _first_word(text: str, num_paragraphs: int, nth_paragraph: int, first_word: 
 
 
 def _postscript(text: str, postscript_marker: str) -> bool:
-    letters = [
-        re.escape(part)
-        for part in postscript_marker.lower().replace(" ", "").rstrip(".").split(".")
-    ]
-    return re.search(r"^[ \t]*" + r"\.\s?".join(letters), text.lower(), re.MULTILINE) is not None
+    """Whether a line begins with the marker; "P.S." is also "p. s."."""
+    letters = postscript_marker.lower().replace(" ", "").rstrip(".").split(".")
+    pattern = r"^[ \t]*" + r"\.\s?".join(map(re.escape, letters))
+    return re.search(pattern, text.lower(), re.MULTILINE) is not None
 
 
 def _json(text: str) -> bool:
@@ -284,8 +296,8 @@ def _json(text: str) -> bool:
 
 def _two_responses(text: str) -> bool:
     """Whether ``******`` divides the text into two that differ."""
-    parts = _between(text, "******")
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
+    responses = _between(text, "******")
+    return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 
 
 #: By their names; what follows the text are their arguments. ``startend:start_checker`` is not among IFEval's.

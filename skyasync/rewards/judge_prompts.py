@@ -26,6 +26,7 @@ from skyasync.rewards.signature import Score, as_score
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
+# Repetitions are bounded: an answer of any content must be parsed in time linear in its length.
 _NAMED = re.compile(
     r"\b(?:verdict|answer|judge?ment)\b\W{1,8}(?:is\W{1,4})?(yes|no)\b", re.IGNORECASE
 )
@@ -40,13 +41,16 @@ _ALONE = re.compile(r"\W*?" + _NUMBER + r"(?:\s*/\s*\d+)?\W*")
 
 
 def without_thinking(text: str) -> str:
-    """What follows the last ``</think>``; all of it without one, and nothing of thinking that did
-    not end."""
-    return text.rpartition("</think>")[2].partition("<think>")[0]
+    """The text after the last ``</think>``, or all of it without one.
+
+    Thinking that did not end is left out.
+    """
+    answer = text.rpartition("</think>")[2]
+    return answer.partition("<think>")[0]
 
 
 def prompt_text(name: str, judge: JudgeConfig) -> str:
-    """The prompt itself, where the configuration names its file.
+    """The text of a judge's prompt, which the configuration gives itself or by its file.
 
     Raises:
         UserError: if there is no such file.
@@ -55,9 +59,8 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
         return judge.prompt
     path = Path(judge.prompt).expanduser()
     if not path.is_file():
-        close = nearest(
-            path.name, [file.name for file in path.parent.glob("*") if file.is_file()], count=1
-        )
+        files = [file.name for file in path.parent.glob("*") if file.is_file()]
+        close = nearest(path.name, files, count=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise UserError(
             f"environment.judges.{name}.prompt={judge.prompt}: there is no such file{hint} (to write the prompt itself "
@@ -66,65 +69,64 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def known_to_judge(known: Mapping[str, Any]) -> dict[str, Any]:
-    """What a prompt may show: the row's columns, the response, and the usual names for what they
-    hold."""
-    label = known.get("label")
-    usual = {
-        "question": known.get("prompt"),
+def judge_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that a prompt may show: the inputs of a reward function, also by usual names."""
+    label = inputs.get("label")
+    response = str(inputs.get("response", ""))
+    messages = [
+        f"{message.get('role')}: {message.get('content')}" for message in inputs["messages"]
+    ]
+    return {
+        "question": inputs.get("prompt"),
         "ground_truth": label,
         "answer": label,
         "reference": label,
-    }
-    response = str(known.get("response", ""))
-    conversation = "\n\n".join(
-        f"{message.get('role')}: {message.get('content')}" for message in known["messages"]
-    )
-    return {
-        **usual,
-        **known,
+        **inputs,  # after the usual names: a column of the row counts more
         "final_response": without_thinking(response).strip(),
-        "conversation": conversation,
+        "conversation": "\n\n".join(messages),
     }
 
 
-def fill_prompt(name: str, prompt: str, known: Mapping[str, Any]) -> str:
-    """The prompt with what is known in the place of its placeholders.
+def fill_prompt(name: str, prompt: str, inputs: Mapping[str, Any]) -> str:
+    """The prompt with the inputs in the place of its placeholders.
 
     Raises:
-        UserError: for one of which the row says nothing, naming the judge.
+        UserError: for a placeholder without an input, naming the judge.
     """
 
-    def value(match: re.Match[str]) -> str:
+    def replacement(match: re.Match[str]) -> str:
         literal, placeholder = match.groups()
-        if literal:
+        if literal:  # text in double braces
             return f"{{{literal}}}"
-        return str(_value(name, placeholder, known))
+        return str(_value(name, placeholder, inputs))
 
-    return PLACEHOLDER.sub(value, prompt)
+    # One pass: inserted text is not searched for placeholders.
+    return PLACEHOLDER.sub(replacement, prompt)
 
 
-def check_placeholders(name: str, prompt: str, known: Mapping[str, Any]) -> None:
-    """Raises ``UserError`` for a placeholder of which the row says nothing."""
+def check_placeholders(name: str, prompt: str, inputs: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for a placeholder without an input."""
     for placeholder in placeholders(prompt):
-        _value(name, placeholder, known)
+        _value(name, placeholder, inputs)
 
 
-def _value(name: str, placeholder: str, known: Mapping[str, Any]) -> object:
-    value: Any = known
-    for part in [placeholder] if placeholder in known else placeholder.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
+def _value(name: str, placeholder: str, inputs: Mapping[str, Any]) -> object:
+    """The input of a placeholder; dots lead into nested mappings, unless a column has that name."""
+    value: Any = inputs
+    path = [placeholder] if placeholder in inputs else placeholder.split(".")
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
     if value is not None:
         return value
     start = f"the prompt of judge {name} shows {{{placeholder}}},"
     if placeholder in ("ground_truth", "answer", "reference", "label"):
         fix = "set data.label_key, or judges.NAME.prompt to one without it"
         raise UserError(f"{start} the right answer, and the row has none: {fix}")
-    close = nearest(placeholder, known, count=1)
+    close = nearest(placeholder, inputs, count=1)
     hint = f"did you mean {{{close[0]}}}? " if close else ""
-    given = ", ".join(known)
+    columns = ", ".join(inputs)
     raise UserError(
-        f"{start} which the row does not have: {hint}it gives: {given} (text in double braces is left as it is)"
+        f"{start} which the row does not have: {hint}it gives: {columns} (text in double braces is left as it is)"
     )
 
 
@@ -132,7 +134,7 @@ def parse_grade(parser: str, text: str) -> Score | None:
     """The grade in an answer by ``environment.judges.NAME.parser``, or None.
 
     Raises:
-        UserError: for what a function of the user's returned.
+        UserError: if a function of the user returned anything but a score or None.
     """
     text = without_thinking(text)
     if is_reference(parser):
@@ -142,7 +144,7 @@ def parse_grade(parser: str, text: str) -> Score | None:
         return as_score(parser, returned)
     if parser in BUILTIN_PARSERS:
         number = BUILTIN_PARSERS[parser](text)
-    else:
+    else:  # a regular expression; its group is a number or a word
         matches = re.compile(parser).findall(text)
         grade = str(matches[-1]).strip() if matches else ""
         try:
@@ -156,7 +158,7 @@ def parse_grade(parser: str, text: str) -> Score | None:
 
 @cache
 def parser_function(reference: str) -> Callable[[str], object]:
-    """Raises ``UserError`` if there is no such function."""
+    """The user's parser ``module:function``. Raises ``UserError`` if there is none."""
     function: Callable[[str], object] = resolve_reference(reference, kind="judge's parser")
     if not callable(function):
         raise UserError(f"the parser {reference!r} cannot be called: it is {function!r}")
@@ -164,15 +166,24 @@ def parser_function(reference: str) -> Callable[[str], object]:
 
 
 def _yes_no(text: str) -> float | None:
-    """The last word, or what follows "answer" and the like, or the first word: whichever is a yes
-    or a no."""
+    """The first yes or no among: the last word, the word after "answer" or "judgement", the first.
+
+    A judge that reasons concludes at the end; one that does not begins with its answer.
+    """
     words = re.findall(r"[a-z]+", text.lower())
-    candidates = [*words[-1:], *(word.lower() for word in _NAMED.findall(text)[-1:]), *words[:1]]
-    return next((_WORDS[word] for word in candidates if word in ("yes", "no")), None)
+    after_names = _NAMED.findall(text)
+    candidates = words[-1:]
+    if after_names:
+        candidates.append(after_names[-1].lower())
+    candidates += words[:1]
+    for word in candidates:
+        if word in ("yes", "no"):
+            return _WORDS[word]
+    return None
 
 
 def _score(text: str) -> float | None:
-    """The last ``[[7]]``, ``\\boxed{7}`` or ``score: 7``, or the number that is all there is."""
+    """The last ``[[7]]``, or else ``\\boxed{7}``, or ``score: 7``, or a number alone."""
     for pattern in _SCORES:
         numbers = pattern.findall(text)
         if numbers:
@@ -183,5 +194,5 @@ def _score(text: str) -> float | None:
     return None
 
 
-#: These take no longer than their text is long, whatever it is.
+#: Their time is linear in the length of the text, for any text.
 BUILTIN_PARSERS: dict[str, Callable[[str], float | None]] = {"yes_no": _yes_no, "score": _score}

@@ -39,7 +39,7 @@ from skyasync.errors import UserError
 from skyasync.rewards.judge_prompts import (
     BUILTIN_PARSERS,
     fill_prompt,
-    known_to_judge,
+    judge_inputs,
     parse_grade,
     prompt_text,
 )
@@ -53,17 +53,18 @@ log = logging.getLogger(__name__)
 
 Messages = list[dict[str, str]]
 
-READ_S = 5.0  # for a parser of the user's, on one answer
-PARSERS = 8  # subprocesses that run it
-ILLEGIBLE = 32  # first answers without a grade among them: the parser is wrong, or the prompt
-REMEMBERED = 100_000  # grades
-LONGEST_PAUSE_S = 30.0
-MOST_BYTES = 16 << 20  # of a server's answer
-SHOWN = 300  # characters of it in a message
-# status codes
-TRANSIENT = (408, 409, 425, 429)
-PERMANENT = (401, 403, 404)
-BUSY = (429, 503)
+READ_S = 5.0  # for a user's parser on one answer: a regular expression may backtrack without end
+PARSERS = 8  # subprocesses that run a user's parser
+# So many first answers without any grade: the parser or the prompt is wrong, and the run ends.
+ILLEGIBLE = 32
+CACHED_GRADES = 100_000  # at most in memory; the oldest are dropped
+LONGEST_PAUSE_S = 30.0  # between two tries
+MOST_BYTES = 16 << 20  # of a server's answer, which is read into memory
+SHOWN = 300  # characters of a server's answer in a message
+# HTTP status codes
+TRANSIENT = (408, 409, 425, 429)  # another try may succeed, as with every 5xx
+PERMANENT = (401, 403, 404)  # every question will fail: the key or the address is wrong
+BUSY = (429, 503)  # the server works, but has too many requests
 
 
 class JudgeModel(Protocol):
@@ -88,70 +89,72 @@ class LLMJudge:
         self._model = model
         self._remembers = remembers
         self._prompt = prompt_text(name, judge)
-        self._turns = asyncio.Semaphore(judge.max_concurrent)
+        self._request_slots = asyncio.Semaphore(judge.max_concurrent)
+        # Both by the digest of the question.
         self._scores: dict[bytes, Score] = {}
-        self._asking: dict[bytes, asyncio.Task[Score]] = {}
-        self._answers = self._legible = 0
+        self._in_flight: dict[bytes, asyncio.Task[Score]] = {}
+        self._answers = 0
+        self._graded_answers = 0
         self._warned = False
-        self._parsing = SubprocessPool(PARSERS)
+        self._parsers = SubprocessPool(PARSERS)
 
-    async def score(self, known: Mapping[str, Any]) -> Score:
+    async def score(self, inputs: Mapping[str, Any]) -> Score:
         """The grade of a response.
 
         Args:
-            known: the row's columns, ``prompt``, ``messages``, ``response`` and ``label``.
+            inputs: the row's columns, ``prompt``, ``messages``, ``response`` and ``label``.
 
         Raises:
-            UserError: if the row lacks what the prompt shows, the server refuses, or no answer can
-                be read.
-            RuntimeError: if nothing has answered for as long as this question was tried.
+            UserError: if the row lacks a column that the prompt shows, the server refuses, or no
+                answer can be read.
+            RuntimeError: if no question was answered for as long as this one was tried.
         """
-        question = fill_prompt(self._name, self._prompt, known_to_judge(known))
-        key = blake2b(question.encode(errors="surrogatepass"), digest_size=16).digest()
+        question = fill_prompt(self._name, self._prompt, judge_inputs(inputs))
+        # A response may hold half a surrogate pair, which cannot be encoded otherwise.
+        encoded = question.encode(errors="surrogatepass")
+        key = blake2b(encoded, digest_size=16).digest()
         if key in self._scores:
             return self._scores[key]
-        if key not in self._asking:
-            task = self._asking[key] = asyncio.get_running_loop().create_task(
-                self._grade(key, question)
-            )
-            task.add_done_callback(
-                lambda ended: ended.cancelled() or ended.exception()
-            )  # raised to those who wait
-        return await asyncio.shield(self._asking[key])
+        if key not in self._in_flight:
+            task = asyncio.get_running_loop().create_task(self._grade(key, question))
+            task.add_done_callback(_retrieve_exception)
+            self._in_flight[key] = task
+        # Shielded: a cancelled caller leaves the task to the others that wait for it.
+        return await asyncio.shield(self._in_flight[key])
 
     async def close(self) -> None:
-        tasks = list(self._asking.values())
+        """Cancel the requests in flight; end the connections and the parsers' subprocesses."""
+        tasks = list(self._in_flight.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._model.close()
-        await asyncio.to_thread(self._parsing.close)
+        await asyncio.to_thread(self._parsers.close)  # it waits for subprocesses
 
     async def _grade(self, key: bytes, question: str) -> Score:
         try:
-            async with self._turns:
+            async with self._request_slots:
                 score = await self._ask(question)
         finally:
-            self._asking.pop(key, None)
+            self._in_flight.pop(key, None)
         if self._remembers and not score.no_reward:
             self._scores[key] = score
-            if len(self._scores) > REMEMBERED:
-                del self._scores[next(iter(self._scores))]
+            if len(self._scores) > CACHED_GRADES:
+                oldest = next(iter(self._scores))  # dictionaries are in order of insertion
+                del self._scores[oldest]
         return score
 
     async def _ask(self, question: str) -> Score:
+        messages = [{"role": "user", "content": question}]
         if self._judge.system_prompt:
-            system = [{"role": "system", "content": self._judge.system_prompt}]
-        else:
-            system = []
+            messages.insert(0, {"role": "system", "content": self._judge.system_prompt})
         parser = f"parser={self._judge.parser}"
-        before = self._answers
+        answers_at_start = self._answers
         try:
-            answer = await self._model.ask([*system, {"role": "user", "content": question}])
+            answer = await self._model.ask(messages)
         except UnansweredError as problem:
-            if (
-                problem.tried and self._answers == before
-            ):  # nor was any other question answered meanwhile
+            # If no other question was answered meanwhile, the judge has failed, not the question.
+            if problem.tried and self._answers == answers_at_start:
                 raise RuntimeError(
                     f"judge {self._name} (environment.judges.{self._name}): {problem}"
                 ) from problem
@@ -159,12 +162,13 @@ class LLMJudge:
         self._answers += 1
         score = await self._parsed(answer)
         if score is not None:
-            self._legible += 1
+            self._graded_answers += 1
             reward = (score.reward - self._judge.offset) * self._judge.scale
             if self._judge.clip:
-                reward = min(max(reward, self._judge.clip[0]), self._judge.clip[1])
+                low, high = self._judge.clip
+                reward = min(max(reward, low), high)
             return Score(reward, {**score.metrics, "raw": score.reward})
-        if not self._legible and self._answers >= ILLEGIBLE:
+        if self._graded_answers == 0 and self._answers >= ILLEGIBLE:
             if answer.strip():
                 hint = ""
             else:
@@ -180,12 +184,12 @@ class LLMJudge:
         parser = self._judge.parser
         if parser in BUILTIN_PARSERS:
             return parse_grade(parser, answer)
+        # A user's parser runs in a subprocess: one that hangs can only be ended with its process.
         name = f"judge:{self._name}"
         portable = pickle.dumps(partial(parse_grade, parser))
+        arguments = {"text": answer}
         try:
-            return await asyncio.to_thread(
-                self._parsing.call, name, portable, {"text": answer}, READ_S
-            )
+            return await asyncio.to_thread(self._parsers.call, name, portable, arguments, READ_S)
         except NoAnswerError as problem:
             log.warning("the parser of judge %s: %s", self._name, problem)
             return None
@@ -201,23 +205,38 @@ class LLMJudge:
         return Score(0.0, no_reward=True)
 
 
+def _retrieve_exception(task: asyncio.Task[Score]) -> None:
+    """Avoid asyncio's warning about an exception that no caller waits for any more."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _excerpt(answer: str) -> str:
-    return repr(answer if len(answer) <= 200 else f"{answer[:60]}...{answer[-137:]}")
+    """The beginning and the end of an answer, where its grade should be."""
+    if len(answer) <= 200:
+        return repr(answer)
+    return repr(f"{answer[:60]}...{answer[-137:]}")
 
 
 # ---------------------------------------------------------------- servers
 
 
 class UnansweredError(Exception):
-    """There is no answer to this question; the message says why. ``tried``: in all tries that it
-    may have."""
+    """There is no answer to this question; the message says why.
+
+    ``tried``: all tries failed. If not, the server refused the question at once.
+    """
 
     tried = False
 
 
 class TemporaryServerError(Exception):
-    """One try failed; another may succeed. ``after_s``: the pause that the server asks for;
-    ``busy``: it answers."""
+    """One try failed; another may succeed.
+
+    Args:
+        after_s: the pause that the server asks for, in seconds.
+        busy: the server answered that it has too many requests.
+    """
 
     def __init__(self, message: str, after_s: float = 0.0, *, busy: bool = False) -> None:
         super().__init__(message)
@@ -229,7 +248,7 @@ def key_of(name: str, judge: JudgeConfig) -> str:
     """The server's key, from the environment.
 
     Raises:
-        UserError: if the variable is not set, or holds what no header can.
+        UserError: if the variable is not set, or has characters that no header can have.
     """
     if not judge.api_key_env:
         return ""
@@ -246,7 +265,7 @@ class ChatServer:
     """One judge's server.
 
     Args:
-        key: "" sends none.
+        key: sent with each request; "" sends none.
     """
 
     def __init__(self, name: str, judge: JudgeConfig, key: str) -> None:
@@ -271,8 +290,11 @@ class ChatServer:
             except TemporaryServerError as error:
                 problem = str(error)
                 if number < judge.retries:
+                    # Random, so that many questions that failed together do not return together.
                     pause_s = min(2.0**number * random.uniform(0.75, 1.25), LONGEST_PAUSE_S)
-                    await asyncio.sleep(max(pause_s, min(error.after_s, 2 * LONGEST_PAUSE_S)))
+                    # A server's Retry-After counts more, but may not stop the run for hours.
+                    server_pause_s = min(error.after_s, 2 * LONGEST_PAUSE_S)
+                    await asyncio.sleep(max(pause_s, server_pause_s))
         failure = UnansweredError(
             f"{self._url} gave no answer in {judge.retries + 1} tries; the last: {problem}"
         )
@@ -280,8 +302,7 @@ class ChatServer:
         raise failure
 
     async def probe(self) -> None:
-        """Ask it something short, once, so that a server that refuses every question is an error
-        before the run.
+        """Ask a short question once, so that a server that fails is an error before the run.
 
         Raises:
             UserError: if it cannot be reached, refuses, or does not answer in OpenAI's form.
@@ -291,7 +312,7 @@ class ChatServer:
         try:
             await self._try(body, self._judge.timeout_s)
         except TemporaryServerError as error:
-            if not error.busy:
+            if not error.busy:  # a busy server works
                 raise UserError(f"{where}: {self._url} does not answer: {error}") from error
         except UnansweredError as error:
             raise UserError(f"{where}: {error}") from error
@@ -306,18 +327,21 @@ class ChatServer:
 
     def _body(self, messages: Messages) -> dict[str, Any]:
         judge = self._judge
-        own = {"model": judge.model, "messages": messages, "max_tokens": judge.max_tokens}
-        fields: dict[str, Any] = {**own, "temperature": judge.temperature, **judge.extra_body}
+        fields: dict[str, Any] = {
+            "model": judge.model,
+            "messages": messages,
+            "max_tokens": judge.max_tokens,
+            "temperature": judge.temperature,
+            **judge.extra_body,
+        }
+        # extra_body removes a field by setting it to null: some servers reject fields.
         return {name: value for name, value in fields.items() if value is not None}
 
     async def _try(self, body: Mapping[str, Any], limit_s: float) -> str:
         import aiohttp
 
-        if self._session is None:  # made here: it belongs to the event loop that runs now
-            if self._key:
-                headers = {"Authorization": f"Bearer {self._key}"}
-            else:
-                headers = {}
+        if self._session is None:  # made here: a session belongs to the event loop that runs now
+            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
             connector = aiohttp.TCPConnector(limit=self._judge.max_concurrent)
             self._session = aiohttp.ClientSession(
                 headers=headers, connector=connector, timeout=aiohttp.ClientTimeout()
@@ -328,6 +352,7 @@ class ChatServer:
                 self._session.post(self._url, json=body) as response,
             ):
                 content = bytearray()
+                # In chunks, so that an endless answer does not fill the memory.
                 async for chunk in response.content.iter_any():
                     content += chunk
                     if len(content) > MOST_BYTES:
@@ -343,13 +368,14 @@ class ChatServer:
                     raise TemporaryServerError(problem, pause_s, busy=status in BUSY)
                 if status in PERMANENT:
                     where = f"environment.judges.{self._name}"
-                    hint = {404: f"{where}.base_url, {where}.model"}.get(
-                        status, f"{where}.api_key_env"
-                    )
+                    if status == 404:
+                        hint = f"{where}.base_url, {where}.model"
+                    else:
+                        hint = f"{where}.api_key_env"
                     raise UserError(f"judge {self._name}: {self._url} refuses ({hint}): {problem}")
                 raise UnansweredError(f"{self._url} refuses the question, {problem}")
         except TimeoutError as error:
-            if not timer.expired():
+            if not timer.expired():  # the connection's own timeout
                 raise TemporaryServerError(self._hidden(f"{error or 'timeout'}")) from None
             raise TemporaryServerError(
                 f"no answer within {limit_s:g} s (environment.judges.{self._name}.timeout_s)"
@@ -358,12 +384,12 @@ class ChatServer:
             raise TemporaryServerError(self._hidden(str(error) or type(error).__name__)) from None
 
     def _content(self, text: str) -> str:
+        """The message of a chat completion, given as its JSON."""
         try:
             content = json.loads(text)["choices"][0]["message"]["content"]
-            if isinstance(content, list):
-                content = "".join(
-                    part.get("text", "") for part in content if isinstance(part, dict)
-                )
+            if isinstance(content, list):  # some servers answer with a list of parts
+                texts = [part.get("text", "") for part in content if isinstance(part, dict)]
+                content = "".join(texts)
         except (ValueError, LookupError, TypeError, RecursionError):
             raise TemporaryServerError(
                 f"this is not a chat completion: {self._shown(text)}"
@@ -371,12 +397,13 @@ class ChatServer:
         return str(content or "")
 
     def _shown(self, text: str) -> str:
+        """The text for a message: one line, without the key."""
         line = " ".join(self._hidden(text).split())
         if len(line) <= SHOWN:
             return line
         return f"{line[: SHOWN - 3]}..."
 
     def _hidden(self, text: str) -> str:
-        if self._key:
+        if self._key:  # a server may repeat the request's header in its error
             return text.replace(self._key, "***")
         return text

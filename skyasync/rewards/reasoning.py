@@ -1,12 +1,10 @@
-"""Procedural tasks of ``reasoning-gym``: their questions as rows, and each task's own scorer as a
-reward.
+"""Procedural tasks of ``reasoning-gym``: their questions as rows, and their scorers as a reward.
 
-Invariant: training and held-out questions come from seeds of their own. The n-th question is made
-from seed + n, so neighbouring seeds would give almost the same questions: the two ranges are kept
-apart.
+Invariant: training and held-out questions come from separate ranges of seeds. The n-th question is
+made from seed + n, so neighbouring seeds would give almost the same questions.
 
-Some of its scorers run ``eval`` on the answer, and some never return on odd ones: the reward is not
-``quick``, so it runs in a reward worker, which is not a sandbox.
+Some scorers run ``eval`` on the answer, and some never return on unusual answers. So the reward is
+not ``quick``: it runs in a reward worker, which is not a sandbox.
 """
 
 from __future__ import annotations
@@ -21,8 +19,10 @@ from typing import Any, Protocol
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.rewards import REWARDS, Capabilities
 
+# The library's own default is 500 questions.
 SIZE = 500
 EVAL_SIZE = 100
+# Options that are read here and are not passed on to the task.
 OURS = ("size", "seed", "val_size", "val_seed")
 
 
@@ -39,37 +39,42 @@ def rows(
     Raises:
         UserError: for an unknown task or option, or seeds whose questions would overlap.
     """
-    own = {name: value for name, value in options.items() if name not in OURS}
+    task_options = {name: value for name, value in options.items() if name not in OURS}
     size = int(options.get("size", SIZE))
     val_size = int(options.get("val_size", EVAL_SIZE))
-    first = int(options.get("seed", seed))
-    val_first = int(options.get("val_seed", (first + 2**31) % 2**32))
-    if first < val_first + val_size and val_first < first + size:
+    train_seed = int(options.get("seed", seed))
+    # Seeds have 32 bits, and half of their range lies between the two.
+    val_seed = int(options.get("val_seed", (train_seed + 2**31) % 2**32))
+    if train_seed < val_seed + val_size and val_seed < train_seed + size:
         raise UserError(
-            f"data.reasoning_gym.{task}: {size} questions from seed {first} and {val_size} held-out ones from "
-            f"val_seed {val_first} overlap: set val_seed to {first + size} or more"
+            f"data.reasoning_gym.{task}: {size} questions from seed {train_seed} and {val_size} held-out ones from "
+            f"val_seed {val_seed} overlap: set val_seed to {train_seed + size} or more"
         )
-    start, count = (val_first, val_size) if evaluation else (first, size)
-    dataset = make(task, own, seed=start, size=count)
-    return [
-        {
-            "prompt": entry["question"],
-            "label": entry["answer"],
-            "domain": task,
-            "env_class": "reward",
-            "reward_funcs": ["reasoning_gym"],
-            "reasoning_gym": {
-                "task": task,
-                "options": json.dumps(own, sort_keys=True),
-                "entry": entry,
-            },
-        }
-        for entry in (dataset[index] for index in range(count))
-    ]
+    if evaluation:
+        dataset = make(task, task_options, seed=val_seed, size=val_size)
+        count = val_size
+    else:
+        dataset = make(task, task_options, seed=train_seed, size=size)
+        count = size
+    options_text = json.dumps(task_options, sort_keys=True)  # as text: a key of a cache of scorers
+    questions = []
+    for index in range(count):
+        entry = dataset[index]
+        questions.append(
+            {
+                "prompt": entry["question"],
+                "label": entry["answer"],
+                "domain": task,
+                "env_class": "reward",
+                "reward_funcs": ["reasoning_gym"],
+                "reasoning_gym": {"task": task, "options": options_text, "entry": entry},
+            }
+        )
+    return questions
 
 
 class Puzzles(Protocol):
-    """What a task of the library makes."""
+    """A data set of the library."""
 
     def __getitem__(self, index: int) -> dict[str, Any]: ...
     def score_answer(self, answer: str, entry: dict[str, Any]) -> float: ...
@@ -110,22 +115,20 @@ def _library() -> ModuleType:
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
 @Capabilities(load=_library)
 def score(response: str, reasoning_gym: dict[str, Any]) -> float:
-    """The task's own score of the answer: what stands in the last ``<answer>`` element, or else the
-    whole response.
+    """The task's own score of the answer.
 
-    An answer on which the scorer fails is worth 0, like any other that it cannot read.
+    The answer is the content of the last ``<answer>`` element, or else the complete response. One
+    on which the scorer fails is worth 0, like any other that it cannot read.
     """
     from reasoning_gym.utils import extract_answer
 
     task = _task(reasoning_gym["task"], reasoning_gym["options"])
     answer = extract_answer(response)
+    if answer is None:
+        answer = response.strip()
     try:
-        return float(
-            task.score_answer(
-                response.strip() if answer is None else answer, reasoning_gym["entry"]
-            )
-        )
-    except Exception:
+        return float(task.score_answer(answer, reasoning_gym["entry"]))
+    except Exception:  # scorers do not agree on what they raise for an answer that they cannot read
         return 0.0
 
 

@@ -1,8 +1,9 @@
 """Reward functions and how they are called: several on one response, each within its time limit.
 
 Functions that are marked as quick are called directly. Coroutines run concurrently on an event loop
-of their own. All others run in reward workers, which are subprocesses, since they read what a model
-wrote. So it works in any thread, also in one that runs an event loop.
+in a thread of its own. All others run in reward workers, which are subprocesses: a function that
+hangs on a response can only be ended with its process. So this works in any thread, also in one
+that runs an event loop.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 log = logging.getLogger(__name__)
 
-REWARD_WORKERS = 8  # at most: a response that takes its whole limit must not hold up all others
+# More than one: a response that takes its full time limit must not delay all others.
+REWARD_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -35,10 +37,11 @@ class RewardFunction:
     """A reward function, ready to be called.
 
     Args:
+        name: the reference by which the configuration or a row names it.
         named: its parameters.
-        needs: those of them without a default.
+        needs: the parameters without a default.
         takes_all: it has a parameter such as ``**extra``.
-        portable: for a reward worker, if it is called there.
+        portable: the pickled function, if a reward worker calls it; else empty.
     """
 
     name: str
@@ -62,26 +65,40 @@ class RewardFunction:
         if not callable(function):
             raise UserError(f"reward function {reference!r} cannot be called: it is {function!r}")
         parameters = inspect.signature(function).parameters.values()
-        unnamed = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+        unnamed: list[str] = []
+        named: set[str] = set()
+        needs: set[str] = set()
+        takes_all = False
+        for parameter in parameters:
+            if parameter.kind is parameter.POSITIONAL_ONLY:
+                unnamed.append(parameter.name)
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                takes_all = True
+            elif parameter.kind is not parameter.VAR_POSITIONAL:
+                named.add(parameter.name)
+                if parameter.default is parameter.empty:
+                    needs.add(parameter.name)
         if unnamed:
             raise UserError(
                 f"reward function {reference!r} takes {', '.join(unnamed)} by position only: name them"
             )
-        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(
-            type(function).__call__
-        )
+        asynchronous = inspect.iscoroutinefunction(function)
+        if not asynchronous:  # an object with ``async def __call__``
+            asynchronous = inspect.iscoroutinefunction(type(function).__call__)
         quick = capabilities_of(function).quick
+        pickled = b""
+        if not (quick or asynchronous):
+            pickled = portable(function, reference)
         return cls(
-            reference,
-            function,
-            frozenset(p.name for p in named),
-            frozenset(p.name for p in named if p.default is p.empty),
-            any(p.kind is p.VAR_KEYWORD for p in parameters),
-            asynchronous,
-            quick,
-            b"" if quick or asynchronous else portable(function, reference),
-            signature_of(function),
+            name=reference,
+            function=function,
+            named=frozenset(named),
+            needs=frozenset(needs),
+            takes_all=takes_all,
+            asynchronous=asynchronous,
+            quick=quick,
+            portable=pickled,
+            signature=signature_of(function),
         )
 
     @property
@@ -89,32 +106,30 @@ class RewardFunction:
         """Whether the function needs the engine's tokens, not only the response's text."""
         return self.signature.needs_tokens or bool({"prompt_ids", "completion_ids"} & self.named)
 
-    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """The known values that the function takes.
+    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        """The inputs that the function takes.
 
         Raises:
-            UserError: if one that it needs is not known.
+            UserError: if one that it needs is not there.
         """
-        offered = self.signature.arguments(known)
+        offered = self.signature.arguments(inputs)
         for name in sorted(self.needs - offered.keys()):
-            close = nearest(name, known, count=1)
+            close = nearest(name, inputs, count=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
-            given = ", ".join(name for name in known if name not in BY_NAME)
+            columns = ", ".join(column for column in inputs if column not in BY_NAME)
             raise UserError(
-                f"reward function {self.name} needs {name!r}: {hint}the row gives: {given}"
+                f"reward function {self.name} needs {name!r}: {hint}the row gives: {columns}"
             )
+        taken = set(self.named)
         if self.takes_all:
-            shown = offered.keys() - BY_NAME | self.signature.shown
-        else:
-            shown = set()
-        return {
-            name: value for name, value in offered.items() if name in self.named or name in shown
-        }
+            taken |= offered.keys() - BY_NAME
+            taken |= self.signature.shown
+        return {name: value for name, value in offered.items() if name in taken}
 
 
 @lru_cache(maxsize=256)
 def reward_function(name: str, function: Callable[..., Any] | None = None) -> RewardFunction:
-    """``RewardFunction.of``, remembered."""
+    """``RewardFunction.of``, cached: a run calls it for every response."""
     return RewardFunction.of(name, function)
 
 
@@ -130,70 +145,70 @@ def load_functions(functions: Sequence[RewardFunction]) -> None:
 
 
 def score_response(
-    functions: Sequence[RewardFunction], known: Mapping[str, Any], limit_s: float
+    functions: Sequence[RewardFunction], inputs: Mapping[str, Any], limit_s: float
 ) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
-    What each function has ``limit_s`` for, and the wait for a reward worker, does not count towards
-    the time limit of the environment's step: many responses may wait for the workers while
+    Neither a function's time, which ``limit_s`` bounds, nor the wait for a reward worker counts
+    towards the time limit of the environment's step: many responses may wait for the workers while
     functions hang.
 
     Raises:
         UserError: for what a function returned or lacks.
         Exception: what a function raised, with a note that names it.
     """
-    started = [
-        _start(function, known, limit_s) if function.asynchronous else None
-        for function in functions
-    ]
+    # All coroutines are started before any function is called, so that they run meanwhile.
+    running: list[Future[Score] | None] = []
+    for function in functions:
+        running.append(_start(function, inputs, limit_s) if function.asynchronous else None)
     scores = []
-    for function, running in zip(functions, started, strict=True):
+    for function, future in zip(functions, running, strict=True):
         try:
-            if running is not None:
+            if future is not None:
                 with separate_limit():
-                    scores.append(_result(running, limit_s))
-                continue
-            arguments = function.arguments(known)
-            if function.quick:
-                scores.append(call(function.name, function.function, arguments))
+                    score = _result(future, limit_s)
             else:
-                name = f"reward function {function.name}"
-                with separate_limit():
-                    scores.append(
-                        reward_workers().call(name, function.portable, arguments, limit_s)
-                    )
+                arguments = function.arguments(inputs)
+                if function.quick:
+                    score = call(function.name, function.function, arguments)
+                else:
+                    name = f"reward function {function.name}"
+                    with separate_limit():
+                        score = reward_workers().call(name, function.portable, arguments, limit_s)
         except NoAnswerError as problem:
             log.warning("reward function %s gave no reward: %s", function.name, problem)
-            scores.append(Score(0.0, no_reward=True))
-        except UserError:
+            score = Score(0.0, no_reward=True)
+        except UserError:  # its message names the function already
             raise
         except Exception as error:
             error.add_note(f"{RAISED_BY} {function.name}")
             raise
+        scores.append(score)
     return scores
 
 
-def _start(function: RewardFunction, known: Mapping[str, Any], limit_s: float) -> Future[Score]:
+def _start(function: RewardFunction, inputs: Mapping[str, Any], limit_s: float) -> Future[Score]:
     async def limited() -> Score:
         try:
             async with asyncio.timeout(limit_s) as timer:
-                arguments, logged = function.signature.with_logs(function.arguments(known))
+                arguments, logged = function.signature.with_logs(function.arguments(inputs))
                 returned = await function.function(**arguments)
                 return read_result(function.name, function.signature, returned, logged)
         except TimeoutError:
             if not timer.expired():
-                raise  # the function's own
+                raise  # the function itself raised it
             raise NoAnswerError(f"it did not return within {limit_s:g} s") from None
 
     return asyncio.run_coroutine_threadsafe(limited(), _loop())
 
 
-def _result(running: Future[Score], limit_s: float) -> Score:
+def _result(future: Future[Score], limit_s: float) -> Score:
+    # The coroutine has its own timer. This wait is longer, for one that blocks its event loop.
     try:
-        return running.result(limit_s + GRACE_S)
+        return future.result(limit_s + GRACE_S)
     except TimeoutError:
-        if running.done():
-            raise  # the function's own
+        if future.done():
+            raise  # the function itself raised it
         raise NoAnswerError(f"it kept its event loop for more than {limit_s:g} s") from None
 
 
@@ -213,37 +228,35 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 @dataclass(frozen=True)
 class _NamedFunction:
-    """A function that returns a ``Score``; it is pickled by its name if other processes know
-    that."""
+    """A function that returns a ``Score``; pickled by its name if other processes can import it."""
 
     name: str
     function: Callable[..., Any]
 
     @property
-    def known_everywhere(self) -> bool:
+    def is_importable(self) -> bool:
         return ":" in self.name or (self.function.__module__ or "").startswith("skyasync.rewards.")
 
     def __call__(self, **arguments: object) -> Score:
         return call(self.name, self.function, arguments)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self.known_everywhere:
+        if self.is_importable:
             return (_loaded, (self.name,))
         return (_NamedFunction, (self.name, self.function))
 
 
 def portable(function: Callable[..., Any], name: str) -> bytes:
-    """The function, pickled: by its name, or, for one that the program registered, with its
-    code."""
+    """The function, pickled: by its name, or with its code if the program registered it."""
     named = _NamedFunction(name, function)
-    if named.known_everywhere:
+    if named.is_importable:
         return pickle.dumps(named)
-    from ray import cloudpickle  # also for functions of the program's own file
+    from ray import cloudpickle  # pickle alone cannot send functions of the program's main file
 
     return cloudpickle.dumps(named)
 
 
 def _loaded(name: str) -> _NamedFunction:
     function = find(name)
-    capabilities_of(function).load()
+    capabilities_of(function).load()  # in this process, outside of the first call's time limit
     return _NamedFunction(name, function)

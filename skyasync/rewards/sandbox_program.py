@@ -1,12 +1,13 @@
-"""The program that runs a model's code: ``python -I -S sandbox_program.py``. It imports nothing of
-this library.
+"""The program that runs a model's code: ``python -I -S sandbox_program.py``.
 
-Invariant: before the first line of that code runs, this process has given up for good what reaches
-beyond it. Landlock lets it read only the files that the task names. Seccomp lets it make only the
-system calls of ``ALLOWED``: none of them opens a file for writing, a socket or a pipe, starts a
-process, or signals another one. What is left is to compute.
+It imports nothing of this library.
 
-It reads one task, a JSON object, from its input. To what was its output it writes the line
+Invariant: before the first line of that code runs, this process has given up for good all access to
+things outside of it. Landlock lets it read only the files that the task names. Seccomp lets it make
+only the system calls of ``ALLOWED``: none of them opens a file for writing, a socket or a pipe,
+starts a process, or signals another one. The code can compute, and nothing else.
+
+It reads one task, a JSON object, from its input. To its original output it writes the line
 ``confined``, and then a line of JSON per test. The reader takes each line for data: the code can
 write there too. It holds no expected value.
 """
@@ -44,28 +45,28 @@ LANDLOCK_RESTRICT = 446
 LANDLOCK_VERSION = 1
 READ_FILE = 1 << 2
 READ_DIR = 1 << 3
-FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # how many there are, by version; 16 from version 5 on
-# bind and connect; abstract Unix sockets and signals
-TCP = 0b11
-SCOPES = 0b11
+FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # rights that exist, by version; 16 from version 5 on
+TCP = 0b11  # bind and connect; handled from version 4 on
+SCOPES = 0b11  # abstract Unix sockets and signals; handled from version 6 on
 
-# Seccomp: instructions of the kernel's packet filter, its results, and where it finds a call's
-# data.
+# Seccomp: instructions of the kernel's packet filter (linux/filter.h).
 LOAD = 0x20
 JUMP_EQUAL = 0x15
-JUMP_FROM = 0x35
-JUMP_ANY = 0x45
+JUMP_FROM = 0x35  # greater or equal
+JUMP_ANY = 0x45  # any of these bits
 RETURN = 0x06
+# Its results (linux/seccomp.h).
 ALLOW = 0x7FFF0000
-ERROR = 0x00050000
+ERROR = 0x00050000  # and the error's number in the lower half
 KILL = 0x80000000
+# Offsets of a call's data, in bytes: the number, the architecture, six arguments of 8 bytes.
 NUMBER = 0
 ARCHITECTURE = 4
 ARGUMENTS = 16
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
-OTHER_NUMBERS = 0x40000000  # from here on the same calls by other numbers (x32)
+OTHER_NUMBERS = 0x40000000  # from here on the same calls by other numbers (the x32 ABI)
 
-#: The system calls that the code may make, and their numbers: x86_64, aarch64 (None: it has no such call).
+#: Numbers of the allowed system calls: x86_64, aarch64 (None: it has no such call).
 ALLOWED: dict[str, tuple[int, int | None]] = {
     "read": (0, 63), "write": (1, 64), "readv": (19, 65), "writev": (20, 66), "pread64": (17, 67), "lseek": (8, 62),
     "close": (3, 57), "close_range": (436, 436), "dup": (32, 23), "dup2": (33, None), "dup3": (292, 24),
@@ -85,32 +86,26 @@ ALLOWED: dict[str, tuple[int, int | None]] = {
     "sched_getaffinity": (204, 123), "poll": (7, None), "ppoll": (271, 73), "select": (23, None),
     "pselect6": (270, 72), "getrandom": (318, 278), "exit": (60, 93), "exit_group": (231, 94),
 }  # fmt: skip
-#: Calls that are allowed with one of these values of an argument: numbers, the argument's place, its lower half.
+#: Calls that are allowed with some values of one argument: the call's numbers, the argument's
+#: index, and the values of its lower half.
 ALLOWED_WITH: dict[str, tuple[tuple[int, int], int, tuple[int, ...]]] = {
-    "clone": ((56, 220), 0, (0x3D0F00, 0x7D0F00)),  # exactly a thread, as glibc and musl start one
-    "fcntl": (
-        (72, 25),
-        1,
-        (0, 1, 2, 3, 1030),
-    ),  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
-    "ioctl": (
-        (16, 29),
-        1,
-        (0x5401, 0x5413, 0x5450, 0x5451),
-    ),  # TCGETS, TIOCGWINSZ, FIONCLEX, FIOCLEX
-    "madvise": (
-        (28, 233),
-        2,
-        (0, 1, 2, 3, 4, 8, 14, 15),
-    ),  # hints and MADV_DONTNEED, none that needs a right
+    # Exactly a thread, as glibc and musl start one.
+    "clone": ((56, 220), 0, (0x3D0F00, 0x7D0F00)),
+    # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC.
+    "fcntl": ((72, 25), 1, (0, 1, 2, 3, 1030)),
+    # TCGETS, TIOCGWINSZ, FIONCLEX, FIOCLEX.
+    "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x5450, 0x5451)),
+    # Hints and MADV_DONTNEED, none that needs a right.
+    "madvise": ((28, 233), 2, (0, 1, 2, 3, 4, 8, 14, 15)),
 }
+#: Calls that open a file: numbers, and the index of the argument with the flags.
 OPEN: dict[str, tuple[int, int | None, int]] = {
     "open": (2, None, 1),
     "openat": (257, 56, 2),
-}  # and where its flags are
+}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-VALUES = "__values__"  # what a check has the values by
-# what a check compares by
+# Names that a check uses: the list of values, and the functions that compare.
+VALUES = "__values__"
 EQUAL = "__equal__"
 CONTAINS = "__contains__"
 #: Other types of values that a test may compare, and their modules.
@@ -123,15 +118,18 @@ OTHER_TYPES = {
 OTHER_TYPES |= dict.fromkeys(("Counter", "OrderedDict", "defaultdict"), "collections")
 OTHER_TYPES |= dict.fromkeys(("date", "time", "datetime", "timedelta"), "datetime")
 DICTIONARIES = ("Counter", "OrderedDict", "defaultdict")
+# Numbers of calls with rules of their own, by architecture.
 TGKILL = (234, 131)
 PRLIMIT = (302, 261)
-CLONE3 = 435
+CLONE3 = 435  # on both
 
 
 def main() -> None:
     task = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 0)  # the null device, which stands for all three
+    # What the code prints must not mix with the answers: its input and output are the null device,
+    # as is the standard error that this process was started with.
+    os.dup2(2, 0)
     os.dup2(2, 1)
     try:
         limit(task["memory_mb"], task["seconds"])
@@ -146,34 +144,31 @@ def main() -> None:
     answers.flush()
     sys.path += task["packages"]
     os.environ.clear()
-    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # many tests run at once
     for answer in run(task):
         answers.write(answer.encode() + b"\n")
         answers.flush()
-    os._exit(0)
+    os._exit(0)  # without exit handlers and threads of the code
 
 
 def limit(memory_mb: int, seconds: float) -> None:
-    """Bounds of memory, time and files; and no right that root has."""
+    """Set bounds of memory, time and files, and give up all rights of root."""
     size = memory_mb << 20
     if sys.platform == "linux":
         library = ctypes.CDLL(None, use_errno=True)
         library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        library.prctl(PR_SET_DUMPABLE, 0)
+        library.prctl(PR_SET_DUMPABLE, 0)  # no other process of the user can read its memory
         library.capset(struct.pack("=Ii", CAPABILITY_VERSION, 0), bytes(24))
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     cpu = max(1, round(seconds))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    for kind, most in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-    ):
-        resource.setrlimit(kind, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 
 def hide_files(readable: list[str]) -> None:
-    """From here on no file can be opened but these, and what is below them, for reading."""
+    """Let this process open only these files, and files below these folders, for reading."""
     library = ctypes.CDLL(None, use_errno=True)
     version = library.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), LANDLOCK_VERSION)
     if version < 1:
@@ -181,24 +176,26 @@ def hide_files(readable: list[str]) -> None:
             errno.ENOSYS,
             "this kernel has no Landlock (Linux 5.13 and later have it, where it is enabled)",
         )
+    # Every right that is handled is refused unless a rule grants it.
     files = (1 << FILE_RIGHTS.get(version, 16)) - 1
-    handled = struct.pack("=QQQ", files, TCP, SCOPES)[
-        : 8 if version < 4 else 16 if version < 6 else 24
-    ]
+    handled = struct.pack("=Q", files)
+    if version >= 4:
+        handled += struct.pack("=Q", TCP)
+    if version >= 6:
+        handled += struct.pack("=Q", SCOPES)
     rules = library.syscall(LANDLOCK_CREATE, handled, ctypes.c_size_t(len(handled)), 0)
     if rules < 0:
         raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
     for path in readable:
         try:
-            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            file = os.open(path, os.O_PATH | os.O_CLOEXEC)
         except OSError:
             continue  # a system without it
+        rights = READ_FILE
         if os.path.isdir(path):
-            rights = READ_FILE | READ_DIR
-        else:
-            rights = READ_FILE
-        library.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, place), 0)
-        os.close(place)
+            rights |= READ_DIR
+        library.syscall(LANDLOCK_ADD, rules, 1, struct.pack("=Qi", rights, file), 0)
+        os.close(file)
     library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if library.syscall(LANDLOCK_RESTRICT, rules, 0):
         raise OSError(ctypes.get_errno(), "this kernel refuses Landlock")
@@ -206,8 +203,7 @@ def hide_files(readable: list[str]) -> None:
 
 
 def filter_calls() -> None:
-    """From here on the kernel refuses every system call that is not allowed, with "operation not
-    permitted"."""
+    """Have the kernel refuse every other system call, with "operation not permitted"."""
     machine = os.uname().machine
     if sys.platform != "linux" or machine not in ARCHITECTURES:
         raise OSError(
@@ -220,98 +216,123 @@ def filter_calls() -> None:
 
     buffer = ctypes.create_string_buffer(program, len(program))
     library = ctypes.CDLL(None, use_errno=True)
-    given = Filter(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
-    if library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or library.prctl(
-        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(given), 0, 0
-    ):
+    filter_program = Filter(len(program) // 8, ctypes.cast(buffer, ctypes.c_void_p))
+    # Without privileges for a new program the kernel lets any process install a filter.
+    failed = library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    failed = failed or library.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.byref(filter_program), 0, 0
+    )
+    if failed:
         raise OSError(ctypes.get_errno(), "this kernel has no seccomp")
 
 
-def instructions(machine: str, own: int) -> Iterator[bytes]:
-    """The filter. ``own``: the process's number, which alone it may send a signal."""
-    place = list(ARCHITECTURES).index(machine)
-    refusal = ERROR | errno.EPERM
+def instructions(machine: str, process: int) -> Iterator[bytes]:
+    """The filter's program, 8 bytes per instruction.
 
-    def say(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
-        return struct.pack("=HBBI", code, yes, no, value & 0xFFFFFFFF)
-
-    def if_called(number: int, then: list[bytes]) -> Iterator[bytes]:
-        yield say(JUMP_EQUAL, number, no=len(then))
-        yield from then
-
-    def if_equal(number: int, *targets: tuple[int, tuple[int, ...]]) -> Iterator[bytes]:
-        """Allow the call if each of these words has one of these values."""
-        then = []
-        for word, values in targets:
-            then.append(say(LOAD, word))
-            then += [
-                say(JUMP_EQUAL, value, yes=len(values) - index)
-                for index, value in enumerate(values)
-            ]
-            then.append(say(RETURN, refusal))
-        yield from if_called(number, [*then, say(RETURN, ALLOW)])
-
-    yield say(LOAD, ARCHITECTURE)
-    yield say(JUMP_EQUAL, ARCHITECTURES[machine], yes=1)
-    yield say(RETURN, KILL)
-    yield say(LOAD, NUMBER)
-    yield say(JUMP_FROM, OTHER_NUMBERS, no=1)
-    yield say(RETURN, refusal)
+    Args:
+        process: the number of this process, the only one that it may send a signal.
+    """
+    column = list(ARCHITECTURES).index(machine)  # of the tables of numbers
+    refuse = instruction(RETURN, ERROR | errno.EPERM)
+    allow = instruction(RETURN, ALLOW)
+    # The numbers below are those of one architecture. A process can call by another one's too.
+    yield instruction(LOAD, ARCHITECTURE)
+    yield instruction(JUMP_EQUAL, ARCHITECTURES[machine], yes=1)
+    yield instruction(RETURN, KILL)
+    yield instruction(LOAD, NUMBER)
+    yield instruction(JUMP_FROM, OTHER_NUMBERS, no=1)
+    yield refuse
     for allowed in ALLOWED.values():
-        number = allowed[place]
+        number = allowed[column]
         if number is not None:
-            yield from if_called(number, [say(RETURN, ALLOW)])
-    yield from if_called(CLONE3, [say(RETURN, ERROR | errno.ENOSYS)])  # libraries then use clone
+            yield from if_called(number, [allow])
+    # As if the kernel had no clone3, whose arguments a filter cannot see: libraries then use clone.
+    yield from if_called(CLONE3, [instruction(RETURN, ERROR | errno.ENOSYS)])
     for numbers, argument, values in ALLOWED_WITH.values():
-        yield from if_equal(numbers[place], (ARGUMENTS + 8 * argument, values))
-    yield from if_equal(TGKILL[place], (ARGUMENTS, (own,)))
-    new = (
-        ARGUMENTS + 8 * 2
-    )  # an address: both halves are zero where only the old limit is asked for
-    yield from if_equal(PRLIMIT[place], (ARGUMENTS, (0,)), (new, (0,)), (new + 4, (0,)))
+        offset = ARGUMENTS + 8 * argument
+        yield from if_called(numbers[column], [*unless_equal(offset, values, refuse), allow])
+    yield from if_called(TGKILL[column], [*unless_equal(ARGUMENTS, (process,), refuse), allow])
+    # prlimit of this process (0) without an address of new limits, both of whose halves are zero:
+    # it reads the old limits.
+    new_limits = ARGUMENTS + 8 * 2
+    block: list[bytes] = []
+    for offset in (ARGUMENTS, new_limits, new_limits + 4):
+        block += unless_equal(offset, (0,), refuse)
+    yield from if_called(PRLIMIT[column], [*block, allow])
     for *numbers_of_open, argument in OPEN.values():
-        number = numbers_of_open[place]
+        number = numbers_of_open[column]
         if number is not None:
-            then = [
-                say(LOAD, ARGUMENTS + 8 * argument),
-                say(JUMP_ANY, WRITING, no=1),
-                say(RETURN, refusal),
+            block = [
+                instruction(LOAD, ARGUMENTS + 8 * argument),
+                instruction(JUMP_ANY, WRITING, no=1),
+                refuse,
+                allow,
             ]
-            yield from if_called(number, [*then, say(RETURN, ALLOW)])
-    yield say(RETURN, refusal)
+            yield from if_called(number, block)
+    yield refuse
+
+
+def instruction(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """One instruction; ``yes`` and ``no``: how many to skip after a comparison."""
+    return struct.pack("=HBBI", code, yes, no, value & 0xFFFFFFFF)
+
+
+def if_called(number: int, block: list[bytes]) -> Iterator[bytes]:
+    """Run the block, which ends with a result, for this system call."""
+    yield instruction(JUMP_EQUAL, number, no=len(block))
+    yield from block
+
+
+def unless_equal(offset: int, values: tuple[int, ...], refuse: bytes) -> list[bytes]:
+    """Refuse the call unless the word at this offset has one of these values."""
+    block = [instruction(LOAD, offset)]
+    for index, value in enumerate(values):
+        # Past the other values and the refusal.
+        block.append(instruction(JUMP_EQUAL, value, yes=len(values) - index))
+    block.append(refuse)
+    return block
 
 
 def run(task: dict[str, Any]) -> Iterator[str]:
-    """What each test gives, as JSON: what was printed or returned, or the error. It is compared in
-    another process."""
+    """The answer to each test, as JSON: the printed or returned value, or the error.
+
+    It is compared in another process.
+    """
     try:
         code = compile(task["code"], "<response>", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield from (
-            json.dumps({"error": f"{type(error).__name__}: {error}"[:500]}) for _ in task["tests"]
-        )
+        answer = json.dumps({"error": described(error)})
+        for _ in task["tests"]:
+            yield answer
         return
     for test in task["tests"]:
         yield play(code, test, task["seconds_per_test"])
 
 
+def described(error: BaseException) -> str:
+    """An error's type and message, of at most 500 characters: the code may choose the message."""
+    return f"{type(error).__name__}: {error}"[:500]
+
+
 class Printed(io.BytesIO):
-    """What a program prints, also after it has closed its output."""
+    """The output of a program, which can be read after the program has closed it."""
 
     def close(self) -> None:
         pass
 
 
 def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
-    """Run one test in a module of its own."""
-    module = sys.modules["__main__"] = type(sys)("__main__")
+    """Run one test in a new module; returns its answer as JSON."""
+    module = type(sys)("__main__")
+    sys.modules["__main__"] = module  # the code may look for itself there, as dataclasses do
     names: dict[str, Any] = module.__dict__
     names |= {"exit": sys.exit, "quit": sys.exit, "open": opened}
-    before = threading.enumerate()
-    given = test.get("stdin", "").encode("utf-8", "replace")
+    threads_at_start = threading.enumerate()
+    stdin = test.get("stdin", "").encode("utf-8", "replace")
     printed = Printed()
-    sys.stdin = io.TextIOWrapper(io.BytesIO(given), "utf-8")
-    sys.stdout = output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
+    output = io.TextIOWrapper(printed, "utf-8", "replace", newline="\n")
+    sys.stdin = io.TextIOWrapper(io.BytesIO(stdin), "utf-8")
+    sys.stdout = output
     signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -324,12 +345,13 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
         except BaseException as error:
             if "stdin" not in test:
                 raise
-            answer["error"] = f"{type(error).__name__}: {error}"[:500]
+            # A program's output may be complete all the same.
+            answer["error"] = described(error)
         if "call" in test:
             name = test["call"]
             if name in names:
                 function = names[name]
-            else:
+            else:  # a method, as in LeetCode's problems
                 function = getattr(names["Solution"](), name)
             answer["returned"] = function(*test["arguments"])
         elif "steps" in test:
@@ -346,22 +368,33 @@ def play(code: CodeType, test: dict[str, Any], seconds: float) -> str:
             exec(compile(test["check"], "<test>", "exec"), names)
             answer["passed"] = True
         else:
-            pool = (
-                "ThreadPoolExecutor"  # whose threads have nothing to do when the others have ended
-            )
-            while own := [
-                t
-                for t in threading.enumerate()
-                if not (t in before or t.daemon or t.name.startswith(pool))
-            ]:
-                own[0].join()  # as Python does at a program's end
+            join_threads(threads_at_start)
             output.flush()
             answer["printed"] = printed.getvalue().decode("utf-8", "replace")
-        return json.dumps(answer, default=lambda value: getattr(value, "tolist", value.__repr__)())
+        return json.dumps(answer, default=listed)
     except BaseException as error:
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
+        return json.dumps({"error": described(error)})
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def join_threads(threads_at_start: list[threading.Thread]) -> None:
+    """Wait for the code's threads, as Python does at a program's end."""
+    while True:
+        running = []  # a thread may have started another one
+        for thread in threading.enumerate():
+            # An executor's threads only wait for work when the others have ended.
+            is_idle = thread.daemon or thread.name.startswith("ThreadPoolExecutor")
+            if thread not in threads_at_start and not is_idle:
+                running.append(thread)
+        if not running:
+            return
+        running[0].join()
+
+
+def listed(value: object) -> object:
+    """A value that JSON lacks: arrays as lists, any other as text."""
+    return getattr(value, "tolist", value.__repr__)()
 
 
 def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -374,7 +407,7 @@ def opened(file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any: 
 
 
 def plain(value: object) -> object:
-    """A value as JSON that tells its types apart; of subclasses and arrays what they hold.
+    """A value as JSON that tells its types apart; subclasses and arrays by their content.
 
     Raises:
         TypeError: for a value of any other type than a test compares.
@@ -395,6 +428,7 @@ def plain(value: object) -> object:
         isoformat = getattr(value, "isoformat", None)
         if isoformat:
             return {name: [plain(isoformat())]}
+        # Arguments of the constructor, by which pickle would make it again.
         return {name: [plain(item) for item in value.__reduce__()[1]]}
     if isinstance(value, dict):
         return {"dict": [[plain(key), plain(item)] for key, item in value.items()]}
@@ -426,13 +460,14 @@ def from_plain(value: object) -> object:
     if kind == "dict":
         return {from_plain(key): from_plain(item) for key, item in items}
     if kind in OTHER_TYPES:
-        made = getattr(__import__(OTHER_TYPES[kind]), kind)
+        value_type = getattr(__import__(OTHER_TYPES[kind]), kind)
         if kind in DICTIONARIES:
             content = {from_plain(key): from_plain(item) for key, item in items}
             if kind == "defaultdict":
-                return made(None, content)
-            return made(content)
-        return getattr(made, "fromisoformat", made)(*map(from_plain, items))
+                return value_type(None, content)
+            return value_type(content)
+        construct = getattr(value_type, "fromisoformat", value_type)
+        return construct(*map(from_plain, items))
     types: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
     if kind not in types:
         raise ValueError("no plain value")
@@ -440,15 +475,14 @@ def from_plain(value: object) -> object:
 
 
 def equal(left: Any, right: Any) -> Any:  # noqa: ANN401  (arrays give arrays)
-    """``left == right``, but a truth value equals no number, in lists, tuples, sets and
-    dictionaries too."""
+    """``left == right``, but a truth value equals no number, also in containers."""
     if left is right:
         return True
     if is_truth(left) != is_truth(right):
         result = left == right
         if isinstance(result, bool) or is_truth(result):
             return False
-        return result
+        return result  # an array of comparisons
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
         is_same_kind = isinstance(left, list) == isinstance(right, list)
         return is_same_kind and len(left) == len(right) and all(map(equal, left, right))
@@ -464,7 +498,7 @@ def equal(left: Any, right: Any) -> Any:  # noqa: ANN401  (arrays give arrays)
 def contains(item: Any, container: Any) -> Any:  # noqa: ANN401
     """``item in container``, by ``equal``."""
     if isinstance(container, list | tuple | set | frozenset | dict):
-        return any(equal(item, other) for other in container)
+        return any(equal(item, member) for member in container)
     return item in container
 
 
@@ -473,6 +507,7 @@ def is_truth(value: object) -> bool:
 
 
 def truths(items: Any) -> int:  # noqa: ANN401
+    """The number of truth values: {1, 2} equals {True, 2} in Python."""
     return sum(map(is_truth, items))
 
 

@@ -1,8 +1,7 @@
-"""Which reward functions apply to a row, with which weights; and the checks of both before a run.
+"""The reward functions of a row and their weights; and the checks of both before a run.
 
-A row's functions are decided here, in this order: those of its domain, its own (the column
-``reward_funcs``), those of the run. Rows that could not be rewarded are found before a run starts
-(``RowChecks``).
+A row's functions are those of its domain, or else those of its column ``reward_funcs``, or else
+those of the run. Rows that could not be rewarded are found before a run starts (``RowChecks``).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from skyasync.registry import absolute_reference
 from skyasync.rewards import REWARDS, capabilities_of, is_remote, sandbox
 from skyasync.rewards.judge_prompts import (
     check_placeholders,
-    known_to_judge,
+    judge_inputs,
     parser_function,
     prompt_text,
 )
@@ -41,8 +40,11 @@ ENV_KEY = "rewards"  # where an environment finds these settings in its env_conf
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """``environment.reward_*`` and ``environment.domains``; ``registered``: the functions that the
-    program added."""
+    """``environment.reward_*`` and ``environment.domains``.
+
+    Args:
+        registered: the functions that the program registered, by name.
+    """
 
     funcs: tuple[str, ...] = ()
     weights: tuple[float, ...] = ()
@@ -56,22 +58,21 @@ class RewardSettings:
     def of(cls, environment: EnvironmentConfig) -> RewardSettings:
         """The settings of a run."""
         return cls(
-            tuple(environment.reward_funcs),
-            tuple(environment.reward_weights),
-            environment.reward_timeout_s,
-            environment.reward_on_timeout,
-            environment.code_sandbox,
-            domains_of(environment.domains),
-            REWARDS.user_parts(),
+            funcs=tuple(environment.reward_funcs),
+            weights=tuple(environment.reward_weights),
+            timeout_s=environment.reward_timeout_s,
+            on_timeout=environment.reward_on_timeout,
+            code_sandbox=environment.code_sandbox,
+            domains=domains_of(environment.domains),
+            registered=REWARDS.user_parts(),
         )
 
     def named(self) -> list[str]:
-        """All functions that the run itself names, but for judges; its rows may name others."""
-        named = {
-            *self.funcs,
-            *(func for domain in self.domains.values() for func in domain.reward_funcs),
-        }
-        return sorted(func for func in named if not is_judge(func))
+        """All functions except judges that the run's settings name; its rows may name others."""
+        funcs = set(self.funcs)
+        for domain in self.domains.values():
+            funcs.update(domain.reward_funcs)
+        return sorted(func for func in funcs if not is_judge(func))
 
     def weighted(self, row: Mapping[str, Any]) -> list[tuple[str, float]]:
         """The names and weights of all functions that apply to a row with these columns.
@@ -81,12 +82,12 @@ class RewardSettings:
         """
         name = row.get("domain") or ""
         domain = self.domains.get(name, Domain())
-        own = row.get("reward_funcs") or ()
+        row_funcs = row.get("reward_funcs") or ()
         if domain.reward_funcs:
             funcs = domain.reward_funcs
             weights = domain.reward_weights
-        elif own:
-            funcs = (own,) if isinstance(own, str) else tuple(own)
+        elif row_funcs:
+            funcs = (row_funcs,) if isinstance(row_funcs, str) else tuple(row_funcs)
             weights = ()
         else:
             funcs = self.funcs
@@ -97,14 +98,14 @@ class RewardSettings:
                 f"{message} (environment.domains), and environment.reward_funcs is empty"
             )
         if not funcs:
-            raise UserError(
-                f"no reward function applies to {f'domain {name!r}' if name else 'a row without a domain'}: set "
-                f"environment.reward_funcs{f' or environment.domains.{name}.reward_funcs' if name else ''}"
-            )
-        return [
-            (func, weight * domain.scale)
-            for func, weight in zip(funcs, weights or [1.0] * len(funcs), strict=True)
-        ]
+            subject = "a row without a domain"
+            fix = "environment.reward_funcs"
+            if name:
+                subject = f"domain {name!r}"
+                fix += f" or environment.domains.{name}.reward_funcs"
+            raise UserError(f"no reward function applies to {subject}: set {fix}")
+        weights = weights or [1.0] * len(funcs)
+        return [(func, weight * domain.scale) for func, weight in zip(funcs, weights, strict=True)]
 
 
 def env_settings(environment: EnvironmentConfig) -> dict[str, Any]:
@@ -115,26 +116,23 @@ def env_settings(environment: EnvironmentConfig) -> dict[str, Any]:
 def settle_references(environment: EnvironmentConfig) -> None:
     """Make the paths of files absolute, and look up every function once, before any process starts.
 
+    Other processes of the run work in other folders.
+
     Raises:
         UserError: for a function that does not exist.
     """
-    environment.reward_funcs = [
-        absolute_reference(_with_function_name(func)) for func in environment.reward_funcs
-    ]
+    environment.reward_funcs = _absolute(environment.reward_funcs)
     for entry in environment.domains.values():
         if "reward_funcs" in entry:
             funcs = entry["reward_funcs"]
-            funcs = [funcs] if isinstance(funcs, str) else funcs
-            entry["reward_funcs"] = [
-                absolute_reference(_with_function_name(func)) for func in funcs
-            ]
+            entry["reward_funcs"] = _absolute([funcs] if isinstance(funcs, str) else funcs)
     for func in judges(environment):
         if not is_judge(func):
-            RewardFunction.of(func)
+            RewardFunction.of(func)  # raises if it does not exist
     if "code_tests" in judges(environment):
-        chosen = sandbox.choose(environment.code_sandbox)
+        backend = sandbox.choose(environment.code_sandbox)
         print(
-            f"code_tests runs the model's code under {chosen} (environment.code_sandbox)",
+            f"code_tests runs the model's code under {backend} (environment.code_sandbox)",
             file=sys.stderr,
         )
     for name, judge in environment.judges.items():
@@ -149,58 +147,66 @@ def settle_references(environment: EnvironmentConfig) -> None:
 
 
 class RowChecks:
-    """A row passes if it has all that its judges' prompts show, the columns that its reward
-    functions take as parameters, and all that they check themselves (``Capabilities.check``)."""
+    """Checks that a row can be rewarded.
+
+    It needs the columns that its judges' prompts show and that its reward functions take as
+    parameters, and must pass the functions' ``Capabilities.check``.
+    """
 
     def __init__(self, environment: EnvironmentConfig) -> None:
         self._settings = RewardSettings.of(environment)
-        self._prompts = {
-            name: prompt_text(name, judge) for name, judge in judges_of(environment.judges).items()
-        }
+        self._prompts: dict[str, str] = {}
+        for name, judge in judges_of(environment.judges).items():
+            self._prompts[name] = prompt_text(name, judge)
 
-    def check(self, known: Mapping[str, Any]) -> None:
-        """Raise ``UserError`` for what is missing.
+    def check(self, inputs: Mapping[str, Any]) -> None:
+        """Raise ``UserError`` if the row cannot be rewarded.
 
         Args:
-            known: what judges and functions get, with an empty response.
+            inputs: the inputs of judges and functions, with an empty response.
         """
-        for func, _ in self._settings.weighted(known):
+        for func, _ in self._settings.weighted(inputs):
             if is_judge(func):
                 name = func.removeprefix(PREFIX)
                 if name not in self._prompts:
                     raise UserError(f"{unknown('judge', name, self._prompts)} (environment.judges)")
-                check_placeholders(name, self._prompts[name], known_to_judge(known))
+                check_placeholders(name, self._prompts[name], judge_inputs(inputs))
                 continue
             function = reward_function(func, self._settings.registered.get(func))
+            function_inputs = dict(inputs)
+            function_inputs[CODE_SANDBOX] = self._settings.code_sandbox
             if function.looks_at_tokens:
-                tokens = seen("", "", [], [], known.get("label"))
-            else:
-                tokens = {}
-            shown = {**known, CODE_SANDBOX: self._settings.code_sandbox, **tokens}
-            function.arguments(shown)  # raises for one that is missing
-            capabilities_of(function.function).check(shown)
+                function_inputs |= seen("", "", [], [], inputs.get("label"))
+            function.arguments(function_inputs)  # raises for one that is missing
+            capabilities_of(function.function).check(function_inputs)
 
-    def check_metric(self, metric: str, known: Mapping[str, Any]) -> None:
-        """Raises ``UserError`` if no function of the row can report this metric: names start with
-        the function's."""
-        names = short_names([func for func, _ in self._settings.weighted(known)])
-        own = metric.removeprefix(f"{known.get('domain')}/")
-        if own.partition("/")[0] not in {name.partition("/")[0] for name in names}:
+    def check_metric(self, metric: str, inputs: Mapping[str, Any]) -> None:
+        """Raise ``UserError`` if no function of the row can report this metric.
+
+        A metric's name begins with its function's.
+        """
+        names = short_names([func for func, _ in self._settings.weighted(inputs)])
+        reporters = {name.partition("/")[0] for name in names}
+        short_metric = metric.removeprefix(f"{inputs.get('domain')}/")
+        if short_metric.partition("/")[0] not in reporters:
             raise UserError(
                 unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, names)
             )
 
 
 def short_names(funcs: Sequence[str]) -> list[str]:
-    """The functions' names in metrics: of a reference its attribute, if that is unique."""
+    """The functions' names in metrics: a reference's attribute if that is unique, or all of it."""
     short = ["remote_reward" if is_remote(func) else func.rpartition(":")[2] for func in funcs]
     return [
         name if short.count(name) == 1 else func for name, func in zip(short, funcs, strict=True)
     ]
 
 
-def _with_function_name(func: str) -> str:
-    """A file alone means its ``reward_func``."""
-    if func.endswith(".py") and not is_remote(func):
-        return f"{func}:reward_func"
-    return func
+def _absolute(funcs: Sequence[str]) -> list[str]:
+    """Names of functions, files with their absolute paths; a file alone means ``reward_func``."""
+    names = []
+    for func in funcs:
+        if func.endswith(".py") and not is_remote(func):
+            func = f"{func}:reward_func"
+        names.append(absolute_reference(func))
+    return names

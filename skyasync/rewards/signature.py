@@ -1,9 +1,8 @@
-"""How a reward function is called, and how its result is read: in this library's way, or in another
-framework's.
+"""Calls of reward functions and their results, by this library's rules or another framework's.
 
 A function's own signature decides. Those of other frameworks are in ``skyasync.interop``.
 
-Invariant: what a function is given was read and written by the engine, tokens included, and not
+Invariant: the tokens that a function gets are those that the engine read and wrote, and were not
 made again from text. After ``as_score`` a reward and its metrics are finite floats; anything else
 has raised an error with the function's name.
 """
@@ -21,24 +20,22 @@ from typing import Any, cast
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
 
-SEEN = frozenset(
-    {"queries", "prompts", "labels", "prompt_ids", "completion_ids"}
-)  # known where tokens are
-CODE_SANDBOX = "code_sandbox"  # environment.code_sandbox
-CONVERSATION = (
-    "prompt_is_conversation"  # the column that a row has whose prompt is a list of messages
-)
-BY_NAME = SEEN | {CODE_SANDBOX, CONVERSATION}  # what a function that takes everything is not given
+#: Inputs that exist only if the episode has the engine's tokens.
+SEEN = frozenset({"queries", "prompts", "labels", "prompt_ids", "completion_ids"})
+CODE_SANDBOX = "code_sandbox"  # the input with the setting environment.code_sandbox
+#: A column of rows whose prompt is a list of messages.
+CONVERSATION = "prompt_is_conversation"
+#: Inputs for functions that name them. A function with ``**extra`` does not get them.
+BY_NAME = SEEN | {CODE_SANDBOX, CONVERSATION}
 
 
 class Signature:
-    """This library's own, for every function without another; a subclass changes what a framework
-    has differently."""
+    """The rules of this library; a subclass has those of another framework."""
 
     name = ""
-    #: The function needs what the engine read and wrote, not only the response's text.
+    #: The function needs the engine's tokens, not only the response's text.
     needs_tokens = False
-    #: What a function that takes everything is given although it is among ``BY_NAME``.
+    #: Inputs among ``BY_NAME`` that a function with ``**extra`` gets nevertheless.
     shown: frozenset[str] = frozenset()
     #: Whether it may return None: it gives no reward for this row.
     may_abstain = False
@@ -47,35 +44,35 @@ class Signature:
         """Whether a function with these parameters has this signature."""
         raise NotImplementedError
 
-    def arguments(self, known: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The values that the function may ask for, by the names that it has for them."""
-        return known
+    def arguments(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The inputs that the function may take, by the framework's names."""
+        return inputs
 
     def with_logs(self, arguments: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[str, float]]:
-        """The arguments with the functions that it logs by, and the metrics, which these fill."""
+        """The arguments with the framework's logging functions, and the metrics that these fill."""
         return arguments, {}
 
     def answer(self, returned: object) -> object:
-        """What the function returned, as ``as_score`` reads it."""
+        """The returned value in a form that ``as_score`` reads."""
         return returned
 
 
 @cache
 def signature_of(function: Callable[..., object]) -> Signature:
-    """The signature that this function has."""
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    parameters = {
-        name: p for name, p in inspect.signature(function).parameters.items() if p.kind in by_name
-    }
-    return next(
-        (s for s in other_frameworks().reward_signatures() if s.matches(parameters)), Signature()
-    )
+    """The rules by which a function is called: the first that match its parameters."""
+    parameters = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            parameters[name] = parameter
+    for signature in other_frameworks().reward_signatures():
+        if signature.matches(parameters):
+            return signature
+    return Signature()
 
 
 def single_value(value: object) -> object:
-    """A number for a tensor, array or list of one; anything else as it is, to be rejected with all
-    other scores."""
-    if hasattr(value, "tolist"):  # tensors and arrays, whatever their library
+    """The number in a tensor, array or list of one; any other value unchanged."""
+    if hasattr(value, "tolist"):  # tensors and arrays, without importing their libraries
         value = value.tolist()
     while isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
@@ -87,17 +84,22 @@ def single_value(value: object) -> object:
 def seen(
     read: str, wrote: str, prompt_ids: list[int], completion_ids: list[int], label: object
 ) -> dict[str, object]:
-    """What is known of a turn whose tokens are."""
-    texts = {"queries": [read + wrote], "prompts": [read], "labels": [label]}
-    return {**texts, "prompt_ids": prompt_ids, "completion_ids": completion_ids}
+    """The inputs ``SEEN`` of a turn; ``queries``, ``prompts`` and ``labels`` are lists of one."""
+    return {
+        "queries": [read + wrote],
+        "prompts": [read],
+        "labels": [label],
+        "prompt_ids": prompt_ids,
+        "completion_ids": completion_ids,
+    }
 
 
 # ---------------------------------------------------------------- results
 
 REWARD_KEYS = ("reward", "score")
-# of a mapping; each becomes a metric of the run
+# Each entry of a mapping becomes a metric of the run, which is one column and one plot.
 MOST_NUMBERS = 256
-LONGEST_NAME = 200
+LONGEST_NAME = 200  # characters of a metric's name
 
 
 @dataclass(frozen=True)
@@ -126,22 +128,21 @@ def call(name: str, function: Callable[..., object], arguments: Mapping[str, Any
 def read_result(
     name: str, signature: Signature, returned: object, logged: Mapping[str, Any]
 ) -> Score:
-    """The score of a function, by the rules of its signature; ``logged``: what it has logged
-    meanwhile."""
+    """The score of a function by the rules of its signature; ``logged``: metrics of the call."""
     result = signature.answer(returned)
     if signature.may_abstain and result is None:
         return Score(0.0, applies=False)
     score = as_score(name, result)
-    numbers = {
-        key: _number(f"{key!r}, logged by reward function {name},", value)
-        for key, value in logged.items()
-    }
-    return replace(score, metrics=score.metrics | numbers)
+    metrics = dict(score.metrics)
+    for key, value in logged.items():
+        metrics[key] = _number(f"{key!r}, logged by reward function {name},", value)
+    return replace(score, metrics=metrics)
 
 
 def as_score(function: str, returned: object) -> Score:
-    """A number, or a mapping with ``reward`` (or ``score``) and further numbers, which become
-    metrics.
+    """The score in a returned number, or in a mapping with ``reward`` (or ``score``).
+
+    Further numbers of a mapping become metrics.
 
     Raises:
         UserError: naming the function and what it returned.
@@ -162,10 +163,9 @@ def as_score(function: str, returned: object) -> Score:
             f"reward function {function} returned a mapping without 'reward' or 'score'{hint}; it has: "
             f"{', '.join(map(str, returned)) or 'nothing'}"
         )
-    numbers = {
-        str(name): _number(f"{name!r} of reward function {function}", v)
-        for name, v in returned.items()
-    }
+    numbers = {}
+    for name, value in returned.items():
+        numbers[str(name)] = _number(f"{name!r} of reward function {function}", value)
     reward = numbers.pop(key)
     return Score(reward, numbers)
 
@@ -193,19 +193,29 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _number(what: str, value: object, alternative: str = "") -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not _is_finite(value):
-        if isinstance(value, bool):
-            hint = f"write float({value})"
-        else:
-            hint = "it must be a finite number" + alternative
-        kind = (
-            NonFiniteRewardError if isinstance(value, Real) and not _is_finite(value) else UserError
-        )
-        if isinstance(value, int) and not _is_finite(value):
-            # Python does not write one of 5,000 digits
+def _number(subject: str, value: object, alternative: str = "") -> float:
+    """The value as a float.
+
+    Raises:
+        NonFiniteRewardError: for a real number that is not finite, or too large for a float.
+        UserError: for any other value.
+    """
+    if isinstance(value, bool):  # a bool is an int in Python, and often a mistake here
+        raise UserError(f"{subject} is {value}: write float({value})")
+    hint = "it must be a finite number" + alternative
+    if isinstance(value, Real):
+        if _is_finite(value):
+            return float(value)
+        if isinstance(value, int):
+            # Python refuses to write an integer of more than 4,300 digits.
             text = f"an integer of {value.bit_length()} bits"
         else:
             text = repr(value)
-        raise kind(f"{what} is {text if len(text) <= 80 else f'{text[:77]}...'}: {hint}")
-    return float(value)
+        raise NonFiniteRewardError(f"{subject} is {_shortened(text)}: {hint}")
+    raise UserError(f"{subject} is {_shortened(repr(value))}: {hint}")
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= 80:
+        return text
+    return f"{text[:77]}..."

@@ -29,7 +29,7 @@ from skyasync.config.schema.judges import PREFIX, JudgeConfig, judges_of
 from skyasync.envs.base import BaseTextEnv, Conversation, InvalidEnvOutputError
 from skyasync.envs.episodes import StepResult
 from skyasync.envs.pool import EnvPool
-from skyasync.envs.reward import known_of, metrics_of
+from skyasync.envs.reward import metrics_of, reward_inputs
 from skyasync.envs.tools import schemas
 from skyasync.errors import WHILE_PLAYING, NonFiniteRewardError, UserError, unknown
 from skyasync.inference.client import InferenceClient
@@ -707,7 +707,7 @@ class Judges:
         for name in judges:
             if name not in self._judges:
                 raise UserError(f"{unknown('judge', name, self._judges)} (environment.judges)")
-        known = known_of(row, messages, response)
+        known = reward_inputs(row, messages, response)
         scores = await asyncio.gather(*(self._judges[name].score(known) for name in judges))
         for (func, _), score in zip(graded, scores, strict=True):
             if score.no_reward and self._on_timeout == "raise":

@@ -186,8 +186,8 @@ class Components:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):
                     await self.weight_sync.release_retained()
-        parts = [part for part in (self.client, self.dispatch) if part is not None]
-        await asyncio.gather(*(part.shutdown() for part in parts), return_exceptions=True)
+        clients = [part for part in (self.client, self.dispatch) if part is not None]
+        await asyncio.gather(*(part.shutdown() for part in clients), return_exceptions=True)
 
     @property
     def engines(self) -> list[Any]:

@@ -74,8 +74,8 @@ class Controller:
         parts: what the user has registered in the program.
     """
 
-    def __init__(self, experiment: BasePPOExp, parts: UserParts) -> None:
-        add_user_parts(parts)
+    def __init__(self, experiment: BasePPOExp, registered: UserParts) -> None:
+        add_user_parts(registered)
         self._experiment = experiment
         self._trainer: Any = None
         self._recorder = ProgressRecorder()
@@ -213,9 +213,11 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    on_this_node = NodeAffinitySchedulingStrategy(
+        ray.get_runtime_context().get_node_id(), soft=False
+    )
     actor_class: Any = ray.remote(Controller).options(
-        num_cpus=0, max_concurrency=16, scheduling_strategy=here
+        num_cpus=0, max_concurrency=16, scheduling_strategy=on_this_node
     )
     trainer = experiment.cfg.trainer
     run_dir = experiment.run_dir
@@ -379,8 +381,8 @@ def _hearing_sigterm() -> Iterator[threading.Event]:
             heard.set()
             raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    previous_handler = signal.signal(signal.SIGTERM, terminate)
     try:
         yield heard
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)

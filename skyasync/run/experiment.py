@@ -77,7 +77,7 @@ class BasePPOExp:
         self.run_dir: RunDirectory | None = None
         self.gpus = False
         self.placement_name = f"skyasync-{uuid4().hex}"
-        self.parts = Components(self)
+        self.components = Components(self)
         self.callbacks: list[RunExtension] = []  # given to ``main``
         self.restarting: Recovery | None = None
         self.began_s: float | None = None  # since 1970, when ``run`` was called
@@ -149,18 +149,18 @@ class BasePPOExp:
         if generator.engines:
             servers = [self._server(config, url) for url in generator.engines]
             return self._client(servers)
-        processes = len(self.parts.placement.slots.bundles)
+        processes = len(self.components.placement.slots.bundles)
         start_limit_s = engine_start_limit(self.cfg, processes, os.cpu_count() or 1, gpus=self.gpus)
         engines = [
             RayEngine(
                 backend(self.cfg),
                 replace(config, extra={**config.extra, "engine_index": index}),
-                self.parts.placement.engine_options(index),
+                self.components.placement.engine_options(index),
                 start_limit_s,
             )
             for index in range(generator.own_engines)
         ]
-        devices = len(self.parts.placement.slots.of.get(POLICY, ()))
+        devices = len(self.components.placement.slots.by_role.get(POLICY, ()))
         # the first of each device, and so on
         if engines_per_device(self.cfg) > 1:
             at_once = devices
@@ -177,12 +177,12 @@ class BasePPOExp:
         return InferenceClient(engines, limit_s, lambda: self.tokenizer, at_once, adaptive=adaptive)
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
-        own = {
+        server_metrics = {
             "url": url,
             "start_s": self.cfg.generator.engine_start_timeout_s,
             "key": self._engines_key,
         }
-        return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | own))
+        return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | server_metrics))
 
     async def get_joining_engine(self, name: str) -> InferenceEngine:
         """An engine that joins during the run: the server with this address, or one more of the
@@ -202,8 +202,8 @@ class BasePPOExp:
 
         devices = generator.devices_per_engine if self.gpus else 0
         joined = bool(self.cfg.ray.address)
-        engines = self.parts.client.engines
-        left = self.parts.client.pool.router.left
+        engines = self.components.client.engines
+        left = self.components.client.pool.router.left
         return await asyncio.to_thread(RayEngine.one_more, engines, left, devices, may_grow=joined)
 
     def get_generator(
@@ -261,7 +261,7 @@ class BasePPOExp:
         from skyasync.workers.rank_actors import with_actors
 
         placements = {
-            role.name: with_actors(role, self.parts.placement.ranks(role.name))
+            role.name: with_actors(role, self.components.placement.ranks(role.name))
             for role in self.roles()
         }
         # After the processes have started: this imports torch, as they do at the same time.
@@ -276,13 +276,13 @@ class BasePPOExp:
         )
 
     def _healthy_engines(self) -> list[int]:
-        if self.parts.engines:
-            return self.parts.client.pool.awake
+        if self.components.engines:
+            return self.components.client.pool.awake
         return list(range(self.cfg.generator.own_engines))  # of a client of the user's
 
     def _engine_nodes(self) -> dict[int, str]:
         """Ray's names of the healthy engines' nodes, by engine, as far as they are on any."""
-        engines = self.parts.engines
+        engines = self.components.engines
         nodes = {
             index: engines[index].node for index in self._healthy_engines() if index < len(engines)
         }
@@ -315,7 +315,7 @@ class BasePPOExp:
         from skyasync.weight_sync.sync import WeightSync
 
         generator = self.cfg.generator
-        ours = isinstance(self.parts.client, InferenceClient) and isinstance(
+        ours = isinstance(self.components.client, InferenceClient) and isinstance(
             weight_sync, WeightSync
         )
         if not generator.max_engine_restarts:
@@ -324,20 +324,20 @@ class BasePPOExp:
             log.warning(
                 "engines that fail are not replaced: that takes a client that is an InferenceClient and a weight sync "
                 "that is a WeightSync, and these are %s and %s",
-                type(self.parts.client).__name__,
+                type(self.components.client).__name__,
                 type(weight_sync).__name__,
             )
             return None
         weight_sync.expects_late_engines = True
         return EngineSupervisor(
-            self.parts.client,
+            self.components.client,
             weight_sync,
             max_restarts=generator.max_engine_restarts,
             heartbeat_s=generator.heartbeat_s,
             heartbeat_timeout_s=generator.heartbeat_timeout_s,
             limit_s=self.cfg.trainer.step_timeout_s,
             timeline=timeline,
-            colocation=self.parts.colocation,
+            colocation=self.components.colocation,
         )
 
     def get_elastic_engines(
@@ -352,7 +352,7 @@ class BasePPOExp:
             str(index) for index in range(generator.num_inference_engines)
         ]
         return ElasticEngines(
-            self.parts.client,
+            self.components.client,
             weight_sync,
             supervisor,
             self.get_joining_engine,
@@ -410,15 +410,15 @@ class BasePPOExp:
 
     def build(self) -> RayPPOTrainer:
         """Make every part, in the controller's process."""
-        return self.parts.build()
+        return self.components.build()
 
     async def start(self, trainer: RayPPOTrainer) -> None:
         """Load all models, and hand them to the trainer."""
-        await self.parts.start(trainer)
+        await self.components.start(trainer)
 
     async def close(self) -> None:
         """Shut every part down."""
-        await self.parts.close()
+        await self.components.close()
 
     # ---------------------------------------------------------------- what the parts share
 
@@ -431,10 +431,12 @@ class BasePPOExp:
     def roles(self) -> list[Role]:
         """The run's roles, the policy first: by the table, or by a method ``needs_<role>`` of the
         experiment."""
-        own = {role.name: getattr(self, f"needs_{role.name}", None) for role in ROLES.values()}
+        overrides = {
+            role.name: getattr(self, f"needs_{role.name}", None) for role in ROLES.values()
+        }
         needed = {
             name: method() if method else ROLES[name].has_ranks(self.cfg)
-            for name, method in own.items()
+            for name, method in overrides.items()
         }
         return [role for role in ROLES.values() if needed[role.name]]
 
@@ -448,20 +450,20 @@ class ReplacingExperiment(BasePPOExp):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self._given = deepcopy(cfg)
+        self._original_cfg = deepcopy(cfg)
 
     def prepare(self) -> None:
         replaced = [
             key.path
             for key in Keys.of(type(self.cfg))
-            if attrgetter(key.path)(self.cfg) != attrgetter(key.path)(self._given)
+            if attrgetter(key.path)(self.cfg) != attrgetter(key.path)(self._original_cfg)
         ]
         super().prepare()
         assert self.run_dir is not None
         written = deepcopy(self.cfg)
         for path in replaced:
             group, _, name = path.rpartition(".")
-            setattr(attrgetter(group)(written), name, attrgetter(path)(self._given))
+            setattr(attrgetter(group)(written), name, attrgetter(path)(self._original_cfg))
         replace_text(self.run_dir.config, dump_config(written, secrets=False))
 
 

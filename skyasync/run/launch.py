@@ -169,15 +169,15 @@ def _terminated() -> Iterator[Callable[[], object]]:
     def terminate(number: int, frame: FrameType | None) -> None:
         raise Terminated
 
-    before = signal.getsignal(signal.SIGTERM)
-    here = threading.current_thread() is threading.main_thread()
+    previous_handler = signal.getsignal(signal.SIGTERM)
+    in_main_thread = threading.current_thread() is threading.main_thread()
     try:
-        yield partial(signal.signal, signal.SIGTERM, terminate) if here else bool
+        yield partial(signal.signal, signal.SIGTERM, terminate) if in_main_thread else bool
     except SystemExit as end:
         if end.code != signal.SIGTERM:
             raise
         signal.alarm(0)
         raise Terminated from None
     finally:
-        if here and before is not None:  # None: not of Python
-            signal.signal(signal.SIGTERM, before)
+        if in_main_thread and previous_handler is not None:  # None: not of Python
+            signal.signal(signal.SIGTERM, previous_handler)

@@ -96,7 +96,7 @@ class LivePage:
         self._host, self._port = listening.getsockname()[:2]
         self._loopback = is_loopback(self._host)
         self.token = "" if self._loopback else secrets.token_urlsafe(24)
-        self._drawn = ("", "")  # the state of the files, and the page of it
+        self._cached_page = ("", "")  # the state of the files, and the page of it
         self._drawing = asyncio.Lock()
         self.pages_drawn = 0
 
@@ -126,10 +126,10 @@ class LivePage:
         problem = foreign_origin(host, origin, loopback=self._loopback)
         if problem:
             return web.Response(status=403, text=problem, headers=HEADERS)
-        given = request.query.get("token") or request.headers.get("Authorization", "").removeprefix(
+        token = request.query.get("token") or request.headers.get("Authorization", "").removeprefix(
             "Bearer "
         )
-        sent = given.encode(errors="surrogateescape")  # a header may be any bytes
+        sent = token.encode(errors="surrogateescape")  # a header may be any bytes
         if self.token and not hmac.compare_digest(sent, self.token.encode()):
             return web.Response(
                 status=401,
@@ -145,10 +145,12 @@ class LivePage:
             state = self._state()
             if request.headers.get("If-None-Match") == state:
                 return web.Response(status=304)
-            if self._drawn[0] != state:
-                self._drawn = state, await asyncio.to_thread(page, self._folders, live=True)
+            if self._cached_page[0] != state:
+                self._cached_page = state, await asyncio.to_thread(page, self._folders, live=True)
                 self.pages_drawn += 1
-        return web.Response(text=self._drawn[1], content_type="text/html", headers={"ETag": state})
+        return web.Response(
+            text=self._cached_page[1], content_type="text/html", headers={"ETag": state}
+        )
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = await asyncio.to_thread(

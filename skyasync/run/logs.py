@@ -187,11 +187,11 @@ def last_words(logs: ProcessLogs, error: BaseException) -> str:
     named = re.search(r"\bpid: (\d+)", str(error))
     text = ""
     for file in sorted(logs.folder.glob("*.log")):
-        own = named is not None and file.stem.endswith(f"-{named[1]}")
-        if not own and file.stem.partition("-")[0] in ("controller", "driver", "ray"):
+        is_of_actor = named is not None and file.stem.endswith(f"-{named[1]}")
+        if not is_of_actor and file.stem.partition("-")[0] in ("controller", "driver", "ray"):
             continue
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
-        if lines and (own or any(map(_FAILED.search, lines))):
+        if lines and (is_of_actor or any(map(_FAILED.search, lines))):
             text += f"\n\nThe last lines of logs/{file.name}:\n" + "\n".join(lines)
     return text
 

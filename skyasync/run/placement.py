@@ -98,7 +98,7 @@ class Placement:
         """Ray's actor options for the ``index``-th actor of a role, or of the "engines"."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        slot = self.slots.of[role][index]
+        slot = self.slots.by_role[role][index]
         share = self.slots.share[role]
         bundle = self.slots.bundles[slot]
         return {
@@ -111,18 +111,18 @@ class Placement:
 
     def engine_options(self, index: int) -> dict[str, Any]:
         """Ray's actor options for an engine by its number; hybrid engines come last."""
-        before = len(self.slots.of[ENGINES])
-        if index < before:
+        first_engine = len(self.slots.by_role[ENGINES])
+        if index < first_engine:
             return self.options(ENGINES, index)
-        return self.options(HYBRID_ENGINES, index - before)
+        return self.options(HYBRID_ENGINES, index - first_engine)
 
     def ranks(self, role: str) -> WorkerPlacement | None:
         """Where the ranks of a model go; None for a role that nothing needs."""
         from skyasync.workers.rank_actors import WorkerPlacement
 
-        if role not in self.slots.of:
+        if role not in self.slots.by_role:
             return None
-        slots = self.slots.of[role]
+        slots = self.slots.by_role[role]
         share = self.slots.share[role]
         bundle = self.slots.bundles[slots[0]]
         return WorkerPlacement(
@@ -177,9 +177,9 @@ def by_node(bundles: Sequence[Mapping[str, float]], nodes: Mapping[int, str]) ->
 
 
 def too_small(slots: Slots, when: str) -> UserError:
-    needed, there = resources(slots)
+    needed, available = resources(slots)
     return UserError(
-        f"Ray did not grant {needed} {when}; there are {there} in all: use fewer ranks "
+        f"Ray did not grant {needed} {when}; there are {available} in all: use fewer ranks "
         f"(trainer.placement.policy_num_gpus_per_node) or engines (generator.num_inference_engines), let them take "
         f"turns on the same devices (trainer.placement.colocate_all=true, plan sync or colocated_async), or hide the "
         f"GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs"
@@ -191,9 +191,9 @@ def resources(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
     import ray
 
     names = ("CPU", "GPU")
-    there = ray.cluster_resources()
+    available = ray.cluster_resources()
     needed = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
-    return needed, {name: there.get(name, 0.0) for name in names}
+    return needed, {name: available.get(name, 0.0) for name in names}
 
 
 def release(name: str) -> None:

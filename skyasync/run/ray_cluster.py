@@ -69,10 +69,10 @@ def cluster(
     _prepare_environment()
     import ray
 
-    mine = not ray.is_initialized()
-    if mine and cfg.ray.address:
+    started_here = not ray.is_initialized()
+    if started_here and cfg.ray.address:
         _join(cfg.ray.address)
-    elif mine:
+    elif started_here:
         cores = max(os.cpu_count() or 1, len(plan_slots(cfg, gpus=False, roles=roles).bundles))
         has_gpus = os.path.exists("/dev/nvidia0")
         start_on_loopback(
@@ -82,13 +82,13 @@ def cluster(
     try:
         gpus = ray.cluster_resources().get("GPU", 0) > 0
         slots = plan_slots(cfg, gpus=gpus, roles=roles)
-        if mine and not cfg.ray.address:
-            needed, there = resources(slots)
-            if any(needed[name] > there[name] for name in needed):
+        if started_here and not cfg.ray.address:
+            needed, available = resources(slots)
+            if any(needed[name] > available[name] for name in needed):
                 raise too_small(slots, "on this machine")
         yield gpus
     finally:
-        if mine:
+        if started_here:
             if ended():  # Ray is not asked then: it would answer late, or end this process
                 atexit.unregister(ray.shutdown)
             else:
@@ -165,9 +165,9 @@ def ended() -> str:
     from ray._private import worker
 
     node: Any = worker._global_node
-    for name, what in (("gcs_server", "GCS server"), ("raylet", "raylet")):
-        for each in node.all_processes.get(name, ()) if node is not None else ():
-            status = each.process.poll()
+    for name, title in (("gcs_server", "GCS server"), ("raylet", "raylet")):
+        for info in node.all_processes.get(name, ()) if node is not None else ():
+            status = info.process.poll()
             if status is not None:
                 if status < 0:
                     how = f"signal {-status}"
@@ -179,8 +179,8 @@ def ended() -> str:
                 for file in Path(node.get_logs_dir_path()).glob("raylet.*"):
                     with contextlib.suppress(OSError):
                         agents += _AGENT.findall(file.read_text(encoding="utf-8", errors="replace"))
-                after = f", after its {agents[0]}" if agents else ""
-                return f"Ray's {what} (process {each.process.pid}) has ended with {how}{after}"
+                cause = f", after its {agents[0]}" if agents else ""
+                return f"Ray's {title} (process {info.process.pid}) has ended with {how}{cause}"
     return ""
 
 
@@ -283,23 +283,23 @@ def _loopback_only() -> Iterator[None]:
 
 @contextmanager
 def _patched(module: object, name: str, value: object) -> Iterator[None]:
-    before = vars(module)[name]
+    original = vars(module)[name]
     setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(module, name, before)
+        setattr(module, name, original)
 
 
 @contextmanager
 def _variables(values: Mapping[str, str]) -> Iterator[None]:
     """Environment variables, as they are inside."""
-    before = {name: os.environ.get(name) for name in values}
+    previous = {name: os.environ.get(name) for name in values}
     os.environ |= values
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -53,7 +53,7 @@ class Restarts:
         default_factory=list
     )  # by this process, should the file not be written
 
-    def take(self, what: str, step: int, error: BaseException) -> bool:
+    def take(self, part: str, step: int, error: BaseException) -> bool:
         """Count one, after ``step``; false if the budget of the hour is used, which is added to the
         error as a note."""
         used = self.used()
@@ -62,11 +62,11 @@ class Restarts:
                 budget = (
                     f"{used} of {self.per_hour} restarts this hour are used (trainer.max_restarts)"
                 )
-                error.add_note(f"{what} is not started again: {budget}")
+                error.add_note(f"{part} is not started again: {budget}")
             return False
         now = time.time()
         self._taken.append(now)
-        row = {"step": step, "time": now, "what": what, "error": headline(error)}
+        row = {"step": step, "time": now, "what": part, "error": headline(error)}
         try:
             append_rows(self.folder / NAME, [row])
         except OSError as problem:
@@ -74,7 +74,7 @@ class Restarts:
         this_hour = f"{used + 1} of {self.per_hour} this hour"
         log.warning(
             "%s has failed after step %d and is started again (%s): %s",
-            what,
+            part,
             step,
             this_hour,
             headline(error),
@@ -87,12 +87,12 @@ class Restarts:
         logged = [row["time"] for row in read_rows(self.folder / NAME)]
         return max(sum(when >= since for when in times) for times in (logged, self._taken))
 
-    def resume_mode(self, checkpoints: Path, first: str) -> str:
+    def resume_mode(self, checkpoints: Path, configured: str) -> str:
         """``trainer.resume_mode`` from here on, if it was ``first`` when the command began."""
         folders = (path for path in checkpoints.glob("step_*") if not path.suffix)
         if any((written_ns(path) or 0) >= self.began * 1e9 for path in folders):
             return "latest"
-        return first
+        return configured
 
 
 class Recovery:
@@ -114,12 +114,12 @@ class Recovery:
         from skyasync.weight_sync.sync import WeightSync
 
         run, (program, began) = self._experiment, self._program
-        lost = run.parts.dispatch.lost if run.parts.dispatch else None
+        lost = run.components.dispatch.lost if run.components.dispatch else None
         if lost is None or not self.possible:
             return False
         if born(program) != began:  # with the program all its processes end, in any order
             return False
-        if not isinstance(run.parts.weight_sync, WeightSync):
+        if not isinstance(run.components.weight_sync, WeightSync):
             lost[1].add_note(
                 "workers are not started again: the weight sync of this run is not a WeightSync"
             )
@@ -132,24 +132,26 @@ class Recovery:
         from skyasync.observability.timeline import Timeline, wall_clock
 
         run = self._experiment
-        colocation = self._experiment.parts.colocation
+        colocation = self._experiment.components.colocation
         began = wall_clock()
-        await run.parts.dispatch.shutdown()
+        await run.components.dispatch.shutdown()
         if colocation is not None:
             await colocation.policy_is_lost()
         self._resume_from_newest()
-        run.parts.dispatch = await asyncio.to_thread(run.get_dispatch)
-        trainer = await asyncio.to_thread(run.parts.make_trainer)
-        await run.parts.dispatch.start(trainer.context.length.updates)
+        run.components.dispatch = await asyncio.to_thread(run.get_dispatch)
+        trainer = await asyncio.to_thread(run.components.make_trainer)
+        await run.components.dispatch.start(trainer.context.length.updates)
         if colocation is not None:
-            colocation.restart(run.parts.dispatch)
-        run.parts.weight_sync.restart(colocation.source if colocation else run.parts.dispatch)
+            colocation.restart(run.components.dispatch)
+        run.components.weight_sync.restart(
+            colocation.source if colocation else run.components.dispatch
+        )
         assert run.run_dir is not None
         timeline = Timeline(run.run_dir.timeline, began=began)
         timeline.add_span("workers are started again", "trainer", began, timeline.now())
-        if run.parts.supervisor is not None:
-            run.parts.supervisor.timeline = timeline
-        run.parts.attach(trainer, timeline)
+        if run.components.supervisor is not None:
+            run.components.supervisor.timeline = timeline
+        run.components.attach(trainer, timeline)
         log.info("the workers are back after %.1f s", timeline.now() - began)
         return trainer
 

@@ -80,7 +80,7 @@ class ResourceMonitor(RunExtension):
         self._folder = 0.0
         # of the newest checkpoint; run folder without; between two
         self._size = 0
-        self._before = 0
+        self._previous_rest = 0
         self._grown = 0
         self._warned: set[str] = set()
         self._ended = threading.Event()
@@ -119,8 +119,8 @@ class ResourceMonitor(RunExtension):
         """The metrics as they are now."""
         sizes: dict[str, float] = {}
         for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
-            every = with_descendants(processes) if name != "controller" else processes
-            sizes[f"memory/{name}_gib"] = sum(map(own_bytes, every))
+            counted = with_descendants(processes) if name != "controller" else processes
+            sizes[f"memory/{name}_gib"] = sum(map(own_bytes, counted))
         raylet = int(
             os.environ.get("RAY_RAYLET_PID") or os.getppid()
         )  # it need not have started us
@@ -145,9 +145,9 @@ class ResourceMonitor(RunExtension):
         rest = folder_bytes(self._run)
         if folder.is_relative_to(self._run):
             rest -= folder_bytes(self._checkpoints)
-        self._grown = max(0, rest - self._before) if self._before else 0
+        self._grown = max(0, rest - self._previous_rest) if self._previous_rest else 0
         self._size = size
-        self._before = rest
+        self._previous_rest = rest
 
     def _warn(self, newest: Mapping[str, float]) -> None:
         """Warn once, until there is space again."""
@@ -194,14 +194,14 @@ def with_descendants(processes: Iterable[int]) -> list[int]:
         with suppress(OSError, ValueError, IndexError):
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
             children[parent].append(int(folder.name))
-    every = dict[int, None]()
+    family = dict[int, None]()
     left = list(processes)
     while left:
         process = left.pop()
-        if process not in every:
-            every[process] = None
+        if process not in family:
+            family[process] = None
             left += children[process]
-    return list(every)
+    return list(family)
 
 
 def free_memory() -> int | None:

@@ -57,7 +57,7 @@ class PortIsClosed(BasePPOExp):
     """A run that fails if its endpoint still listens at its end."""
 
     async def close(self) -> None:
-        endpoint = self.parts.generator._endpoint
+        endpoint = self.components.generator._endpoint
         was_open = endpoint.port > 0
         await super().close()
         assert was_open and endpoint.port == 0

@@ -111,14 +111,14 @@ class FailingEngines(BasePPOExp):
     async def close(self) -> None:
         """When all engines are healthy, request a token of each, which has the version of the engine's weights."""
         async with asyncio.timeout(60):
-            while failed_engines(self.parts.client):  # noqa: ASYNC110
+            while failed_engines(self.components.client):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         last = GenerationRequest("last", [1, 2], SamplingParams(max_tokens=1))
         versions = []
-        for engine in self.parts.client.engines:
+        for engine in self.components.client.engines:
             async for (output,) in engine.generate([last]):
                 versions += output.versions.tolist()
         assert self.run_dir is not None
-        found = {"versions": versions, "unused": self.parts.client.planned}
+        found = {"versions": versions, "unused": self.components.client.planned}
         (self.run_dir.path / FOUND).write_text(json.dumps(found))
         await super().close()

@@ -78,7 +78,7 @@ def test_a_run_with_servers_starts_no_engine_of_its_own() -> None:
     assert not check_config(cfg)
     assert backend(cfg) == "vllm_server"
     slots = plan_slots(cfg, gpus=False, roles=roles_with_ranks(cfg))
-    assert slots.of["engines"] == () and len(slots.bundles) == 1
+    assert slots.by_role["engines"] == () and len(slots.bundles) == 1
     assert share_threads(cfg, 2, overlap=True)[0] == 2, "the policy has the cores"
 
 

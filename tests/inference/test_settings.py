@@ -196,7 +196,7 @@ def test_engines_that_share_a_device_divide_the_memory_they_may_take(
 ) -> None:
     cfg = config(shared=shared, engines=engines, ranks=ranks)
     slots = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    crowded = max(Counter(slots.of["engines"]).values())
+    crowded = max(Counter(slots.by_role["engines"]).values())
     assert engines_per_device(cfg) == crowded
     each = engine_config(cfg, gpus=True).gpu_memory_utilization
     assert crowded * each == pytest.approx(cfg.generator.gpu_memory_utilization)

@@ -13,7 +13,7 @@ from skyasync.errors import UserError
 from skyasync.rewards.judge_prompts import (
     check_placeholders,
     fill_prompt,
-    known_to_judge,
+    judge_inputs,
     parse_grade,
 )
 
@@ -24,7 +24,7 @@ ROW: dict[str, Any] = {
 
 
 def judge_prompt(prompt: str, **row: Any) -> str:
-    return fill_prompt("j", prompt, known_to_judge({**ROW, **row}))
+    return fill_prompt("j", prompt, judge_inputs({**ROW, **row}))
 
 
 def read(parser: str, text: str) -> float | None:
@@ -70,7 +70,7 @@ def test_a_prompt_that_shows_what_a_row_lacks_is_told_before_the_run(
     prompt: str, row: Any, line: str
 ) -> None:
     with pytest.raises(UserError, match=line):
-        check_placeholders("j", prompt, known_to_judge({**ROW, **row}))
+        check_placeholders("j", prompt, judge_inputs({**ROW, **row}))
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def plan(cfg, gpus=True, with_reference=True):
 
 def test_without_colocation_every_rank_and_every_engine_has_its_own_bundle():
     slots = plan(config(ranks=2, engines=3, ref=2, colocate_ref=False))
-    assert (slots.of["policy"], slots.of["reference"], slots.of["engines"]) == (
+    assert (slots.by_role["policy"], slots.by_role["reference"], slots.by_role["engines"]) == (
         (0, 1),
         (2, 3),
         (4, 5, 6),
@@ -45,14 +45,14 @@ def test_without_colocation_every_rank_and_every_engine_has_its_own_bundle():
 
 def test_the_reference_shares_the_policys_devices():
     slots = plan(config(ranks=4, engines=4))
-    assert slots.of["policy"] == slots.of["reference"] == (0, 1, 2, 3)
-    assert slots.of["engines"] == (4, 5, 6, 7)
+    assert slots.by_role["policy"] == slots.by_role["reference"] == (0, 1, 2, 3)
+    assert slots.by_role["engines"] == (4, 5, 6, 7)
     assert slots.share == {"policy": 0.5, "reference": 0.5, "engines": 1.0}
 
 
 def test_all_colocated_engines_are_spread_over_the_policys_bundles():
     slots = plan(config(ranks=2, engines=4, colocate_all=True), with_reference=False)
-    assert slots.of["engines"] == (0, 1, 0, 1)
+    assert slots.by_role["engines"] == (0, 1, 0, 1)
     assert len(slots.bundles) == 2
     assert slots.share["policy"] == slots.share["engines"] == pytest.approx(1 / 3, abs=1e-4)
 
@@ -60,7 +60,7 @@ def test_all_colocated_engines_are_spread_over_the_policys_bundles():
 def test_a_reference_that_nothing_needs_takes_no_place():
     for together in (True, False):
         slots = plan(config(ranks=2, engines=1, ref=2, colocate_ref=together), with_reference=False)
-        assert "reference" not in slots.of
+        assert "reference" not in slots.by_role
         assert len(slots.bundles) == 3
         assert slots.share["policy"] == 1.0
 
@@ -83,21 +83,25 @@ def test_for_every_configuration_all_actors_fit_as_ray_counts_and_no_bundle_is_e
     slots = plan(cfg, gpus, with_reference)
     placement, taken = cfg.trainer.placement, Counter()
     for role in ("policy", "reference", "engines"):
-        for slot in slots.of.get(role, ()):
+        for slot in slots.by_role.get(role, ()):
             taken[slot] += round(slots.share[role] * 10_000)
     assert sorted(taken) == list(range(len(slots.bundles)))
     assert max(taken.values()) <= 10_000
     assert (
-        len(slots.of["policy"]) == placement.policy_num_nodes * placement.policy_num_gpus_per_node
+        len(slots.by_role["policy"])
+        == placement.policy_num_nodes * placement.policy_num_gpus_per_node
     )
-    assert len(slots.of["engines"]) == cfg.generator.num_inference_engines
-    assert ("reference" in slots.of) == with_reference
+    assert len(slots.by_role["engines"]) == cfg.generator.num_inference_engines
+    assert ("reference" in slots.by_role) == with_reference
     if with_reference and placement.colocate_policy_ref:
-        assert slots.of["reference"] == slots.of["policy"]
+        assert slots.by_role["reference"] == slots.by_role["policy"]
     else:
-        assert not set(slots.of.get("reference", ())) & set(slots.of["policy"])
+        assert not set(slots.by_role.get("reference", ())) & set(slots.by_role["policy"])
     if not placement.colocate_all:
-        assert not set(slots.of["engines"]) & {*slots.of["policy"], *slots.of.get("reference", ())}
+        assert not set(slots.by_role["engines"]) & {
+            *slots.by_role["policy"],
+            *slots.by_role.get("reference", ()),
+        }
     assert all(("GPU" in bundle) == gpus for bundle in slots.bundles)
 
 

@@ -29,7 +29,7 @@ def restarting(folder: Path, **settings: Any) -> Recovery:
         dispatch=SimpleNamespace(lost=("policy", FAILURE)),
         weight_sync=WeightSync(unused, unused, probe=()),
     )
-    run: Any = SimpleNamespace(cfg=cfg, parts=parts)
+    run: Any = SimpleNamespace(cfg=cfg, components=parts)
     return Recovery(run, folder)
 
 

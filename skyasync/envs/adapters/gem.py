@@ -65,9 +65,9 @@ class GemEnv(GameEnv):
         self._modes: dict[str, str] = {}
 
     def start(self) -> str:
-        first = self._env.reset(seed=self.seed)
+        returned = self._env.reset(seed=self.seed)
         self._observation, self._info = (
-            first if isinstance(first, tuple) and len(first) == 2 else (first, {})
+            returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         )
         return "\n".join(
             part for part in (self._info.get("env_instruction"), self.observe()) if part

@@ -81,9 +81,9 @@ class NemoGymEnv(ServedEnv):
         ]
         tools = about_tools(schemas) if schemas else ""
         if self._verifies:
-            await self.request("POST", "/seed_session", self._row, again=True)
+            await self.request("POST", "/seed_session", self._row, repeatable=True)
             return [], tools
-        answer = await self._result("/reset", again=True)
+        answer = await self._result("/reset", repeatable=True)
         self._info = answer.get("info") or {}
         observation = answer.get("observation")
         return ([{"role": "user", "content": str(observation)}] if observation else []), tools
@@ -155,7 +155,7 @@ class NemoGymEnv(ServedEnv):
 
     async def _verify(self) -> BaseTextEnvStepOutput:
         self._unverified = True
-        answer = await self._result("/verify", self._items_so_far, again=True)
+        answer = await self._result("/verify", self._items_so_far, repeatable=True)
         self._unverified = False
         if answer.get("mask_sample") is True:
             reason = answer.get("failure_reason") or answer.get("failure_kind") or "mask_sample"
@@ -201,7 +201,7 @@ class NemoGymEnv(ServedEnv):
         }
 
     async def _result(
-        self, path: str, items: list[Item] | None = None, *, again: bool = False
+        self, path: str, items: list[Item] | None = None, *, repeatable: bool = False
     ) -> Mapping[str, Any]:
         """The answer to the row and, as an object of OpenAI's Responses API, what was said."""
         response = {
@@ -218,7 +218,7 @@ class NemoGymEnv(ServedEnv):
             body = self._row
         else:
             body = {**self._row, "response": response}
-        answer = await self.request("POST", path, body, again=again)
+        answer = await self.request("POST", path, body, repeatable=repeatable)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("info") or {}, Mapping):
             raise InvalidEnvOutputError(
                 f"{self.url}{path} answered {str(answer)[:80]!r}, which is not a result"

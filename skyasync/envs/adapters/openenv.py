@@ -89,7 +89,7 @@ class OpenEnvEnv(ServedEnv):
         except TimeoutError:
             self.fail(
                 f"{self.url}/ws did not begin an episode within {self.timeout_s:g} s (timeout_s)",
-                again=True,
+                repeatable=True,
             )
         observation, _, done = self._read(answer)
         if done:
@@ -146,9 +146,10 @@ class OpenEnvEnv(ServedEnv):
                 self._socket = await self.http.ws_connect(f"{self.url}/ws", max_msg_size=MAX_BYTES)
             except aiohttp.ClientError as error:
                 self.fail(
-                    f"{self.url}/ws is unreachable: {type(error).__name__}: {error}", again=True
+                    f"{self.url}/ws is unreachable: {type(error).__name__}: {error}",
+                    repeatable=True,
                 )
-            match answer := await self._exchange(reset, again=True):
+            match answer := await self._exchange(reset, repeatable=True):
                 case {"data": {"code": "CAPACITY_REACHED"}}:
                     await self._socket.close()
                     await asyncio.sleep(next(pauses_s, PAUSES_S[-1]))
@@ -162,7 +163,7 @@ class OpenEnvEnv(ServedEnv):
         except TimeoutError:
             self.fail(f"{self.url}/ws did not answer within {self.timeout_s:g} s (timeout_s)")
 
-    async def _exchange(self, message: str, *, again: bool = False) -> Answer:
+    async def _exchange(self, message: str, *, repeatable: bool = False) -> Answer:
         assert self._socket is not None
         with suppress(
             aiohttp.ClientError
@@ -176,7 +177,7 @@ class OpenEnvEnv(ServedEnv):
                 )
             self.fail(
                 f"{self.url}/ws has closed the session (code {self._socket.close_code})",
-                again=again,
+                repeatable=repeatable,
             )
         try:
             return json.loads(received.data)
@@ -241,9 +242,9 @@ class OpenEnvEnv(ServedEnv):
             if name not in ("metadata", *self._fixed)
         ]
         needed = [name for name in self._schema.get("required") or () if name in entries]
-        whole = _last_object(text)
-        if whole and set(whole) <= set(entries):
-            return {**self._fixed, **whole}
+        action = _last_object(text)
+        if action and set(action) <= set(entries):
+            return {**self._fixed, **action}
         field = self.settings.get("action_field")
         if not field:
             alone = needed if len(needed) == 1 else entries
@@ -260,7 +261,7 @@ class OpenEnvEnv(ServedEnv):
         for _ in range(8):
             several = entry.get("anyOf") or entry.get("allOf") or entry.get("oneOf") or ()
             if several:
-                entry = next((one for one in several if one.get("type") != "null"), {})
+                entry = next((schema for schema in several if schema.get("type") != "null"), {})
             elif "$ref" in entry:
                 entry = (self._schema.get("$defs") or {}).get(
                     str(entry["$ref"]).rpartition("/")[2], {}
@@ -289,11 +290,11 @@ class OpenEnvEnv(ServedEnv):
                 isinstance(result := entries.get("result"), Mapping) and "content" in result
             ):  # MCP's form of a result
                 if isinstance(result["content"], list):
-                    parts = result["content"]
+                    lines = result["content"]
                 else:
-                    parts = []
+                    lines = []
                 return "\n".join(
-                    str(part.get("text", part)) for part in parts if isinstance(part, Mapping)
+                    str(part.get("text", part)) for part in lines if isinstance(part, Mapping)
                 )
             if not entries and isinstance(extra := observation.get("metadata"), Mapping):
                 entries = dict(extra)

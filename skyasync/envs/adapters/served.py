@@ -65,13 +65,13 @@ class ServedEnv(BaseTextEnv):
             UserError: if it is no address.
         """
         try:
-            parts = urlsplit(url)
+            address = urlsplit(url)
             is_address = (
-                parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+                address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
             )
         except ValueError:
             is_address = False
-        if not is_address or parts.query or parts.fragment:
+        if not is_address or address.query or address.fragment:
             raise UserError(
                 f"environment {cls.hub}:{url}: {url or 'nothing'!r} is not the address of a server: write it as in "
                 f"{cls.hub}:http://127.0.0.1:8000"
@@ -133,7 +133,9 @@ class ServedEnv(BaseTextEnv):
 
     async def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         if type(self).description is None:
-            type(self).description = await self.request("GET", self.description_path, again=True)
+            type(self).description = await self.request(
+                "GET", self.description_path, repeatable=True
+            )
             if not self.is_described_by(self.description):
                 raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served}")
         messages, tools = await self.start()
@@ -177,7 +179,7 @@ class ServedEnv(BaseTextEnv):
         return self._http
 
     async def request(
-        self, method: str, path: str, body: object = None, *, again: bool = False
+        self, method: str, path: str, body: object = None, *, repeatable: bool = False
     ) -> Answer:
         """The JSON that the server answers with.
 
@@ -189,52 +191,57 @@ class ServedEnv(BaseTextEnv):
             ConnectionError: if it is away.
             InvalidEnvOutputError: if it answers an error, no JSON, or too much.
         """
-        status, data = await self.exchange(method, path, body, again=again)
+        status, data = await self.exchange(method, path, body, repeatable=repeatable)
         if status >= 400:
             problem = (
                 f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
             )
             if status in BUSY:
-                self.fail(problem, again=again)
+                self.fail(problem, repeatable=repeatable)
             raise InvalidEnvOutputError(problem)
         return _parsed(data, f"{self.url}{path}")
 
     async def exchange(
-        self, method: str, path: str, body: object = None, *, again: bool = False
+        self, method: str, path: str, body: object = None, *, repeatable: bool = False
     ) -> tuple[int, bytes]:
         """The status and the content of any answer, errors included."""
-        what = f"{self.url}{path}"
+        url = f"{self.url}{path}"
         timeout = aiohttp.ClientTimeout(total=self.timeout_s)
         try:
             async with self.http.request(
-                method, what, json=body, timeout=timeout, allow_redirects=False
+                method, url, json=body, timeout=timeout, allow_redirects=False
             ) as answer:
                 content = bytearray()
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > MAX_BYTES:
                         raise InvalidEnvOutputError(
-                            f"{what} answered with more than {MAX_BYTES >> 20} MiB"
+                            f"{url} answered with more than {MAX_BYTES >> 20} MiB"
                         )
                 return answer.status, bytes(content)
         except TimeoutError:
-            self.fail(f"{what} did not answer within {self.timeout_s:g} s (timeout_s)", again=again)
+            self.fail(
+                f"{url} did not answer within {self.timeout_s:g} s (timeout_s)",
+                repeatable=repeatable,
+            )
         except aiohttp.ClientError as error:
-            self.fail(f"{what} is unreachable: {type(error).__name__}: {error}", again=again)
+            self.fail(
+                f"{url} is unreachable: {type(error).__name__}: {error}", repeatable=repeatable
+            )
 
-    def fail(self, problem: str, *, again: bool = False) -> NoReturn:
+    def fail(self, problem: str, *, repeatable: bool = False) -> NoReturn:
         """Raise for a server that did not answer, for another try or for good."""
-        if again:
+        if repeatable:
             raise TransientError(problem)
         self._failed = problem
         raise ConnectionError(problem)
 
 
-def _parsed(data: bytes | str, what: str) -> Answer:
+def _parsed(data: bytes | str, source: str) -> Answer:
     try:
         return json.loads(data)
     except (ValueError, RecursionError):
-        raise InvalidEnvOutputError(f"{what} answered no JSON: {data[:80]!r}") from None
+        raise InvalidEnvOutputError(f"{source} answered no JSON: {data[:80]!r}") from None
 
 
 def numbers(values: object) -> dict[str, float]:

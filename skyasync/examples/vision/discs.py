@@ -39,11 +39,11 @@ def disc_image(seed: int) -> tuple[Image.Image, int]:
     return image, count
 
 
-def rows(first: int, count: int) -> list[dict[str, Any]]:
-    drawn = (disc_image(seed) for seed in range(first, first + count))
+def rows(first_seed: int, count: int) -> list[dict[str, Any]]:
+    images = (disc_image(seed) for seed in range(first_seed, first_seed + count))
     return [
         {"prompt": QUESTION, "images": [image], "env_class": ENV_CLASS, "discs": discs}
-        for image, discs in drawn
+        for image, discs in images
     ]
 
 
@@ -61,8 +61,8 @@ def shuffled_prompts(count: int = 128) -> list[dict[str, Any]]:
     prompts = val_prompts(count)
     images = [row["images"] for row in prompts]
     return [
-        row | {"images": other}
-        for row, other in zip(prompts, [*images[1:], images[0]], strict=True)
+        row | {"images": other_image}
+        for row, other_image in zip(prompts, [*images[1:], images[0]], strict=True)
     ]
 
 

@@ -158,7 +158,7 @@ class TinkerExperiment(BasePPOExp):
         from skyasync.observability.timeline import Timeline
 
         cfg = self.cfg
-        components = self.parts
+        components = self.components
         assert self.run_dir is not None
         budget = Restarts(self.run_dir.path, cfg.trainer.max_restarts, time.time())
         stopped = asyncio.Event()
