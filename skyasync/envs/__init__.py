@@ -1,5 +1,4 @@
-"""Environments by name: a registered id, ``module:Class`` for one in the user's own file, or
-``openenv:URL``.
+"""Environments by name: a registered id, ``module:Class`` in a file of the user, ``openenv:URL``.
 
 Every name gives a subclass of ``BaseTextEnv``. A class with ``reset(seed)`` and a ``step`` of five
 values (gem, gymnasium) is played by ``skyasync.envs.adapters.gem``; a function that makes
@@ -22,18 +21,17 @@ ENVS = Registry(
     "environment",
     {
         "skyasync.envs.reward": "reward gsm8k",
-        **{
-            f"skyasync.envs.adapters.{name}": name
-            for name in ("gem", "gymnasium", "nemo_gym", "openenv", "textarena")
-        },
+        "skyasync.envs.adapters.gem": "gem",
+        "skyasync.envs.adapters.gymnasium": "gymnasium",
+        "skyasync.envs.adapters.nemo_gym": "nemo_gym",
+        "skyasync.envs.adapters.openenv": "openenv",
+        "skyasync.envs.adapters.textarena": "textarena",
         **other_frameworks().environments,
     },
-    capabilities={"extra": ""},  # the extra of this library that installs what it needs
+    capabilities={"extra": ""},  # the optional dependency of skyasync that installs its packages
 )
-SERVED = (
-    "nemo_gym",
-    "openenv",
-)  # environments by the address of their server: ``openenv:http://...``
+#: Environments that are named with the address of their server: ``openenv:http://...``.
+SERVED = ("nemo_gym", "openenv")
 EnvFactory = Callable[..., BaseTextEnv]
 Foreign = Any  # objects of the user's classes
 
@@ -57,11 +55,11 @@ def register(
     """Make ``environment.env_class=name`` mean this class (or ``module:Class``).
 
     Args:
-        name: what the key says.
-        factory: the class, or where it is.
+        name: the value of the setting, and of the rows' column ``env_class``.
+        factory: the class, or ``module:Class``.
         id: ``name``, as SkyRL calls it.
         entry_point: ``factory``, as SkyRL calls it.
-        kwargs: the class is made with these as well.
+        kwargs: further arguments of the class.
     """
     name = name or id
     target = factory or entry_point
@@ -75,8 +73,7 @@ def register(
 def make(
     name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
 ) -> BaseTextEnv:
-    """One environment, to be played by hand: ``init`` it with a conversation, then ``step`` through
-    it.
+    """One environment, to be played by hand with ``init(conversation)`` and ``step(action)``.
 
     Raises:
         UserError: if there is none of this name, listing the nearest.
@@ -88,31 +85,38 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     """The class behind a name.
 
     Args:
-        kwargs: it is made with these as well.
+        kwargs: further arguments of the class.
 
     Raises:
         UserError: if there is none, listing the nearest names.
     """
     kind, colon, url = name.partition(":")
-    target: Any = ENVS[kind].at(url) if kind in SERVED else name if colon else ENVS[name]
-    more = dict(kwargs or {})
+    target: Any
+    if kind in SERVED:
+        target = ENVS[kind].at(url)
+    elif colon:
+        target = name
+    else:
+        target = ENVS[name]
+    class_kwargs = dict(kwargs or {})
     if isinstance(target, EnvSpec):
-        target, more = target.entry_point, {**target.kwargs, **more}
+        class_kwargs = {**target.kwargs, **class_kwargs}
+        target = target.entry_point
     if isinstance(target, str):
         target = resolve_reference(target, kind="environment")
     if isinstance(target, type) and issubclass(target, BaseTextEnv):
-        return target.as_environment(name, more)
+        return target.as_environment(name, class_kwargs)
     if isinstance(target, type) and not hasattr(target, "init") and hasattr(target, "reset"):
         from skyasync.envs.adapters.gem import played_by_gem
 
-        return played_by_gem(target, more)
+        return played_by_gem(target, class_kwargs)
 
     class Made(BaseTextEnv):
         """Made by a function: ``__new__`` returns an environment of another class."""
 
         def __new__(cls, *arguments: object, **settings: object) -> BaseTextEnv:  # type: ignore[misc]
-            made: BaseTextEnv = target(*arguments, **settings, **more)
-            return made
+            env: BaseTextEnv = target(*arguments, **settings, **class_kwargs)
+            return env
 
     return Made
 

@@ -1,7 +1,7 @@
-"""The environment of one episode, and the checks of what it returns.
+"""The environment of one episode, and the checks of its return values.
 
 An environment reads and writes text only. Tokens, log-probabilities and versions never pass through
-it; one that asks for it is shown the tokens of a turn (``sees_tokens``), to judge them.
+it. One with ``sees_tokens`` can read the tokens of a turn to reward them.
 
 Invariant: what has passed ``check_prompt``, ``check_step`` and ``check_metrics`` is text of bounded
 length, finite rewards and metrics, and ``done`` as a bool; everything else raises
@@ -23,7 +23,7 @@ from skyasync.envs.tools import answer_to, read_tool_calls
 from skyasync.errors import NonFiniteRewardError, UserError, unknown
 from skyasync.inference.interface import SamplingParams
 
-FLOAT_BITS = 1023  # of an integer that any float holds
+FLOAT_BITS = 1023  # a larger integer may not fit into a float: converting it raises OverflowError
 MAX_OBSERVATION_CHARS = 200_000  # a longer observation is a mistake: it would fill any context
 STEP_FORM = "return a dictionary with observations, reward and done (BaseTextEnvStepOutput)"
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # UTF-16 writes some characters as a pair of these
@@ -34,7 +34,7 @@ Conversation = list[Message]
 
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What a step returns.
+    """The return value of a step.
 
     ``observations`` are new messages (may be none; text in an environment with ``raw_text``),
     ``reward`` is a finite number, ``metadata`` stays with the environment. ``sampling_params``
@@ -50,8 +50,10 @@ class BaseTextEnvStepOutput(TypedDict):
 
 
 class TurnTokens(NamedTuple):
-    """What the model read before an action and what it wrote, as in the engine; texts have their
-    special tokens."""
+    """The text and tokens that the model read before an action, and those that it wrote.
+
+    They are the engine's; texts have their special tokens.
+    """
 
     read: str
     wrote: str
@@ -70,20 +72,19 @@ class BaseTextEnv:
         extras: every column of the dataset's row besides the prompt (answer, label, ...).
     """
 
-    #: The prompt and observations are plain text, appended as it is: no chat template, no ends of messages.
-    #: Actions then have their special tokens.
+    #: The prompt and observations are plain text, appended unchanged: no chat template, no ends of
+    #: messages. Actions then have their special tokens.
     raw_text: ClassVar[bool] = False
 
-    #: The turn that ``step`` is asked about, where ``sees_tokens``.
+    #: The turn that ``step`` rewards, if ``sees_tokens``.
     seen: TurnTokens | None = None
 
-    #: The conversation (or text) that the episode starts from, if the class has the ``init`` of this one.
+    #: The conversation (or text) that the episode starts from, if the class has this ``init``.
     opening: Any = ()
 
     @classmethod
     def as_environment(cls, name: str, kwargs: Mapping[str, object]) -> type[BaseTextEnv]:
-        """The class that plays the episodes of the environment ``name``, made with ``kwargs`` as
-        well."""
+        """The class of the environment ``name``, with ``kwargs`` as further arguments."""
         if not kwargs:
             return cls
 
@@ -104,14 +105,12 @@ class BaseTextEnv:
     def graded_by(
         cls, env_config: dict[str, Any], extras: dict[str, Any]
     ) -> list[tuple[str, float]]:
-        """A row's reward functions with their weights, if a language model that grades is among
-        them; else nothing."""
+        """A row's reward functions with their weights if a judge is among them; else nothing."""
         return []
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """Whether an episode with these settings is shown the tokens of each turn, in
-        ``self.seen``."""
+        """Whether episodes with these settings have the tokens of each turn in ``self.seen``."""
         return False
 
     @classmethod
@@ -130,8 +129,7 @@ class BaseTextEnv:
         self.turns = 0
 
     def init(self, prompt: Any) -> Any:
-        """The conversation (or text) that the episode starts from, and a dictionary for the
-        environment itself."""
+        """Returns the conversation (or text) that the episode starts from, and a dictionary."""
         self.opening = prompt
         return prompt, {}
 
@@ -140,11 +138,10 @@ class BaseTextEnv:
         raise NotImplementedError(f"{type(self).__name__} must define step(action)")
 
     def call_tools(self, action: str) -> tuple[str, Conversation]:
-        """Carry out the tool calls in an action; returns its text in front of them, and the tools'
-        answers.
+        """Carry out the tool calls in an action; returns the text before them, and the answers.
 
-        The tools are the methods marked with ``skyasync.envs.tool``, and the model is shown them in
-        its prompt. Without calls the answers are empty, and the text is the whole action.
+        The tools are the methods marked with ``skyasync.envs.tool``. The model's prompt describes
+        them. Without calls the answers are empty, and the text is the complete action.
         """
         text, calls = read_tool_calls(action)
         return text, [answer_to(call, self) for call in calls]
@@ -158,11 +155,11 @@ class BaseTextEnv:
 
 
 class InvalidEnvOutputError(ValueError):
-    """An environment returned something that it must not."""
+    """An environment returned an invalid value."""
 
 
 def check_prompt(start: object, *, raw: bool) -> Conversation | str:
-    """The first element of what ``init`` returned, as messages (or, if ``raw``, as text)."""
+    """The conversation in the return value of ``init``, as messages (or, if ``raw``, as text)."""
     if not isinstance(start, tuple) or len(start) != 2:
         raise InvalidEnvOutputError(
             f"init must return (conversation, info); it returned {reprlib.repr(start)}"
@@ -173,7 +170,11 @@ def check_prompt(start: object, *, raw: bool) -> Conversation | str:
 def check_step(
     output: object, *, raw: bool, most_chars: int = MAX_OBSERVATION_CHARS
 ) -> dict[str, Any]:
-    """``observations``, ``reward``, ``done`` and ``sampling_params`` of what ``step`` returned."""
+    """``observations``, ``reward``, ``done`` and ``sampling_params`` of a step, checked.
+
+    Raises:
+        InvalidEnvOutputError, NonFiniteRewardError: for an invalid output.
+    """
     if not isinstance(output, Mapping):
         raise InvalidEnvOutputError(
             f"step must return a dictionary; it returned {reprlib.repr(output)}: {STEP_FORM}"
@@ -184,19 +185,12 @@ def check_step(
             f"step's output lacks {', '.join(missing)}; it has: {', '.join(map(str, output))}"
         )
     observations = _checked_text(output["observations"], "step's observations", raw)
-    if isinstance(observations, str):
-        chars = len(observations)
-    else:  # messages, whose content may be in parts
-        contents = [message["content"] for message in observations]
-        chars = sum(
-            len(text) if isinstance(text, str) else sum(len(str(part)) for part in text)
-            for text in contents
-        )
+    chars = _length(observations)
     reward = _number(output["reward"], "the reward")
     done = output["done"]
     try:
-        is_flag = done in (True, False)  # also those of numpy
-    except ValueError:  # an array
+        is_flag = done in (True, False)  # by equality: also numpy's truth values
+    except ValueError:  # an array, whose comparison is no truth value
         is_flag = False
     if not is_flag:
         raise InvalidEnvOutputError(f"done is {reprlib.repr(done)}; it must be true or false")
@@ -213,7 +207,22 @@ def check_step(
     }
 
 
+def _length(observations: Conversation | str) -> int:
+    """The number of characters; a message's content may be a list of parts."""
+    if isinstance(observations, str):
+        return len(observations)
+    chars = 0
+    for message in observations:
+        content = message["content"]
+        if isinstance(content, str):
+            chars += len(content)
+        else:
+            chars += sum(len(str(part)) for part in content)
+    return chars
+
+
 def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changed values as ``SamplingParams`` has them, which checks and converts them."""
     for name in changes:
         if name not in SAMPLING:
             raise InvalidEnvOutputError(
@@ -241,24 +250,27 @@ def _checked_text(messages: object, subject: str, raw: bool) -> Conversation | s
                 f"{subject} must be text, since the environment has raw_text; found {reprlib.repr(messages)}"
             )
         return _without_half_pairs(messages)
-    if not isinstance(messages, list) or not all(
-        isinstance(message, Mapping)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str | list)
-        for message in messages
-    ):
+    if not isinstance(messages, list) or not all(map(_is_message, messages)):
         raise InvalidEnvOutputError(
             f"{subject} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     try:
         return cast(Conversation, read_messages(_without_half_pairs(messages)))
-    except UserError as error:  # of this episode's images
+    except UserError as error:  # an image of this episode cannot be read: the run continues
         raise InvalidEnvOutputError(f"{subject}: {error}") from error
 
 
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(value.get("role"), str) and isinstance(value.get("content"), str | list)
+
+
 def _without_half_pairs(value: Any) -> Any:
-    """Half surrogate pairs are replaced in all text: no tokenizer takes them, and a tool may repeat
-    a model's."""
+    """The value with half surrogate pairs replaced in all text.
+
+    No tokenizer takes them, and a tool may repeat those that a model wrote.
+    """
     if isinstance(value, str):
         return _HALF_PAIR.sub("\N{REPLACEMENT CHARACTER}", value)
     if isinstance(value, Mapping):
@@ -273,11 +285,9 @@ def _number(value: object, subject: str) -> float:
         raise NonFiniteRewardError(
             f"{subject} is an integer of {value.bit_length()} bits; it must be a finite number"
         )
-    if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
-        kind = (
-            NonFiniteRewardError
-            if isinstance(value, Real) and not math.isfinite(value)
-            else InvalidEnvOutputError
-        )
-        raise kind(f"{subject} is {reprlib.repr(value)}; it must be a finite number")
-    return float(value)
+    kind: type[Exception] = InvalidEnvOutputError
+    if isinstance(value, Real) and not isinstance(value, bool):
+        if math.isfinite(value):
+            return float(value)
+        kind = NonFiniteRewardError
+    raise kind(f"{subject} is {reprlib.repr(value)}; it must be a finite number")

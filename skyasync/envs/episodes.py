@@ -1,10 +1,10 @@
 """The environments of one process.
 
 Invariant: an episode is closed exactly once: by the step that is done, by an error in it, or by
-``close``. If one of its calls was given up because it hangs, that call closes it if it ever
-returns. (A transient error of a step leaves it as it was.) Calls of one episode never overlap:
-``close`` waits for the call that runs. All results have been checked: plain text, a finite reward,
-finite metrics.
+``close``. If one of its calls was given up because it hangs, that call closes the episode if it
+ever returns. A transient error of a step leaves the episode as it was. Calls of one episode never
+overlap: ``close`` waits for the call that runs. All results have been checked: plain text, a finite
+reward, finite metrics.
 """
 
 from __future__ import annotations
@@ -34,7 +34,13 @@ from skyasync.utils.rpc import Answer, Call, RetryPolicy, portable
 
 
 class EnvSettings(NamedTuple):
-    """``max_threads`` is the most at once; for the others see ``environment.*``."""
+    """Settings of environments, ``environment.*``.
+
+    Args:
+        step_timeout_s: of one call, in seconds.
+        max_threads: threads at a time in one process.
+        patience: tries of a call that raises transient errors.
+    """
 
     env_config: dict[str, Any]
     step_timeout_s: float = 60.0
@@ -46,10 +52,10 @@ class EnvSettings(NamedTuple):
         """The settings of a run; ``env_config`` is passed to its environments."""
         environment = cfg.environment
         return EnvSettings(
-            env_config,
-            environment.step_timeout_s,
-            environment.max_threads,
-            RetryPolicy.of(environment),
+            env_config=env_config,
+            step_timeout_s=environment.step_timeout_s,
+            max_threads=environment.max_threads,
+            patience=RetryPolicy.of(environment),
         )
 
 
@@ -62,7 +68,7 @@ class EnvLimits(TypedDict, total=False):
 
 
 class StepResult(TypedDict):
-    """A checked step; ``metrics`` are the episode's, given with the step that is done."""
+    """A checked step; ``metrics`` are the episode's, and empty before the step that is done."""
 
     observations: Conversation | str
     reward: float
@@ -75,12 +81,11 @@ class StepResult(TypedDict):
 class _Episode:
     env: BaseTextEnv
     busy: bool = True
-    ended: bool = False  # to be closed by the call that runs, when it returns
+    ended: bool = False  # the call that runs closes it when it returns
 
 
 class Episodes:
-    """A ``Service`` that holds environments by the key of their episode. Safe to use from several
-    threads.
+    """A ``Service`` that holds environments by the key of their episode. Thread-safe.
 
     Its calls are "init", "step" and "close". A "step" that names a class and extras makes the
     environment first, if its ``init`` does nothing.
@@ -102,19 +107,16 @@ class Episodes:
         self._classes[name] = env_class
 
     def is_async(self, call: Call) -> bool:
-        """Whether this call's environment has ``async def`` methods, so that it belongs on an event
-        loop."""
+        """Whether this call's environment has ``async def`` methods, and needs an event loop."""
+        # The name of the class, if the call makes the environment: see _init and _step.
         if call.method == "init":
-            made = call.args[:1]
+            names = call.args[:1]
         else:
-            made = call.args[2:3]
-        if made:
-            env_class = self._classes[made[0]]
-        elif episode := self._episodes.get(call.key):
-            env_class = type(episode.env)
-        else:
-            return False
-        return _awaits(env_class)  # type: ignore[arg-type]  # a class can be hashed
+            names = call.args[2:3]
+        if names:
+            return _awaits(self._classes[names[0]])
+        episode = self._episodes.get(call.key)
+        return episode is not None and _awaits(type(episode.env))
 
     async def run(self, call: Call) -> Answer:
         methods: dict[str, Callable[..., Awaitable[object]]]
@@ -123,25 +125,23 @@ class Episodes:
             return Answer(call.number, await methods[call.method](call.key, *call.args))
         except asyncio.CancelledError:
             raise
-        except BaseException as caught:  # also what would end a thread, or an event loop
+        except BaseException as caught:  # also SystemExit, which would end a thread or event loop
             name = f"the environment of {call.name}"
+            error: Exception
             if isinstance(caught, InvalidEnvOutputError):
-                error: Exception = ValueError(f"{name}: {caught}")
+                error = ValueError(f"{name}: {caught}")
             elif isinstance(caught, NonFiniteRewardError):
                 error = NonFiniteRewardError(f"{name}: {caught}")
+            elif isinstance(caught, Exception):
+                error = caught
             else:
-                if isinstance(caught, Exception):
-                    error = caught
-                else:
-                    error = RuntimeError(f"{name} raised {caught!r}")
+                error = RuntimeError(f"{name} raised {caught!r}")
             error.add_note(f"Raised by {name}, in its process:\n{format_exc()}")
             error = self._settings.patience.as_transient(error)
-            if isinstance(error, TransientError) and call.method == "step":
-                return Answer(
-                    call.number, None, portable(error)
-                )  # the episode goes on: it is tried again or closed
-            with contextlib.suppress(Exception):  # the first error is the one to report
-                await self._close(call.key)
+            # After a transient error of a step the episode stays: the caller repeats or closes it.
+            if not isinstance(error, TransientError) or call.method != "step":
+                with contextlib.suppress(Exception):  # the error above is the one to report
+                    await self._close(call.key)
             return Answer(call.number, None, portable(error))
 
     def overdue(self, call: Call) -> Exception:
@@ -178,13 +178,11 @@ class Episodes:
         extras: dict[str, Any] | None = None,
         opening: Conversation | str = "",
     ) -> StepResult:
-        if env_class:
-            episode = self._episodes.get(name)
-        else:
-            episode = self._episodes[name]
-        if episode is None:
+        if env_class and name not in self._episodes:
             episode = self._make(name, env_class, extras or {})
             episode.env.opening = opening
+        else:
+            episode = self._episodes[name]
         episode.busy = True
         if seen is not None:
             episode.env.seen = seen
@@ -199,29 +197,28 @@ class Episodes:
     async def _call(
         self, name: str, episode: _Episode, method: Callable[[BaseTextEnv], Any]
     ) -> Any:  # noqa: ANN401
-        """What a method of the environment returns; an error, and the episode is closed, if it was
-        ended meanwhile."""
+        """The return value of a method of the environment.
+
+        If the episode was ended meanwhile, it is closed, and an error is raised.
+        """
         try:
             result = method(episode.env)
             if inspect.isawaitable(result):
                 result = await result
-            else:
-                result = result
         finally:
-            with self._lock:
+            with self._lock:  # against ``_close`` and ``give_up``, which other threads may run
                 episode.busy = False
                 ended = episode.ended
                 if ended:
                     self._episodes.pop(name, None)
             if ended:
-                await _closed(episode.env)
+                await _close_env(episode.env)
         if ended:
             raise RuntimeError("the episode was ended meanwhile")
         return result
 
     async def _close(self, name: str) -> dict[str, float]:
-        """Close an episode and give its metrics; nothing if it has ended, or a call of it still
-        runs."""
+        """Close an episode; returns its metrics, or none if it has ended or a call still runs."""
         with self._lock:
             episode = self._episodes.get(name)
             if episode is None:
@@ -230,15 +227,17 @@ class Episodes:
                 episode.ended = True
                 return {}
             del self._episodes[name]
-        return await _closed(episode.env)
+        return await _close_env(episode.env)
 
 
 @cache
 def _awaits(env_class: type[BaseTextEnv]) -> bool:
-    return any(map(inspect.iscoroutinefunction, (env_class.init, env_class.step, env_class.close)))
+    methods = (env_class.init, env_class.step, env_class.close)
+    return any(map(inspect.iscoroutinefunction, methods))
 
 
-async def _closed(env: BaseTextEnv) -> dict[str, float]:
+async def _close_env(env: BaseTextEnv) -> dict[str, float]:
+    """Close an environment, also if its metrics raise; returns the metrics."""
     try:
         return check_metrics(env.get_metrics())
     finally:

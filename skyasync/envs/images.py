@@ -1,6 +1,6 @@
-"""How images are recognised in prompts and rows, and the errors for what is not read.
+"""Images in prompts and rows, and the errors for content that is not read.
 
-Invariant: what may hold an image is read, or raises an error; it is never dropped without a
+Invariant: a value that may hold an image is read, or raises an error; it is never dropped without a
 message. Columns ``images`` and ``image`` and the parts that OpenAI's and Hugging Face's chats have
 are read; videos and audio are not.
 """
@@ -17,9 +17,8 @@ from skyasync.models.images import Image, data_url, images_of, read_image
 NO_IMAGES = "images are not read here: rows, observations of environments and messages to the endpoint can have them"
 NO_VIDEOS = "of texts and images, only these are read"
 
-#: Columns that are read, and the mark in a prompt's text where an image stands.
-READ = ("images", "image")
-_PLACEHOLDER = "<image>"
+READ = ("images", "image")  # columns that are read
+_PLACEHOLDER = "<image>"  # the mark of an image in a prompt's text
 #: Columns that hold pictures, or films, in the data of other systems.
 COLUMNS = (
     "images",
@@ -50,7 +49,10 @@ def image_column(row: Mapping[str, object]) -> str:
     A column may be called image and hold the name of something else, such as a container's: text is
     taken for a picture if it names a file of one.
     """
-    return next((name for name in COLUMNS if _holds_picture(row.get(name))), "")
+    for name in COLUMNS:
+        if _holds_picture(row.get(name)):
+            return name
+    return ""
 
 
 def _holds_picture(value: object) -> bool:
@@ -68,8 +70,9 @@ def _is_empty(value: object) -> bool:
 
 
 def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
-    """Content parts with each image read, as ``{"type": "image", "image": Image}``; the others as
-    they are.
+    """Content parts with each image read, as ``{"type": "image", "image": Image}``.
+
+    Other parts are unchanged.
 
     Args:
         files: as of ``read_image``.
@@ -77,44 +80,53 @@ def read_parts(content: Sequence[Any], *, files: bool = True) -> list[Any]:
     Raises:
         UserError: for an image that cannot be read, a video or audio.
     """
-    parts: list[Any] = []
+    result: list[Any] = []
     for part in content:
         kind = image_part(part)
         if not kind:
-            parts.append(part)
+            result.append(part)
             continue
         if kind not in ("image", "image_url", "input_image"):
             raise UserError(f"a message's content has parts of type {kind}: {NO_VIDEOS}")
-        named = [
-            part[name]
-            for name in ("image", "image_url", "url", "path", "source")
-            if part.get(name) is not None
-        ]
-        if not named:
+        value = _image_value(part)
+        if value is None:
             raise UserError(
                 f"a content part of type {kind} has no image: give it as {kind!r}; found {sorted(part)}"
             )
-        value = named[0]
-        if isinstance(value, Mapping) and "url" in value:
-            value = value["url"]
-        elif isinstance(value, Mapping) and "data" in value:  # Anthropic's
-            value = f"data:{value.get('media_type')};base64,{value['data']}"
-        parts.append({"type": "image", "image": read_image(value, files=files)})
-    return parts
+        result.append(_new_part(read_image(value, files=files)))
+    return result
+
+
+def _image_value(part: Mapping[str, Any]) -> Any:  # noqa: ANN401
+    """The image of a content part as ``read_image`` takes it; None if there is none."""
+    value: Any = None
+    for name in ("image", "image_url", "url", "path", "source"):
+        if part.get(name) is not None:
+            value = part[name]
+            break
+    if isinstance(value, Mapping) and "url" in value:  # OpenAI's chat completions
+        return value["url"]
+    if isinstance(value, Mapping) and "data" in value:  # Anthropic's messages
+        return f"data:{value.get('media_type')};base64,{value['data']}"
+    return value
+
+
+def _new_part(image: Image) -> dict[str, Any]:
+    return {"type": "image", "image": image}
 
 
 def read_messages(conversation: Any) -> Any:  # noqa: ANN401  (a text stays one)
     """The messages, with their images read."""
-    if isinstance(conversation, str) or not any(
-        isinstance(m.get("content"), list) for m in conversation
-    ):
+    if isinstance(conversation, str):
         return conversation
-    return [
-        {**message, "content": read_parts(message["content"])}
-        if isinstance(message["content"], list)
-        else message
-        for message in conversation
-    ]
+    if not any(isinstance(message.get("content"), list) for message in conversation):
+        return conversation  # texts alone, as in most runs
+    messages = []
+    for message in conversation:
+        if isinstance(message.get("content"), list):
+            message = {**message, "content": read_parts(message["content"])}
+        messages.append(message)
+    return messages
 
 
 def with_images(
@@ -123,55 +135,66 @@ def with_images(
     """The messages with the ``images`` of a row's column as content parts.
 
     An image replaces ``<image>`` in a text of the user, or a content part of type image without
-    one. If there are neither, all stand before the first text of the user.
+    one. If there are neither, all images stand before the first text of the user.
 
     Raises:
         UserError: if there are such places, and more or fewer of them than images.
     """
-    read: list[Image] = [read_image(value) for value in images]
-    placed = 0
+    image_parts = [_new_part(read_image(value)) for value in images]
+    unplaced = iter(image_parts)
+    place_count = 0
     result = [dict(message) for message in messages]
     for message in result:
-        content = message.get("content") or ""
-        parts = list[Any]()
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            if not isinstance(part, Mapping):
-                parts.append(part)
-            elif part.get("type") == "image" and all(
-                part.get(name) is None for name in ("image", "url", "path")
-            ):
-                parts += [{"type": "image", "image": image} for image in read[placed : placed + 1]]
-                placed += 1
-            elif (
-                message["role"] == "user"
-                and part.get("type") == "text"
-                and _PLACEHOLDER in part["text"]
-            ):
-                before, *after = part["text"].split(_PLACEHOLDER)
-                parts += [{"type": "text", "text": before}] if before else []
-                for text in after:
-                    parts += [
-                        {"type": "image", "image": image} for image in read[placed : placed + 1]
-                    ]
-                    parts += [{"type": "text", "text": text}] if text else []
-                    placed += 1
-            else:
-                parts.append(part)
-        if any(image_part(part) for part in parts):
-            message["content"] = parts
-    if not placed and read:
-        user_message = next((message for message in result if message["role"] == "user"), result[0])
-        content = user_message["content"]
-        if isinstance(content, str):
-            text = [{"type": "text", "text": content}]
-        else:
-            text = content
-        user_message["content"] = [*({"type": "image", "image": image} for image in read), *text]
-    elif placed != len(read):
+        placed_parts = list[Any]()
+        for part in _parts_of(message.get("content") or ""):
+            places = _split_at_places(part, is_user=message["role"] == "user")
+            for piece in places:
+                if piece is not _PLACE:
+                    placed_parts.append(piece)
+                    continue
+                place_count += 1
+                image = next(unplaced, None)
+                if image is not None:  # else there are too many places: the error is raised below
+                    placed_parts.append(image)
+        if any(image_part(part) for part in placed_parts):
+            message["content"] = placed_parts
+    if place_count == 0 and image_parts:
+        user_messages = [message for message in result if message["role"] == "user"]
+        target = user_messages[0] if user_messages else result[0]
+        target["content"] = [*image_parts, *_parts_of(target["content"])]
+    elif place_count != len(image_parts):
         raise UserError(
-            f"the prompt has {placed} places for images, and the row has {len(read)} images"
+            f"the prompt has {place_count} places for images, and the row has {len(image_parts)} images"
         )
     return result
+
+
+_PLACE = object()  # of an image, among content parts
+
+
+def _split_at_places(part: Any, *, is_user: bool) -> list[Any]:  # noqa: ANN401
+    """A content part as itself, or as texts with ``_PLACE`` between them."""
+    if not isinstance(part, Mapping):
+        return [part]
+    if part.get("type") == "image":
+        has_image = any(part.get(name) is not None for name in ("image", "url", "path"))
+        return [part] if has_image else [_PLACE]
+    if not is_user or part.get("type") != "text" or _PLACEHOLDER not in part["text"]:
+        return [part]
+    pieces: list[Any] = []
+    for number, text in enumerate(part["text"].split(_PLACEHOLDER)):
+        if number > 0:
+            pieces.append(_PLACE)
+        if text:
+            pieces.append({"type": "text", "text": text})
+    return pieces
+
+
+def _parts_of(content: Any) -> Any:  # noqa: ANN401
+    """The parts of a message's content, which may be a text alone."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content
 
 
 def with_urls(messages: Any) -> Any:  # noqa: ANN401  (a text stays one)
@@ -179,23 +202,24 @@ def with_urls(messages: Any) -> Any:  # noqa: ANN401  (a text stays one)
     if not images_of(messages):
         return messages
 
-    def sent(part: Any) -> Any:  # noqa: ANN401
+    def encoded(part: Any) -> Any:  # noqa: ANN401
         if image_part(part):
             return {"type": "image_url", "image_url": {"url": data_url(part["image"])}}
         return part
 
-    return [
-        {**message, "content": [sent(part) for part in message["content"]]}
-        if isinstance(message["content"], list)
-        else message
-        for message in messages
-    ]
+    result = []
+    for message in messages:
+        if isinstance(message["content"], list):
+            message = {**message, "content": [encoded(part) for part in message["content"]]}
+        result.append(message)
+    return result
 
 
 def as_text(content: Any) -> Any:  # noqa: ANN401  (a text stays one)
     """The text of content parts, for people: ``<image>`` stands for an image."""
     if not isinstance(content, list):
         return content
-    return "".join(
-        _PLACEHOLDER if image_part(part) else str(part.get("text", "")) for part in content
-    )
+    texts = []
+    for part in content:
+        texts.append(_PLACEHOLDER if image_part(part) else str(part.get("text", "")))
+    return "".join(texts)

@@ -1,4 +1,4 @@
-"""The environments of a run, and where each episode is played.
+"""The environments of a run, and the processes that play their episodes.
 
 Invariant: an episode stays in one process from start to end and is closed exactly once: by the step
 that is done, by an error in it, by ``close`` or by ``abandon``. An error in one episode reaches its
@@ -38,12 +38,13 @@ from skyasync.utils.rpc import (
 
 @dataclass(slots=True)
 class _Route:
-    """Where an episode is played.
+    """The process that plays an episode.
 
     Args:
-        home: its process; None is this one.
+        home: the process; None is this one.
         key: of the episode in its process.
-        opening: for the first step, if the episode starts with it.
+        opening: further arguments of the first step, if the episode starts with it.
+        retries: of steps with transient errors.
     """
 
     home: RpcClient | None
@@ -58,21 +59,22 @@ class EnvPool:
     Args:
         start: makes a process with ``Episodes`` of these settings; called again for each one that
             must be replaced.
-        workers: how many there are at a time.
+        workers: the number of processes.
     """
 
     def __init__(
         self, start: Callable[[], RpcTransport], workers: int, settings: EnvSettings
     ) -> None:
-        self.pool = RpcPool(
-            start, workers, "the environment", HEARTBEAT_S + settings.step_timeout_s
-        )
+        # A step that blocks the process's event loop delays the heartbeat by its time limit.
+        silence_s = HEARTBEAT_S + settings.step_timeout_s
+        self.pool = RpcPool(start, workers, "the environment", silence_s)
         self.pool.fill()
         self.env_config = settings.env_config
         self._local = Episodes(settings)
         self._patience = settings.patience
         self._routes: dict[str, _Route] = {}  # by episode
-        self._running: set[asyncio.Task[Answer]] = set()  # in this process
+        # Tasks in this process. The event loop alone would not prevent their garbage collection.
+        self._running: set[asyncio.Task[Answer]] = set()
         self._classes: dict[str, type[BaseTextEnv]] = {}
 
     def end(self) -> None:
@@ -91,19 +93,19 @@ class EnvPool:
         return self.env_class(env_class).instant(self.env_config, extras)
 
     def starts_from_prompt(self, env_class: str, prompt: Conversation | str) -> bool:
-        """Whether episodes start from the prompt as it is, so that no call of ``init`` is
-        needed."""
-        own_class = self.env_class(env_class)
-        made = (own_class.__new__, own_class.__init__, own_class.init)
-        does_nothing = made == (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init)
-        return does_nothing and not images_of(
-            prompt
-        )  # one message holds an image once for all of its episodes
+        """Whether episodes start from the prompt itself, so that no call of ``init`` is needed."""
+        target = self.env_class(env_class)
+        methods = (target.__new__, target.__init__, target.init)
+        if methods != (BaseTextEnv.__new__, BaseTextEnv.__init__, BaseTextEnv.init):
+            return False
+        # With images ``init`` pays: the first steps would each send them, in a message of their
+        # own, while the calls of ``init`` of a group leave in one message, which has them once.
+        return not images_of(prompt)
 
     async def init(
         self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
     ) -> Conversation | str:
-        """Start an episode; returns the conversation (or text) it starts from."""
+        """Start an episode; returns the conversation (or text) that it starts from."""
         if self.starts_from_prompt(env_class, prompt):
             await self.init_group({episode: extras}, env_class, prompt)
             return prompt
@@ -126,15 +128,15 @@ class EnvPool:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Calls that are made inside leave at its end, in one message per process."""
+        """Send the calls that are made inside at its end, in one message per process."""
         with self.pool.collecting():
             yield
 
     async def _take(self, episode: str, env_class: str, *, is_local: bool) -> _Route:
-        """Decide where the episode is played."""
-        route = self._routes[episode] = _Route(
-            None if is_local else self.pool.take(episode), key_of(episode)
-        )
+        """Choose the episode's process."""
+        home = None if is_local else self.pool.take(episode)
+        route = _Route(home, key_of(episode))
+        self._routes[episode] = route
         if route.home is not None:
             try:
                 await route.home.load(env_class, env_class, self.env_class(env_class))
@@ -163,8 +165,7 @@ class EnvPool:
         return metrics
 
     def abandon(self, episode: str) -> None:
-        """Have an episode closed without waiting for it; for episodes that have failed or been
-        cancelled."""
+        """Close an episode that has failed or been cancelled, without waiting for it."""
         if episode not in self._routes:
             return
         route = self._routes[episode]
@@ -172,17 +173,15 @@ class EnvPool:
             self._start(Call(0, "close", route.key, ()))
         else:
             future = route.home.post("close", route.key)
-            future.add_done_callback(
-                lambda closed: closed.cancelled() or closed.exception()
-            )  # its result is not used
+            future.add_done_callback(_retrieve_exception)
         self._leave(episode)
 
     async def _ask(self, method: str, episode: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
-        """The result, after several tries if errors are transient (but one for "close"); then the
-        episode is over.
+        """The result of a call of the episode's process.
 
-        Any other error has ended the episode in its process. A call whose caller is cancelled goes
-        on.
+        A call with a transient error is repeated, except "close"; if all tries fail the episode is
+        over. Any other error has ended the episode in its process. A call whose caller is
+        cancelled continues.
         """
         route = self._routes[episode]
         tries = 0
@@ -192,10 +191,10 @@ class EnvPool:
                 if route.home is not None:
                     return await route.home.post(method, route.key, *args)
                 call = Call(0, method, route.key, args)
-                waits = self._local.is_async(call)
-                answer = await (
-                    asyncio.shield(self._start(call)) if waits else self._local.run(call)
-                )
+                if self._local.is_async(call):
+                    answer = await asyncio.shield(self._start(call))
+                else:  # it never waits, so no cancellation can interrupt it
+                    answer = await self._local.run(call)
                 if answer.error is None:
                     return answer.result
                 raise answer.error
@@ -211,7 +210,7 @@ class EnvPool:
                 raise
 
     def _start(self, call: Call) -> asyncio.Task[Answer]:
-        """A call that goes on if its caller is cancelled."""
+        """Start a call that continues if its caller is cancelled."""
         task = asyncio.get_running_loop().create_task(within(None, self._local, call))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -223,6 +222,12 @@ class EnvPool:
             self.pool.give_back(route.home, episode)
 
 
+def _retrieve_exception(future: asyncio.Future[Any]) -> None:
+    """Avoid asyncio's warning about an exception that no caller waits for."""
+    if not future.cancelled():
+        future.exception()
+
+
 def local_pool(
     env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]
 ) -> EnvPool:
@@ -231,16 +236,15 @@ def local_pool(
     An environment's methods run on the caller's event loop: one that blocks blocks them all.
     """
     env_settings = EnvSettings(env_config or {}, **settings)
-    return EnvPool(
-        lambda: LocalTransport(Episodes(env_settings), env_settings.step_timeout_s),
-        workers,
-        env_settings,
-    )
+
+    def start() -> RpcTransport:
+        return LocalTransport(Episodes(env_settings), env_settings.step_timeout_s)
+
+    return EnvPool(start, workers, env_settings)
 
 
 def ray_pool(settings: EnvSettings, workers: int) -> EnvPool:
     """A pool of ``workers`` actors."""
     make = partial(Episodes, settings)
-    return EnvPool(
-        lambda: RayTransport(make, settings.step_timeout_s, settings.max_threads), workers, settings
-    )
+    start = partial(RayTransport, make, settings.step_timeout_s, settings.max_threads)
+    return EnvPool(start, workers, settings)

@@ -1,6 +1,6 @@
 """Environments of one turn: the weighted sum of reward functions, and GSM8K.
 
-Every function's own score is a metric under its name, unweighted, and again under its domain's.
+Every function's score is a metric under its name, unweighted, and again under its domain's name.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RewardEnv(BaseTextEnv):
 
     @classmethod
     def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """If all functions are marked as quick."""
+        """Whether all functions are marked as quick."""
         return all(function.quick for function, _ in _functions(env_config, extras))
 
     @classmethod
     def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
-        """If a function looks at them."""
+        """Whether a function takes the engine's tokens."""
         return any(function.looks_at_tokens for function, _ in _functions(env_config, extras))
 
     @classmethod
@@ -65,13 +65,14 @@ class RewardEnv(BaseTextEnv):
 
     @classmethod
     def load(cls, env_config: dict[str, Any]) -> None:
-        """Import the functions that the run names, here and where they are called."""
+        """Import the functions that the run names, in this process and in the reward workers."""
         settings = _settings(env_config)
-        load_functions(
-            [reward_function(name, settings.registered.get(name)) for name in settings.named()]
-        )
+        functions = []
+        for name in settings.named():
+            functions.append(reward_function(name, settings.registered.get(name)))
+        load_functions(functions)
 
-    _scores: Sequence[Score] = ()  # until there is a step
+    _scores: Sequence[Score] = ()  # empty if the episode ends without a step
 
     @cached_property
     def _weighted(self) -> list[tuple[RewardFunction, float]]:
@@ -91,17 +92,18 @@ class RewardEnv(BaseTextEnv):
                     f"reward function {function.name} gave no reward within {settings.timeout_s:g} s "
                     f"(environment.reward_timeout_s); environment.reward_on_timeout=zero counts it as 0"
                 )
-        reward = sum(
-            weight * score.reward
-            for (_, weight), score in zip(self._weighted, self._scores, strict=True)
-        )
-        return {"observations": [], "reward": reward, "done": True, "metadata": {}}
+        weighted = []
+        for (_, weight), score in zip(self._weighted, self._scores, strict=True):
+            weighted.append(weight * score.reward)
+        return {"observations": [], "reward": sum(weighted), "done": True, "metadata": {}}
 
     def get_metrics(self) -> dict[str, float]:
         funcs = [func for func, _ in _settings(self.env_config).weighted(self.extras)]
-        names = [
-            name for name, func in zip(short_names(funcs), funcs, strict=True) if not is_judge(func)
-        ]
+        # Short names are unique among all functions of the row, so judges are left out afterwards.
+        names = []
+        for name, func in zip(short_names(funcs), funcs, strict=True):
+            if not is_judge(func):
+                names.append(name)
         quick = [function.quick for function, _ in self._weighted]
         return metrics_of(names, self._scores, quick, self.extras.get("domain"))
 
@@ -116,20 +118,19 @@ def _functions(
 ) -> list[tuple[RewardFunction, float]]:
     """The functions that apply to a row, without judges, and their weights."""
     settings = _settings(env_config)
-    return [
-        (reward_function(name, settings.registered.get(name)), weight)
-        for name, weight in settings.weighted(row)
-        if not is_judge(name)
-    ]
+    functions = []
+    for name, weight in settings.weighted(row):
+        if not is_judge(name):
+            functions.append((reward_function(name, settings.registered.get(name)), weight))
+    return functions
 
 
 @ENVS.register("gsm8k")
 class GSM8kEnv(BaseTextEnv):
-    """Expects ``reward_spec = {"ground_truth": "72"}`` (or ``answer``, or ``label``) among the
-    row's columns.
+    """Needs the column ``reward_spec = {"ground_truth": "72"}``, or ``answer``, or ``label``.
 
     Raises:
-        UserError: if none of them is there: every answer would be wrong.
+        UserError: if the row has none of them: every answer would be wrong.
     """
 
     @classmethod
@@ -146,10 +147,9 @@ class GSM8kEnv(BaseTextEnv):
 
 
 def reward_inputs(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
-    """What the functions that reward a response may take: the row's columns, the conversation, the
-    right answer."""
+    """The inputs of reward functions: the row's columns, the conversation, response and label."""
     content: str | Sequence[Mapping[str, str]] = messages[-1]["content"] if messages else ""
-    if not isinstance(content, str):  # in parts
+    if not isinstance(content, str):  # a list of parts, as messages with images have it
         content = "".join(part.get("text", "") for part in content)
     return {
         **row,
@@ -163,25 +163,38 @@ def reward_inputs(row: dict[str, Any], messages: Conversation, response: str) ->
 def metrics_of(
     names: Sequence[str], scores: Sequence[Score], quick: Sequence[bool], domain: str | None
 ) -> dict[str, float]:
-    """Each function's own reward under its name, its further metrics, and all of it again under the
-    domain's name."""
+    """Each function's reward and metrics under its name, and again under the domain's name.
+
+    Args:
+        scores: empty if the episode ended without a step.
+        quick: of each function; a quick one cannot time out.
+    """
     metrics: dict[str, float] = {}
-    for name, score, never_lost in zip(
-        names, scores, quick, strict=False
-    ):  # an episode may end without a step
-        own = {name: score.reward} if score.applies else {}
-        metrics |= {**own, **{f"{name}/{key}": value for key, value in score.metrics.items()}}
-        if not never_lost:
+    for name, score, is_quick in zip(names, scores, quick, strict=False):
+        if score.applies:
+            metrics[name] = score.reward
+        for key, value in score.metrics.items():
+            metrics[f"{name}/{key}"] = value
+        if not is_quick:
             metrics[f"{name}/no_reward"] = float(score.no_reward)
-    return metrics | (
-        {f"{domain}/{name}": value for name, value in metrics.items()} if domain else {}
-    )
+    if not domain:
+        return metrics
+    return metrics | {f"{domain}/{name}": value for name, value in metrics.items()}
 
 
 def right_answer(row: dict[str, Any]) -> object:
-    """The row's label: ``label``, or else the ``ground_truth`` of ``reward_spec`` (SkyRL) or
-    ``reward_model`` (verl), or ``answer``; None if it has none of them."""
-    nested = (row.get(column) for column in ("reward_spec", "reward_model"))
-    truths = (column.get("ground_truth") for column in nested if isinstance(column, Mapping))
-    candidates = (row.get("label"), *truths, row.get("answer"))
-    return next((value for value in candidates if value is not None), None)
+    """The label of a row; None if it has none.
+
+    It is the first of: ``label``, ``reward_spec.ground_truth`` (SkyRL),
+    ``reward_model.ground_truth`` (verl), ``answer``.
+    """
+    candidates = [row.get("label")]
+    for column in ("reward_spec", "reward_model"):
+        nested = row.get(column)
+        if isinstance(nested, Mapping):
+            candidates.append(nested.get("ground_truth"))
+    candidates.append(row.get("answer"))
+    for value in candidates:
+        if value is not None:
+            return value
+    return None

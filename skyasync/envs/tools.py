@@ -1,13 +1,12 @@
-"""Tools that the model may call while it plays an episode: methods of an environment, marked with
-``@tool``.
+"""Tools that the model may call in an episode: methods of an environment marked with ``@tool``.
 
-Invariant: what the model is shown of a tool (its name, what it does, its arguments) is read from
-the method itself, its docstring and its type hints. A call that cannot be carried out is answered
-with text that begins with "error:", for the model to read; what a tool raises besides ``ToolError``
-is an error of the environment.
+Invariant: a tool's description for the model (name, purpose, arguments) is read from the method,
+its docstring and its type hints. A call that cannot be carried out is answered with text that
+begins with "error:", for the model to read. Any exception of a tool besides ``ToolError`` is an
+error of the environment.
 
 Calls are read in the Hermes form, which Qwen and many others use:
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them behind the text.
+``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, any number of them after the text.
 """
 
 from __future__ import annotations
@@ -25,12 +24,11 @@ ToolSchema = dict[str, Any]  # in OpenAI's form, which chat templates read
 Tool = TypeVar("Tool", bound=Callable[..., Any])
 
 _MARK = "_is_tool"
-MOST_LEVELS = 64
-"""Of nested values in calls, which templates and clients read by recursion."""
+MOST_LEVELS = 64  # of nested values in calls: templates and clients read them by recursion
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model why it cannot do what was asked."""
+    """Raised by a tool; the message explains to the model why the call failed."""
 
 
 def tool(method: Tool) -> Tool:
@@ -46,18 +44,15 @@ def tool(method: Tool) -> Tool:
 
 
 def tools_of(env_class: object) -> dict[str, Callable[..., Any]]:
-    """Name -> method, for every method of a class that is marked. Of the class: an object's
-    properties would run."""
-    return {
-        name: method
-        for name, method in inspect.getmembers(env_class, inspect.isfunction)
-        if _MARK in vars(method)
-    }
+    """The marked methods of a class, by name."""
+    # Of the class, not of an object, whose properties getmembers would run.
+    methods = inspect.getmembers(env_class, inspect.isfunction)
+    return {name: method for name, method in methods if _MARK in vars(method)}
 
 
 @cache
 def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
-    """What the chat template is told of an environment's tools; none for one that has none.
+    """The descriptions of an environment's tools for the chat template; none without tools.
 
     Raises:
         UserError: if a tool lacks a docstring, a type hint or the description of an argument.
@@ -77,10 +72,10 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
 
 
 def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text in front of the tool calls, and the calls in the form of templates, without ids.
+    """The text before the tool calls, and the calls in the form of templates, without ids.
 
-    A call that is no JSON object with a name and arguments leaves the whole text as it is, so that
-    its reader sees what was wrong. So does one that cannot be sent (``as_sent``).
+    A call that is not a JSON object with a name and arguments leaves the complete text as it is, so
+    that its reader sees the mistake. So does one that cannot be sent (``as_sent``).
     """
     functions = []
     for part in between(text, "<tool_call>", "</tool_call>"):
@@ -95,48 +90,56 @@ def read_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
             return text, []
         functions.append({"name": call["name"], "arguments": arguments})
     try:
-        calls = [{"type": "function", "function": function} for function in as_sent(functions)]
+        functions = as_sent(functions)
     except ValueError:
         return text, []
-    if calls:
-        return (text[: text.index("<tool_call>")].rstrip(), calls)
-    return (text, [])
+    if not functions:
+        return text, []
+    calls = [{"type": "function", "function": function} for function in functions]
+    return text[: text.index("<tool_call>")].rstrip(), calls
 
 
 def as_sent(functions: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Calls as their JSON is read, in which all keys are text.
 
     Raises:
-        ValueError: for what templates and clients would fail at: half a surrogate pair, numbers
-            that JSON lacks, more than ``MOST_LEVELS`` levels.
+        ValueError: for a value at which templates and clients would fail: half a surrogate pair,
+            numbers that JSON lacks, more than ``MOST_LEVELS`` levels.
     """
     level: list[Any] = [functions]
     for _ in range(MOST_LEVELS):
-        inner = [
-            item.values() if isinstance(item, dict) else item
-            for item in level
-            if isinstance(item, dict | list)
-        ]
-        level = [value for values in inner for value in values]
+        next_level: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                next_level += item.values()
+            elif isinstance(item, list):
+                next_level += item
+        level = next_level
     if level:
         raise ValueError(f"more than {MOST_LEVELS} levels")
-    written = json.dumps(functions, ensure_ascii=False, allow_nan=False)
-    written.encode()
-    read: list[dict[str, Any]] = json.loads(written)
-    return read
+    text = json.dumps(functions, ensure_ascii=False, allow_nan=False)
+    text.encode()  # raises for half a surrogate pair
+    decoded: list[dict[str, Any]] = json.loads(text)
+    return decoded
 
 
 def between(text: str, start: str, end: str) -> Iterator[str]:
-    """What stands between the marks, from left to right, in one pass: a model may write thousands
-    of either."""
-    place = text.find(start)
-    while place >= 0 and (close := text.find(end, place + len(start))) >= 0:
-        yield text[place + len(start) : close]
-        place = text.find(start, close + len(end))
+    """The texts between two delimiters, from left to right.
+
+    In one pass: a model may write thousands of either delimiter.
+    """
+    opened = text.find(start)
+    while opened >= 0:
+        begin = opened + len(start)
+        stop = text.find(end, begin)
+        if stop < 0:
+            return
+        yield text[begin:stop]
+        opened = text.find(start, stop + len(end))
 
 
 def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
-    """The message that a call is answered with."""
+    """Carry out a call; returns the message with its result, or with an error for the model."""
     name = call["function"]["name"]
     arguments = call["function"]["arguments"]
     tools = tools_of(type(owner))

@@ -9,15 +9,16 @@ from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
 
 
 class GameEnv(BaseTextEnv):
-    """A game of another library. Its settings are the row's columns, or else those in
-    ``environment.env_config``.
+    """A game of another library.
+
+    Its settings are the row's columns, or else those in ``environment.env_config``.
 
     Args (of these settings):
         seed: of the game. The same row gives the same game, as far as its seed decides it.
         max_steps: the episode ends after so many answers; 0 leaves it to the game.
     """
 
-    #: The key in ``environment.env_config`` that holds the settings; "": they are the whole of it.
+    #: The key in ``environment.env_config`` with the settings; "" if all of it are settings.
     settings_key: ClassVar[str] = ""
     #: Settings that come before all others.
     made_with: ClassVar[Mapping[str, object]] = {}
@@ -43,15 +44,15 @@ class GameEnv(BaseTextEnv):
         raise NotImplementedError
 
     def observe(self) -> str:
-        """What the answer led to, if the episode goes on."""
+        """The observation after an answer that did not end the episode."""
         raise NotImplementedError
 
     def init(self, prompt: Conversation) -> tuple[Conversation, dict[str, Any]]:
         text = self.start()
         if not prompt:
             return [{"role": "user", "content": text}], {}
-        *before, last = prompt
-        return [*before, {**last, "content": f"{last['content']}\n{text}".strip("\n")}], {}
+        *earlier, final = prompt
+        return [*earlier, {**final, "content": f"{final['content']}\n{text}".strip("\n")}], {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         self.turns += 1

@@ -1,12 +1,12 @@
-"""Environments in the form of gem and gymnasium: ``reset(seed)`` gives an observation and info,
-``step`` five values.
+"""Environments in the form of gem and gymnasium.
+
+``reset(seed)`` returns an observation and info, ``step`` five values.
 
 ``environment.env_class=my_file:MyEnv`` names such a class itself. It is made with those of the
-row's columns (or of ``environment.env_config``) that it has parameters for, reset with the row's
-``seed``, and given the model's text; one whose ``action_space`` is discrete is given the number
-that stands in it. What ``info`` has under ``env_instruction`` or ``suffix`` is shown with the
-observation, and numbers under ``metrics`` are metrics: the last ones, or as ``metrics_agg_mode``
-says (ROLL's environments).
+row's columns (or of ``environment.env_config``) that it has parameters for, and reset with the
+row's ``seed``. It gets the model's text, or the number in it if its ``action_space`` is discrete.
+The model sees ``env_instruction`` and ``suffix`` of ``info`` with the observation. Numbers under
+``metrics`` are metrics: the last ones, or as ``metrics_agg_mode`` says (ROLL's environments).
 
 Invariant: the same row gives the same episode, as far as its seed decides it.
 """
@@ -27,10 +27,10 @@ from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 from skyasync.rewards.signature import single_value
 
-#: What stands before the colon in gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
+#: The beginnings of gem's ids, such as "game:GuessTheNumber-v0-easy" and "rg:chain_sum".
 GEM_FAMILIES = ("game", "rg", "logic", "math", "code", "qa", "eval")
 
-#: What ``metrics_agg_mode`` makes of a metric's values; by any other name it is their mean.
+#: How ``metrics_agg_mode`` combines a metric's values; any other mode is their mean.
 MODES: dict[str, Callable[[list[float]], float]] = {
     "last": itemgetter(-1),
     "max": max,
@@ -41,8 +41,7 @@ MODES: dict[str, Callable[[list[float]], float]] = {
 
 @ENVS.register("gem")
 class GemEnv(GameEnv):
-    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config`` (ROLL's
-    ``env_config``):
+    """Settings besides those of ``GameEnv``, in the row or in ``environment.env_config``:
 
     Args:
         gem_env: ``module:Class``, or an id that gem knows, if it is installed.
@@ -56,9 +55,8 @@ class GemEnv(GameEnv):
         super().__init__(env_config, extras)
         make = self.made_from or _named(self.settings)
         parameters = inspect.signature(make).parameters
-        self._env = make(
-            **{name: self.settings[name] for name in parameters if name in self.settings}
-        )
+        arguments = {name: self.settings[name] for name in parameters if name in self.settings}
+        self._env = make(**arguments)
         self._observation: Foreign = ""
         self._info: Mapping[str, Any] = {}
         self._metrics: dict[str, list[float]] = {}
@@ -66,12 +64,13 @@ class GemEnv(GameEnv):
 
     def start(self) -> str:
         returned = self._env.reset(seed=self.seed)
-        self._observation, self._info = (
-            returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-        )
-        return "\n".join(
-            part for part in (self._info.get("env_instruction"), self.observe()) if part
-        )
+        if isinstance(returned, tuple) and len(returned) == 2:
+            self._observation, self._info = returned
+        else:  # gym before 0.26 returns the observation alone
+            self._observation = returned
+            self._info = {}
+        texts = (self._info.get("env_instruction"), self.observe())
+        return "\n".join(text for text in texts if text)
 
     def play(self, action: str) -> tuple[float, bool]:
         returned = self._env.step(self._action(action))
@@ -80,13 +79,15 @@ class GemEnv(GameEnv):
                 f"step must return (observation, reward, terminated, truncated, info), as in gem and gymnasium; it "
                 f"returned {returned!r:.80}"
             )
-        self._observation, reward, *ended, info = returned
+        # ``end_flags`` is terminated and truncated, or done alone in gym before 0.26.
+        self._observation, reward, *end_flags, info = returned
         self._info = info or {}
         self._modes |= self._info.get("metrics_agg_mode") or {}
         for name, value in (self._info.get("metrics") or {}).items():
-            if isinstance(number := single_value(value), float):
+            number = single_value(value)
+            if isinstance(number, float):
                 self._metrics.setdefault(str(name), []).append(number)
-        return float(reward), any(map(bool, ended))
+        return float(reward), any(map(bool, end_flags))
 
     def observe(self) -> str:
         observation = self._observation
@@ -97,37 +98,39 @@ class GemEnv(GameEnv):
     def get_metrics(self) -> dict[str, float]:
         metrics = {}
         for name, values in self._metrics.items():
-            combined = MODES.get(self._modes.get(name, "last"))
-            if combined:
-                metrics[name] = combined(values)
+            combine = MODES.get(self._modes.get(name, "last"))
+            if combine:
+                metrics[name] = combine(values)
             else:
                 metrics[name] = sum(values) / len(values)
         return {**metrics, "steps": float(self.turns)}
 
     def close(self) -> None:
-        getattr(self._env, "close", lambda: None)()
+        close = getattr(self._env, "close", None)
+        if close is not None:
+            close()
 
     def _action(self, text: str) -> str | int:
-        """The text; for discrete actions the last number in it that is one, or else the first
-        action."""
+        """The text; for discrete actions the last one that it names, or else the first action."""
         match self._env:
-            case object(action_space=object(n=count, start=first)):  # gymnasium's Discrete
-                actions = range(int(first), int(first) + int(count))
+            case object(action_space=object(n=count, start=start)):  # gymnasium's Discrete
+                actions = range(int(start), int(start) + int(count))
             case object(action_space=object(n=count)):
                 actions = range(int(count))
             case _:
                 return text
-        numbers = [int(digits) for digits in re.findall(r"(?<!\d)\d{1,18}(?!\d)", text)]
-        return next((number for number in reversed(numbers) if number in actions), actions.start)
+        # At most 18 digits: Python refuses to convert thousands, and no action has that number.
+        for digits in reversed(re.findall(r"(?<!\d)\d{1,18}(?!\d)", text)):
+            if int(digits) in actions:
+                return int(digits)
+        return actions.start
 
 
 def played_by_gem(env_class: type, kwargs: Mapping[str, object]) -> type[GemEnv]:
     """The environment that plays a class of this form."""
-    return type(
-        env_class.__name__,
-        (GemEnv,),
-        {"made_from": staticmethod(env_class), "made_with": dict(kwargs)},
-    )
+    # staticmethod: a class attribute that is a function would become a method.
+    attributes = {"made_from": staticmethod(env_class), "made_with": dict(kwargs)}
+    return type(env_class.__name__, (GemEnv,), attributes)
 
 
 def _named(settings: Mapping[str, Any]) -> Callable[..., Foreign]:

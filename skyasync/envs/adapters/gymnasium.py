@@ -1,5 +1,4 @@
-"""Gymnasium's text games as environments: FrozenLake, Taxi, CliffWalking, Blackjack, any with
-discrete actions.
+"""Gymnasium's games with discrete actions as environments: FrozenLake, Taxi, Blackjack, ...
 
 Invariant: the same row gives the same game: its ``seed`` decides the map, the start and every slip.
 An answer that names no action costs a turn, changes nothing in the game, and is counted.
@@ -26,6 +25,7 @@ ACTIONS = {
     "Blackjack": ("stick", "hit"),
 }
 FIELDS = {"S": "start", "F": "frozen", "H": "hole", "G": "goal"}
+#: The player's position in a rendered game, which a terminal shows in colour.
 COLOURED = re.compile(r"\x1b\[\d[\d;]*m(.*?)\x1b\[0m", re.DOTALL)
 
 
@@ -93,11 +93,10 @@ class GymnasiumEnv(GameEnv):
         return self._step_reward + float(earned), terminated or truncated
 
     def parse(self, text: str) -> int | None:
-        """The last action that the text names as a word of its own; None if it names none."""
-        names = {name: number for number, name in enumerate(self.actions)}
-        named = [word for word in re.findall(r"\w+", text.lower()) if word in names]
-        if named:
-            return names[named[-1]]
+        """The last action that the text names as a word; None if it names none."""
+        for word in reversed(re.findall(r"\w+", text.lower())):
+            if word in self.actions:
+                return self.actions.index(word)
         return None
 
     def get_metrics(self) -> dict[str, float]:
@@ -113,8 +112,8 @@ class GymnasiumEnv(GameEnv):
     def observe(self) -> str:
         game: Any = self._game.unwrapped
         if self._is_lake:
-            rows = ["".join(cell.decode() for cell in row) for row in game.desc]
-            at = divmod(int(game.s), game.ncol)
+            rows = [b"".join(row).decode() for row in game.desc]  # an array of single bytes
+            at = divmod(int(game.s), game.ncol)  # (row, column)
             if self._view == "near":
                 picture = near_view(rows, at)
             else:
@@ -127,21 +126,28 @@ class GymnasiumEnv(GameEnv):
 
 
 def board_view(rows: Sequence[str], at: tuple[int, int]) -> str:
-    """FrozenLake's map (S start, F frozen, H hole, G goal) with P where the player stands."""
-    line = rows[at[0]]
-    return "\n".join([*rows[: at[0]], f"{line[: at[1]]}P{line[at[1] + 1 :]}", *rows[at[0] + 1 :]])
+    """FrozenLake's map (S start, F frozen, H hole, G goal) with P for the player.
+
+    Args:
+        at: row and column of the player.
+    """
+    row, column = at
+    lines = list(rows)
+    lines[row] = f"{lines[row][:column]}P{lines[row][column + 1 :]}"
+    return "\n".join(lines)
 
 
 def near_view(rows: Sequence[str], at: tuple[int, int]) -> str:
-    """Where FrozenLake's player stands, and what lies in each direction."""
+    """The position of FrozenLake's player, and the field in each direction."""
     lines = [f"row {at[0]} column {at[1]}"]
-    for name, (down, right) in zip(
-        ACTIONS["FrozenLake"], ((0, -1), (1, 0), (0, 1), (-1, 0)), strict=True
-    ):
+    steps = ((0, -1), (1, 0), (0, 1), (-1, 0))  # (down, right) of each action
+    for name, (down, right) in zip(ACTIONS["FrozenLake"], steps, strict=True):
         row = at[0] + down
         column = at[1] + right
-        inside = 0 <= row < len(rows) and 0 <= column < len(rows[0])
-        lines.append(f"{name} {FIELDS[rows[row][column]] if inside else 'edge'}")
+        field = "edge"
+        if 0 <= row < len(rows) and 0 <= column < len(rows[0]):
+            field = FIELDS[rows[row][column]]
+        lines.append(f"{name} {field}")
     return "\n".join(lines)
 
 
@@ -155,13 +161,14 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, An
 
         args["desc"] = generate_random_map(int(args.pop("map_size")), seed=seed)
     try:
-        entry = gymnasium.spec(gym_id).entry_point
-        game_class = (
-            gymnasium.envs.registration.load_env_creator(entry) if isinstance(entry, str) else entry
-        )
-        as_text = False
+        game_class = gymnasium.spec(gym_id).entry_point
+        if isinstance(game_class, str):
+            game_class = gymnasium.envs.registration.load_env_creator(game_class)
+        # The mode must be known before the game is made, and a game rejects one that it lacks.
+        modes: Sequence[str] = ()
         if isinstance(game_class, type) and issubclass(game_class, gymnasium.Env):
-            as_text = "ansi" in game_class.metadata.get("render_modes", ())
-        return gymnasium.make(gym_id, render_mode="ansi" if as_text else None, **args)
+            modes = game_class.metadata.get("render_modes", ())
+        render_mode = "ansi" if "ansi" in modes else None
+        return gymnasium.make(gym_id, render_mode=render_mode, **args)
     except gymnasium.error.Error as error:
         raise UserError(f"gym_id {gym_id!r}: {error}") from error

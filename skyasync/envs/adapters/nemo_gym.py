@@ -1,12 +1,12 @@
 """NeMo Gym's resources servers, over HTTP; written against nemo-gym 0.7.
 
 The rows are those of the server's data: ``responses_create_params`` (the conversation and its
-tools) and what the server needs to judge. Two kinds of servers are told apart by what they serve:
+tools) and the columns that the server needs for the reward. There are two types of servers:
 
-| serves               | an episode                                                                                    |
-|----------------------|-----------------------------------------------------------------------------------------------|
-| ``/verify``          | ``/seed_session``; a POST for each tool call; ``/verify`` with all that was said: the reward  |
-| ``/reset``, ``/step``| ``/reset``; ``/step`` with each response: observation, reward, end                            |
+| serves               | an episode                                                                            |
+|----------------------|---------------------------------------------------------------------------------------|
+| ``/verify``          | ``/seed_session``; a POST for each tool call; ``/verify`` with all items: the reward  |
+| ``/reset``, ``/step``| ``/reset``; ``/step`` with each response: observation, reward, end                    |
 
 Invariant: the model calls only the tools that its row names. ``/verify`` is asked once with an
 answer; a tool is called once for each call.
@@ -26,7 +26,7 @@ from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import unknown
 
 Item = dict[str, Any]  # of a response, in the form of OpenAI's Responses API
-SHOWN = ("name", "description", "parameters")  # of a tool, to the model
+SHOWN = ("name", "description", "parameters")  # entries of a tool's schema that the model sees
 
 
 @ENVS.register("nemo_gym")
@@ -45,40 +45,39 @@ class NemoGymEnv(ServedEnv):
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
-        if isinstance(description, Mapping):
-            paths = description.get("paths")
-        else:
-            paths = None
-        return isinstance(paths, Mapping) and (
-            "/verify" in paths or {"/reset", "/step"} <= set(paths)
-        )
+        if not isinstance(description, Mapping):
+            return False
+        paths = description.get("paths")
+        if not isinstance(paths, Mapping):
+            return False
+        return "/verify" in paths or {"/reset", "/step"} <= set(paths)
 
     def __init__(
         self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
     ) -> None:
         super().__init__(env_config, extras)
-        self._row = {
-            name: value
-            for name, value in self.extras.items()
-            if name not in ("max_steps", "max_turns")
-        }
+        # Without the settings of ``ServedEnv``, which the server does not know.
+        self._row = dict(self.extras)
+        self._row.pop("max_steps", None)
+        self._row.pop("max_turns", None)
         params = self._row.setdefault("responses_create_params", {"input": []})
-        self._tools: list[dict[str, Any]] = [
-            t for t in params.get("tools") or () if t.get("type") == "function"
-        ]
+        self._tools: list[dict[str, Any]] = []
+        for tool in params.get("tools") or ():
+            if tool.get("type") == "function":
+                self._tools.append(tool)
         self._items_so_far: list[Item] = []
         self._info: Mapping[str, Any] = {}
-        self._unverified = False
+        self._unverified = False  # /verify was sent, and its answer has not come
 
     @property
     def _verifies(self) -> bool:
         return "/verify" in self.description["paths"]
 
     async def start(self) -> tuple[Conversation, str]:
-        schemas = [
-            {"type": "function", "function": {k: v for k, v in t.items() if k in SHOWN}}
-            for t in self._tools
-        ]
+        schemas = []
+        for tool in self._tools:
+            function = {name: value for name, value in tool.items() if name in SHOWN}
+            schemas.append({"type": "function", "function": function})
         tools = about_tools(schemas) if schemas else ""
         if self._verifies:
             await self.request("POST", "/seed_session", self._row, repeatable=True)
@@ -86,11 +85,13 @@ class NemoGymEnv(ServedEnv):
         answer = await self._result("/reset", repeatable=True)
         self._info = answer.get("info") or {}
         observation = answer.get("observation")
-        return ([{"role": "user", "content": str(observation)}] if observation else []), tools
+        if not observation:
+            return [], tools
+        return [{"role": "user", "content": str(observation)}], tools
 
     async def play(self, action: str) -> BaseTextEnvStepOutput:
-        if self._unverified:  # the answer was lost: this is another try
-            self.turns -= 1
+        if self._unverified:  # the answer was lost, and the step is repeated
+            self.turns -= 1  # which ``step`` has counted again
             return await self._verify()
         items, calls = self._items(action)
         if not self._verifies:
@@ -110,41 +111,43 @@ class NemoGymEnv(ServedEnv):
 
     def _items(self, action: str) -> tuple[list[Item], list[Item]]:
         """A response as items, and those of them that are calls."""
-        thoughts, ended, text = action.rpartition("</think>")
+        thoughts, end_of_thoughts, text = action.rpartition("</think>")
         items: list[Item] = []
-        if ended:
+        if end_of_thoughts:
             thought = {"type": "summary_text", "text": thoughts.replace("<think>", "").strip()}
             items.append({"type": "reasoning", "id": f"rs_{self.turns}", "summary": [thought]})
         message_text, functions = read_tool_calls(text)
-        calls = [
-            {
-                "type": "function_call",
-                "id": f"fc_{self.turns}_{number}",
-                "call_id": f"call_{self.turns}_{number}",
-                "name": call["function"]["name"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-                "status": "completed",
-            }
-            for number, call in enumerate(functions)
-        ]
+        calls: list[Item] = []
+        for number, call in enumerate(functions):
+            calls.append(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{self.turns}_{number}",
+                    "call_id": f"call_{self.turns}_{number}",
+                    "name": call["function"]["name"],
+                    "arguments": json.dumps(call["function"]["arguments"]),
+                    "status": "completed",
+                }
+            )
         if message_text or not calls:
-            content = [{"type": "output_text", "text": message_text, "annotations": []}]
-            message = {
-                "type": "message",
-                "id": f"msg_{self.turns}",
-                "role": "assistant",
-                "status": "completed",
-            }
-            items.append({**message, "content": content})
-        return [*items, *calls], calls
+            items.append(
+                {
+                    "type": "message",
+                    "id": f"msg_{self.turns}",
+                    "role": "assistant",
+                    "status": "completed",
+                    "content": [{"type": "output_text", "text": message_text, "annotations": []}],
+                }
+            )
+        return items + calls, calls
 
     async def _call(self, call: Item) -> dict[str, str]:
         """The tool's answer as a message; an error of the tool is an answer too."""
         names = [tool.get("name") for tool in self._tools]
         if call["name"] in names:
-            _, content = await self.exchange(
-                "POST", f"/{quote(call['name'], safe='')}", json.loads(call["arguments"])
-            )
+            # Quoted: the name comes from the model's text, and "../verify" is not a tool.
+            path = f"/{quote(call['name'], safe='')}"
+            _, content = await self.exchange("POST", path, json.loads(call["arguments"]))
             output = content.decode(errors="replace")
         else:
             output = json.dumps({"error": unknown("tool", call["name"], map(str, names))})
@@ -160,16 +163,12 @@ class NemoGymEnv(ServedEnv):
         if answer.get("mask_sample") is True:
             reason = answer.get("failure_reason") or answer.get("failure_kind") or "mask_sample"
             raise RuntimeError(f"{self.url} could not judge the episode: {str(reason)[:300]}")
-        components = {
-            f"reward/{name}": value
-            for name, value in numbers(answer.get("reward_components")).items()
-        }
-        added = {
-            n: v
-            for n, v in numbers(answer).items()
-            if n not in self._row and n not in ("reward", "mask_sample")
-        }
-        self.metrics = {**added, **components}
+        self.metrics = {}
+        for name, value in numbers(answer).items():
+            if name not in self._row and name not in ("reward", "mask_sample"):
+                self.metrics[name] = value
+        for name, value in numbers(answer.get("reward_components")).items():
+            self.metrics[f"reward/{name}"] = value
         return {
             "observations": [],
             "reward": answer.get("reward", 0.0),
@@ -182,14 +181,10 @@ class NemoGymEnv(ServedEnv):
         info = answer.get("info") or {}
         self.metrics = numbers(info)
         names = {item["call_id"]: item["name"] for item in items if item["type"] == "function_call"}
-        messages = [
-            {
-                "role": "tool",
-                "name": names.get(output.get("call_id"), ""),
-                "content": str(output.get("output")),
-            }
-            for output in info.get("tool_outputs") or ()
-        ]
+        messages: list[dict[str, str]] = []
+        for output in info.get("tool_outputs") or ():
+            name = names.get(output.get("call_id"), "")
+            messages.append({"role": "tool", "name": name, "content": str(output.get("output"))})
         if answer.get("observation"):
             messages.append({"role": "user", "content": str(answer["observation"])})
         done = bool(answer.get("terminated")) or bool(answer.get("truncated"))
@@ -203,21 +198,19 @@ class NemoGymEnv(ServedEnv):
     async def _result(
         self, path: str, items: list[Item] | None = None, *, repeatable: bool = False
     ) -> Mapping[str, Any]:
-        """The answer to the row and, as an object of OpenAI's Responses API, what was said."""
-        response = {
-            "id": "resp_0",
-            "object": "response",
-            "created_at": 0,
-            "model": "policy",
-            "output": items,
-            "parallel_tool_calls": True,
-            "tool_choice": "auto",
-            "tools": self._tools,
-        }
-        if items is None:
-            body = self._row
-        else:
-            body = {**self._row, "response": response}
+        """The answer to the row, and to items as a response of OpenAI's Responses API."""
+        body = dict(self._row)
+        if items is not None:
+            body["response"] = {
+                "id": "resp_0",
+                "object": "response",
+                "created_at": 0,
+                "model": "policy",
+                "output": items,
+                "parallel_tool_calls": True,
+                "tool_choice": "auto",
+                "tools": self._tools,
+            }
         answer = await self.request("POST", path, body, repeatable=repeatable)
         if not isinstance(answer, Mapping) or not isinstance(answer.get("info") or {}, Mapping):
             raise InvalidEnvOutputError(

@@ -26,18 +26,13 @@ from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOu
 from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import UserError, unknown
 
-PAUSES_S = (
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-)  # between questions for a free session; then the last one again
+#: Pauses between requests for a session to a full server; the last one is repeated.
+PAUSES_S = (0.1, 0.2, 0.5, 1.0, 2.0)
 Schema = Mapping[str, Any]
 
 
 class RefusedActionError(Exception):
-    """The model's action is none of this environment; the message is shown to the model."""
+    """The model's action is invalid in this environment; the model reads the message."""
 
 
 @ENVS.register("openenv")
@@ -45,15 +40,14 @@ class OpenEnvEnv(ServedEnv):
     """Settings besides those of ``ServedEnv``:
 
     Args:
-        seed: of the episode; other entries of ``reset`` are given to the environment's ``reset``
-            too.
+        seed: of the episode.
+        reset: further arguments of the environment's ``reset``.
         action_field: the entry of an action that takes the response's text; by default the only one
-            that is required. A response with a JSON object of the action's entries is taken as it
-            is. Of a text for a number the last number counts, for one of several names the last
-            name.
+            that is required. A response with a JSON object of the action's entries is the action.
+            In a text for a number the last number counts, for one of several names the last name.
         action_with: entries that every action has.
-        execution_errors: "fail", or "show" where the environment raises for what the model may do:
-            an error of a step then costs a turn, is shown to the model, and is counted too.
+        execution_errors: "fail", or "show" if the environment raises for actions of the model: an
+            error of a step then costs a turn, is shown to the model, and is counted too.
         show: names of the observation's entries that the model reads; by default all that are not
             empty.
     """
@@ -95,33 +89,37 @@ class OpenEnvEnv(ServedEnv):
         if done:
             raise InvalidEnvOutputError(f"{self.url} begins with an episode that is done")
         text = self._text(observation)
-        if text:
-            shown = [{"role": "user", "content": text}]
-        else:
-            shown = []
+        messages = [{"role": "user", "content": text}] if text else []
         if not self._plays_tools:
-            return shown, ""
-        listed, _, _ = self._read(await self._ask({"type": "list_tools"}))
-        tools = [
-            {"type": "function", "function": {"name": tool["name"], "description": tool.get("description") or "",
-                                              "parameters": tool.get("input_schema") or {}}}
-            for tool in listed.get("tools") or ()
-        ]  # fmt: skip
-        return shown, about_tools(tools)
+            return messages, ""
+        answer = await self._ask({"type": "list_tools"})
+        tool_list, _, _ = self._read(answer)
+        schemas = []
+        for tool in tool_list.get("tools") or ():
+            function = {
+                "name": tool["name"],
+                "description": tool.get("description") or "",
+                "parameters": tool.get("input_schema") or {},
+            }
+            schemas.append({"type": "function", "function": function})
+        return messages, about_tools(schemas)
 
     async def play(self, action: str) -> BaseTextEnvStepOutput:
         reward = 0.0
         done = False
         messages = list[dict[str, str]]()
         try:
-            for move in self._tool_calls(action) if self._plays_tools else [self._action(action)]:
-                observation, earned, done = self._read(await self._ask(move))
-                reward += earned
+            if self._plays_tools:
+                moves = self._tool_calls(action)
+            else:
+                moves = [self._action(action)]
+            for move in moves:
+                observation, move_reward, done = self._read(await self._ask(move))
+                reward += move_reward
+                message = {"role": "user", "content": self._text(observation)}
                 if self._plays_tools:
-                    author = {"role": "tool", "name": move["tool_name"]}
-                else:
-                    author = {"role": "user"}
-                messages.append({**author, "content": self._text(observation)})
+                    message |= {"role": "tool", "name": move["tool_name"]}
+                messages.append(message)
                 if done:
                     break
         except RefusedActionError as error:
@@ -138,8 +136,10 @@ class OpenEnvEnv(ServedEnv):
     # ---------------------------------------------------------------- the wire
 
     async def _first_answer(self, reset: str) -> Answer:
-        """The answer to the first message. A full server is asked until it has room, or the
-        caller's time ends."""
+        """The answer to the first message.
+
+        A full server is asked until it has a free session, or the caller's time ends.
+        """
         pauses_s = iter(PAUSES_S)
         while True:
             try:
@@ -149,7 +149,8 @@ class OpenEnvEnv(ServedEnv):
                     f"{self.url}/ws is unreachable: {type(error).__name__}: {error}",
                     repeatable=True,
                 )
-            match answer := await self._exchange(reset, repeatable=True):
+            answer = await self._exchange(reset, repeatable=True)
+            match answer:
                 case {"data": {"code": "CAPACITY_REACHED"}}:
                     await self._socket.close()
                     await asyncio.sleep(next(pauses_s, PAUSES_S[-1]))
@@ -165,9 +166,8 @@ class OpenEnvEnv(ServedEnv):
 
     async def _exchange(self, message: str, *, repeatable: bool = False) -> Answer:
         assert self._socket is not None
-        with suppress(
-            aiohttp.ClientError
-        ):  # the server has closed the socket: what it said before is read
+        # Suppressed: the server has closed the socket. Its last message is read below.
+        with suppress(aiohttp.ClientError):
             await self._socket.send_str(message)
         received = await self._socket.receive()
         if received.type is not aiohttp.WSMsgType.TEXT:
@@ -192,7 +192,7 @@ class OpenEnvEnv(ServedEnv):
             case {"type": "error", "data": {} as data}:
                 code = str(data.get("code"))
                 if code == "VALIDATION_ERROR" or (self._shows_errors and code == "EXECUTION_ERROR"):
-                    raise RefusedActionError(_what_is_wrong(data))
+                    raise RefusedActionError(_problems_of(data))
                 raise InvalidEnvOutputError(
                     f"{self.url} answered {code}: {str(data.get('message'))[:300]}"
                 )
@@ -207,8 +207,7 @@ class OpenEnvEnv(ServedEnv):
             f"{self.url}/ws answered {str(answer)[:80]!r}, which is not an observation"
         )
 
-    # ---------------------------------------------------------------- text to actions, observations
-    # to text
+    # ------------------------------------------------ text to actions, observations to text
 
     @property
     def _schema(self) -> Schema:
@@ -217,8 +216,10 @@ class OpenEnvEnv(ServedEnv):
 
     @property
     def _plays_tools(self) -> bool:
-        """Whether an action is a call of one of the server's tools (MCP), which some schemas leave
-        open."""
+        """Whether an action is a call of a tool of the server (MCP).
+
+        Some servers of tools have a schema without entries.
+        """
         entries = set(self._schema.get("properties") or ()) - {"metadata"}
         return not entries or {"tool_name", "arguments"} <= entries
 
@@ -226,31 +227,27 @@ class OpenEnvEnv(ServedEnv):
         _, calls = read_tool_calls(text)
         if not calls:
             raise RefusedActionError("call a tool: <tool_call>{...}</tool_call>")
-        return [
-            {
-                "type": "call_tool",
-                "tool_name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-            }
-            for call in calls
-        ]
+        moves = []
+        for call in calls:
+            name = call["function"]["name"]
+            arguments = call["function"]["arguments"]
+            moves.append({"type": "call_tool", "tool_name": name, "arguments": arguments})
+        return moves
 
     def _action(self, text: str) -> dict[str, Any]:
-        entries = [
-            name
-            for name in self._schema.get("properties") or ()
-            if name not in ("metadata", *self._fixed)
-        ]
-        needed = [name for name in self._schema.get("required") or () if name in entries]
+        """The action of a response: its JSON object, or the value of one entry."""
+        reserved = {"metadata", *self._fixed}
+        entries = [name for name in self._schema.get("properties") or () if name not in reserved]
+        required = [name for name in self._schema.get("required") or () if name in entries]
         action = _last_object(text)
         if action and set(action) <= set(entries):
             return {**self._fixed, **action}
         field = self.settings.get("action_field")
         if not field:
-            alone = needed if len(needed) == 1 else entries
-            if len(alone) != 1:
+            candidates = required if len(required) == 1 else entries
+            if len(candidates) != 1:
                 raise RefusedActionError(f"answer with a JSON object of: {', '.join(entries)}")
-            [field] = alone
+            field = candidates[0]
         if field not in entries:
             raise UserError(unknown(f"action_field of {self.url}", field, entries))
         return {**self._fixed, field: _value(text, self._entry(field))}
@@ -258,14 +255,15 @@ class OpenEnvEnv(ServedEnv):
     def _entry(self, name: str) -> Schema:
         """The schema of an entry, without references and alternatives to null."""
         entry: Schema = self._schema["properties"][name]
-        for _ in range(8):
-            several = entry.get("anyOf") or entry.get("allOf") or entry.get("oneOf") or ()
-            if several:
-                entry = next((schema for schema in several if schema.get("type") != "null"), {})
+        for _ in range(8):  # bounded: a reference may lead to itself
+            alternatives = entry.get("anyOf") or entry.get("allOf") or entry.get("oneOf")
+            if alternatives:
+                values = [schema for schema in alternatives if schema.get("type") != "null"]
+                entry = values[0] if values else {}
             elif "$ref" in entry:
-                entry = (self._schema.get("$defs") or {}).get(
-                    str(entry["$ref"]).rpartition("/")[2], {}
-                )
+                definitions = self._schema.get("$defs") or {}
+                name = str(entry["$ref"]).rpartition("/")[2]
+                entry = definitions.get(name, {})
         return entry
 
     def _text(self, observation: Mapping[str, Any]) -> str:
@@ -278,47 +276,47 @@ class OpenEnvEnv(ServedEnv):
             entries = {name: observation[name] for name in show}
         else:
             error = observation.get("error")
-            hidden = {"done", "reward", "metadata", *(("tool_name",) if self._plays_tools else ())}
-            entries = {
-                n: v
-                for n, v in observation.items()
-                if n not in hidden and v not in (None, "", [], {})
-            }
             if self._plays_tools and error:
                 return f"error: {error.get('message') if isinstance(error, Mapping) else error}"
-            if (
-                isinstance(result := entries.get("result"), Mapping) and "content" in result
-            ):  # MCP's form of a result
-                if isinstance(result["content"], list):
-                    lines = result["content"]
-                else:
-                    lines = []
-                return "\n".join(
-                    str(part.get("text", part)) for part in lines if isinstance(part, Mapping)
-                )
-            if not entries and isinstance(extra := observation.get("metadata"), Mapping):
-                entries = dict(extra)
-        values = {n: v if isinstance(v, str) else json.dumps(v) for n, v in entries.items()}
-        if len(values) == 1:
-            return next(iter(values.values()))
-        return "\n".join(f"{n}: {v}" for n, v in values.items())
+            hidden = {"done", "reward", "metadata"}
+            if self._plays_tools:
+                hidden.add("tool_name")  # the message has the name
+            entries = {}
+            for name, value in observation.items():
+                if name not in hidden and value not in (None, "", [], {}):
+                    entries[name] = value
+            result = entries.get("result")
+            if isinstance(result, Mapping) and "content" in result:  # MCP's form of a result
+                content = result["content"] if isinstance(result["content"], list) else []
+                parts = [part for part in content if isinstance(part, Mapping)]
+                return "\n".join(str(part.get("text", part)) for part in parts)
+            metadata = observation.get("metadata")
+            if not entries and isinstance(metadata, Mapping):
+                entries = dict(metadata)
+        texts = {}
+        for name, value in entries.items():
+            texts[name] = value if isinstance(value, str) else json.dumps(value)
+        if len(texts) == 1:
+            return next(iter(texts.values()))
+        return "\n".join(f"{name}: {text}" for name, text in texts.items())
 
 
-def _what_is_wrong(data: Mapping[str, Any]) -> str:
-    problems = [
-        f"{'.'.join(map(str, problem.get('loc') or ()))}: {problem.get('msg')}"
-        for problem in data.get("errors") or ()
-        if isinstance(problem, Mapping)
-    ]
+def _problems_of(data: Mapping[str, Any]) -> str:
+    """The message for the model in an error of the server, at most 500 characters."""
+    problems = []
+    for problem in data.get("errors") or ():
+        if isinstance(problem, Mapping):  # as pydantic writes them: loc is the path to the entry
+            path = ".".join(map(str, problem.get("loc") or ()))
+            problems.append(f"{path}: {problem.get('msg')}")
     return "; ".join(problems)[:500] or str(data.get("message"))[:500]
 
 
 def _last_object(text: str) -> dict[str, Any] | None:
-    """The last JSON object in a text that is not part of another, if it has one."""
+    """The last JSON object in a text that is not part of another; None if there is none."""
     end = text.rfind("}") + 1
     decoder = json.JSONDecoder()
     start = text.find("{")
-    for _ in range(64):  # a model may write any number of brackets
+    for _ in range(64):  # a model may write any number of brackets, and each costs a pass
         if start < 0:
             return None
         try:
@@ -336,18 +334,19 @@ def _value(text: str, entry: Schema) -> object:
     """The value of an action's entry that a response names."""
     names = {str(name).lower(): name for name in entry.get("enum") or ()}
     if names:
-        named = [names[word] for word in re.findall(r"[\w.+-]+", text.lower()) if word in names]
-        if not named:
-            raise RefusedActionError(f"answer with one of: {', '.join(map(str, names.values()))}")
-        return named[-1]
+        for word in reversed(re.findall(r"[\w.+-]+", text.lower())):
+            if word in names:
+                return names[word]
+        raise RefusedActionError(f"answer with one of: {', '.join(map(str, names.values()))}")
     match entry.get("type"):
         case "integer" | "number" as kind:
-            digits = re.findall(r"-?\d+" if kind == "integer" else r"-?\d+(?:\.\d+)?", text)
-            if not digits or len(digits[-1]) > 18:
+            pattern = r"-?\d+" if kind == "integer" else r"-?\d+(?:\.\d+)?"
+            numerals = re.findall(pattern, text)
+            if not numerals or len(numerals[-1]) > 18:  # a server's integers have 64 bits
                 raise RefusedActionError("answer with a number")
             if kind == "integer":
-                return int(digits[-1])
-            return float(digits[-1])
+                return int(numerals[-1])
+            return float(numerals[-1])
         case "boolean":
             return _value(text, {"enum": ["true", "false"]}) == "true"
         case "string" | None:

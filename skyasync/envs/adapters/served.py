@@ -1,13 +1,12 @@
-"""Environments that a server plays over HTTP: OpenEnv's and NeMo Gym's. Their programs need
-packages of their own.
+"""Environments that a server plays over HTTP: OpenEnv's and NeMo Gym's.
 
 ``environment.env_class=openenv:URL`` or ``nemo_gym:URL`` names such an environment. It exchanges
 text with the model, as every environment does; the server sees no tokens.
 
 Invariant: an answer has at most ``MAX_BYTES`` and comes within ``timeout_s``, or the episode fails
-as one whose environment raises. What may have changed the server's episode is sent once: after such
-a failure the episode is over. A server that refuses or loses the first request of an episode is
-asked again (``environment.max_retries``).
+as one whose environment raises. A request that may change the server's episode is sent once: if it
+fails the episode is over. A server that refuses or loses the first request of an episode is asked
+again (``environment.max_retries``).
 """
 
 from __future__ import annotations
@@ -29,15 +28,17 @@ from skyasync.envs.base import (
 )
 from skyasync.errors import TransientError, UserError
 
-MAX_BYTES = 16 << 20  # of one answer
+MAX_BYTES = 16 << 20  # of one answer, which is read into memory
 CHECK_S = 10.0  # for the answer of a server before the run
-BUSY = (429, 502, 503, 504)  # HTTP statuses that say "later"
+BUSY = (429, 502, 503, 504)  # HTTP statuses after which another try may succeed
 
-Answer = Any  # JSON of a server, as it came
+Answer = Any  # JSON of a server, not checked
 
 
 class ServedEnv(BaseTextEnv):
-    """Its settings are the row's columns, or else those in ``environment.env_config.openenv`` (or
+    """An environment of a server.
+
+    Its settings are the row's columns, or else those in ``environment.env_config.openenv`` (or
     ``nemo_gym``).
 
     Args (of these settings):
@@ -46,15 +47,15 @@ class ServedEnv(BaseTextEnv):
         timeout_s: the longest wait for an answer of the server.
     """
 
-    #: What stands in front of the address, and the key in ``environment.env_config``.
+    #: The name before the address, and the key in ``environment.env_config``.
     hub: ClassVar[str]
-    #: Where the server describes itself.
+    #: The path of the server's description.
     description_path: ClassVar[str]
-    #: The end of the error message for a server of another kind.
+    #: The end of the error message for another type of server.
     not_served: ClassVar[str]
     #: The server's address; set by ``at``.
     url: ClassVar[str] = ""
-    #: What the server says of itself; read by the first episode of a process.
+    #: The server's description; read by the first episode of a process.
     description: ClassVar[Answer] = None
 
     @classmethod
@@ -66,10 +67,9 @@ class ServedEnv(BaseTextEnv):
         """
         try:
             address = urlsplit(url)
-            is_address = (
-                address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
-            )
-        except ValueError:
+            has_host = bool(address.hostname) and address.port != 0
+            is_address = has_host and address.scheme in ("http", "https")
+        except ValueError:  # of a port that is not a number, too
             is_address = False
         if not is_address or address.query or address.fragment:
             raise UserError(
@@ -80,9 +80,9 @@ class ServedEnv(BaseTextEnv):
 
     @classmethod
     def check_server(cls) -> None:
-        """Raises ``UserError``, in one line, if no server of this kind answers at the address.
-        Blocks."""
+        """Raise ``UserError`` if no server of this type answers at the address. Blocks."""
         where = f"environment {cls.hub}:{cls.url}"
+        # Without the proxies of the environment: servers of environments are in the same network.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(cls.url + cls.description_path, timeout=CHECK_S) as response:
@@ -92,10 +92,7 @@ class ServedEnv(BaseTextEnv):
                 f"{where} answers HTTP {error.code} to {cls.description_path}: {cls.not_served}"
             ) from None
         except OSError as error:
-            if isinstance(error, urllib.error.URLError):
-                reason = error.reason
-            else:
-                reason = error
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UserError(
                 f"{where} does not answer ({reason}): start its server, or correct the address"
             ) from None
@@ -108,7 +105,7 @@ class ServedEnv(BaseTextEnv):
 
     @classmethod
     def is_described_by(cls, description: Answer) -> bool:
-        """Whether this is the description of a server of this kind."""
+        """Whether this is the description of a server of this type."""
         raise NotImplementedError
 
     def __init__(
@@ -123,8 +120,7 @@ class ServedEnv(BaseTextEnv):
         self._failed = ""
 
     async def start(self) -> tuple[Conversation, str]:
-        """Begin the episode at the server; returns messages behind the row's own, and a text about
-        its tools."""
+        """Begin the episode; returns messages after the row's, and a description of the tools."""
         raise NotImplementedError
 
     async def play(self, action: str) -> BaseTextEnvStepOutput:
@@ -140,13 +136,11 @@ class ServedEnv(BaseTextEnv):
                 raise InvalidEnvOutputError(f"{self.url}{self.description_path}: {self.not_served}")
         messages, tools = await self.start()
         opening = [*prompt, *messages]
-        if (
-            len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]
-        ):  # one message, as templates want it
-            *opening, first, second = opening
-            opening.append(
-                {**first, "content": f"{first['content']}\n{second['content']}".strip("\n")}
-            )
+        # Many chat templates reject two messages of one role in a row.
+        if len(opening) > 1 and opening[-1]["role"] == opening[-2]["role"]:
+            final = opening.pop()
+            content = f"{opening[-1]['content']}\n{final['content']}".strip("\n")
+            opening[-1] = {**opening[-1], "content": content}
         if tools and opening[0]["role"] == "system":
             opening[0] = {**opening[0], "content": f"{opening[0]['content']}\n\n{tools}"}
         elif tools:
@@ -173,9 +167,8 @@ class ServedEnv(BaseTextEnv):
     def http(self) -> aiohttp.ClientSession:
         """The connection of this episode, with its cookies."""
         if self._http is None:
-            self._http = aiohttp.ClientSession(
-                cookie_jar=aiohttp.CookieJar(unsafe=True)
-            )  # also of addresses in digits
+            jar = aiohttp.CookieJar(unsafe=True)  # also cookies of hosts that are IP addresses
+            self._http = aiohttp.ClientSession(cookie_jar=jar)
         return self._http
 
     async def request(
@@ -184,7 +177,8 @@ class ServedEnv(BaseTextEnv):
         """The JSON that the server answers with.
 
         Args:
-            again: may be sent again, since it begins the episode or changes nothing at the server.
+            repeatable: it may be sent again: it begins the episode or changes nothing at the
+                server.
 
         Raises:
             TransientError: if the server is away or busy, and may be asked again.
@@ -193,9 +187,8 @@ class ServedEnv(BaseTextEnv):
         """
         status, data = await self.exchange(method, path, body, repeatable=repeatable)
         if status >= 400:
-            problem = (
-                f"{self.url}{path} answered HTTP {status}: {data[:300].decode(errors='replace')}"
-            )
+            excerpt = data[:300].decode(errors="replace")
+            problem = f"{self.url}{path} answered HTTP {status}: {excerpt}"
             if status in BUSY:
                 self.fail(problem, repeatable=repeatable)
             raise InvalidEnvOutputError(problem)
@@ -212,6 +205,7 @@ class ServedEnv(BaseTextEnv):
                 method, url, json=body, timeout=timeout, allow_redirects=False
             ) as answer:
                 content = bytearray()
+                # In chunks, so that an endless answer does not fill the memory.
                 async for chunk in answer.content.iter_any():
                     content += chunk
                     if len(content) > MAX_BYTES:
@@ -230,7 +224,12 @@ class ServedEnv(BaseTextEnv):
             )
 
     def fail(self, problem: str, *, repeatable: bool = False) -> NoReturn:
-        """Raise for a server that did not answer, for another try or for good."""
+        """Raise for a server that did not answer.
+
+        Raises:
+            TransientError: if the request is repeatable.
+            ConnectionError: if not; the episode is over.
+        """
         if repeatable:
             raise TransientError(problem)
         self._failed = problem
@@ -246,19 +245,18 @@ def _parsed(data: bytes | str, source: str) -> Answer:
 
 def numbers(values: object) -> dict[str, float]:
     """The entries that are numbers or truth values, by name."""
-    if not isinstance(values, Mapping):
-        return {}
-    return {
-        str(name): float(value)
-        for name, value in values.items()
-        if isinstance(value, bool | int | float)
-    }
+    result: dict[str, float] = {}
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            if isinstance(value, bool | int | float):
+                result[str(name)] = float(value)
+    return result
 
 
 def about_tools(schemas: list[dict[str, Any]]) -> str:
-    """Tells the model which tools there are and how to call them; for any chat template."""
-    shown = "\n".join(json.dumps(schema) for schema in schemas)
+    """A text for the model: the tools and how to call them. It needs no support of templates."""
+    lines = "\n".join(json.dumps(schema) for schema in schemas)
     return (
-        f"Tools:\n<tools>\n{shown}\n</tools>\n"
+        f"Tools:\n<tools>\n{lines}\n</tools>\n"
         'Call a tool like this: <tool_call>{"name": "TOOL", "arguments": {"NAME": "VALUE"}}</tool_call>'
     )

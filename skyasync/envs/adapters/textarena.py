@@ -1,7 +1,6 @@
 """TextArena's single-player games as environments.
 
-Invariant: the same row gives the same game: its ``seed`` decides everything that the game draws at
-random.
+Invariant: the same row gives the same game: its ``seed`` decides all random choices of the game.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class TextArenaEnv(GameEnv):
             )
         self._game = _make(settings["textarena_id"], dict(settings.get("textarena_args") or {}))
         self._metrics: dict[str, float] = {}
-        self._shown = ""  # all that the game has written; it repeats that each time
+        self._shown = ""  # all text of the game so far: each observation repeats it
 
     def start(self) -> str:
         self._game.reset(num_players=1, seed=self.seed)
@@ -58,7 +57,7 @@ class TextArenaEnv(GameEnv):
         return float(rewards[0]), True
 
     def observe(self) -> str:
-        """What the game has written since the last call, the answer that it repeats included."""
+        """The game's text since the previous call, the answer that it repeats included."""
         _, text = self._game.get_observation()
         added = text.removeprefix(self._shown)
         self._shown = text
