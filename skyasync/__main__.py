@@ -1,7 +1,7 @@
-"""``skyasync [COMMAND] key=value ...``, and ``python -m skyasync``, which is the same; without a
-subcommand it trains.
+"""``skyasync [COMMAND] key=value ...``, also as ``python -m skyasync``; without a command it trains.
 
-Invariant: nothing is imported before it is known what is to be done.
+Invariant: a subcommand's modules are imported after its name was read, so that help and errors are
+fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from skyasync.errors import UserError, unknown
 
 def command(argv: Sequence[str]) -> None:
     """Run the subcommand named first, or train. A user's error ends the program with one line."""
-    subcommand, rest = (argv[0], argv[1:]) if argv else ("", [])
+    subcommand = argv[0] if argv else ""
+    rest = argv[1:]
     if subcommand in ("--help", "-h", "help") and not rest:
         _print_usage()
     elif subcommand in SUBCOMMANDS:
@@ -37,8 +38,8 @@ def command(argv: Sequence[str]) -> None:
 
 
 def program() -> None:
-    """The console script. Files named on the command line are found as by ``python -m``: from the
-    folder one is in."""
+    """The console script."""
+    # As with ``python -m``: modules named on the command line may be in the current folder.
     if "" not in sys.path:
         sys.path.insert(0, "")
     command(sys.argv[1:])
@@ -59,10 +60,11 @@ def _carry_out(subcommand: str, argv: Sequence[str]) -> None:
         _exit_with(error)
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(128 + signal.SIGINT) from None
     except PermissionError as error:
-        if not SUBCOMMANDS[subcommand].runs:  # else it is of another user's run
+        if not SUBCOMMANDS[subcommand].runs:
             raise
+        # A subcommand that reads runs: the folder belongs to another user.
         _exit_with(UserError(f"{error.filename}: {error.strerror}"))
     except BrokenPipeError as error:
         _end_without_reader(error)
@@ -78,13 +80,12 @@ def _end_without_reader(error: BrokenPipeError) -> NoReturn:
 
 
 def _reader_gone() -> bool:
-    """Whether nothing reads standard output any more, as after ``| head``; from then on it leads
-    nowhere."""
+    """Whether nothing reads standard output any more, as after ``| head``."""
     output = sys.stdout.fileno()
     poll = select.poll()
-    poll.register(output, 0)
+    poll.register(output, 0)  # errors are reported without being asked for
     gone = bool(poll.poll(0))
-    if gone:
+    if gone:  # Python flushes the output at its end, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), output)
     return gone
 

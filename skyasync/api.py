@@ -1,5 +1,4 @@
-"""The Python entry point: training, evaluation and rollouts as one call each, in a script or a
-notebook.
+"""The Python entry point: training, evaluation and rollouts, each as one call.
 
 Invariant: a call is the command with the same settings. Its arguments become settings, and
 ``configuration`` checks them. The caller's functions, classes and rows are registered under names
@@ -68,7 +67,7 @@ OF_AGENTS = (
     "generator.turn_discount",
 )
 
-#: A run that sets one of these has an engine that the transformers engine may not be able to replace.
+#: If a run sets one of these, the transformers engine may not be able to replace its engine.
 OF_CHOSEN_ENGINES = (
     "generator.backend",
     "generator.engines",
@@ -90,8 +89,9 @@ def train(
     callbacks: Sequence[RunExtension] = (),
     tracker: object = (),
 ) -> TrainResult:
-    """Train a model; blocks until the run has ended. Ctrl-C, or stopping the cell, ends the run and
-    is raised.
+    """Train a model; blocks until the run has ended.
+
+    Ctrl-C, or stopping the cell of a notebook, ends the run and is raised.
 
     Args:
         model: a Hugging Face name or folder; the tiny example model by default, with its own task
@@ -128,10 +128,8 @@ def train(
         else:
             trackers = []
         if trackers:
-            arguments["trainer.logger"] = [
-                "jsonl",
-                *(_named(stack, TRACKERS, named) for named in trackers),
-            ]
+            names = [_named(stack, TRACKERS, part) for part in trackers]
+            arguments["trainer.logger"] = ["jsonl", *names]
         sources = {TRAIN: prompts, EVALUATION: eval_prompts}
         cfg, rows = stack.enter_context(
             _configured(model, sources, reward, environment, arguments, settings)
@@ -151,9 +149,11 @@ def train(
     folder = experiment.run_dir
     assert folder is not None
     report = folder.path / "report.html"
+    rows_of_metrics = jsonl.read_rows(folder.metrics)
     return TrainResult(
         metrics=metrics,
-        history=[row for row in jsonl.read_rows(folder.metrics) if row.keys() > {"step", "time"}],
+        # Without rows that have no metric.
+        history=[row for row in rows_of_metrics if row.keys() > {"step", "time"}],
         run_dir=folder.path,
         model=experiment.exported,
         report=report if report.is_file() else None,
@@ -167,12 +167,13 @@ class _ExportingExperiment(BasePPOExp):
 
     @property
     def exported(self) -> Path:
-        """By default a folder in the run's folder, whose name is known after ``prepare``."""
+        """The exported policy, by default in the run's folder. Its name exists after ``prepare``."""
         assert self.run_dir is not None
         return Path(self.cfg.trainer.export_path or self.run_dir.path / "model")
 
     def build(self) -> RayPPOTrainer:
-        """In the controller's process, before its copy of the configuration becomes read-only."""
+        """Make every part, in the controller's process."""
+        # Before the base class, which makes this copy of the configuration read-only.
         self.cfg.trainer.export_path = str(self.exported)
         return super().build()
 
@@ -187,7 +188,7 @@ class TrainResult:
         run_dir: the run's folder.
         model: the trained policy, a Hugging Face folder.
         report: the page about the run; None without ``trainer.report``.
-        settings: those that the run was given, and those of the tiny example if it was that.
+        settings: the caller's settings, and those of the tiny example if the run was that.
         alarms: problems that the last steps show, causes first; each has a ``name`` and a ``text``
             that says what to change. Empty for a healthy run, and before 10 steps.
     """
@@ -211,27 +212,24 @@ class TrainResult:
         Raises:
             UserError: if a prompt has more than ``trainer.max_prompt_length`` tokens.
         """
-        rows = [
-            {"prompt": prompt} for prompt in ([prompts] if isinstance(prompts, str) else prompts)
-        ]
-        of_plans = {
-            key for description in PLANS.builtins().values() for key in description.can["reads"]
-        }
-        settings = {
-            key: value
-            for key, value in _flat(self.settings)
-            if key not in of_plans and key != MODEL
-        }
-        engines = {key: value for key, value in settings.items() if key.startswith(OF_ENGINES)}
-        engine_settings = {
-            key: value for key, value in engines.items() if not key.startswith(OF_AGENTS)
-        }
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        rows = [{"prompt": prompt} for prompt in prompts]
+        plan_keys: set[str] = set()
+        for description in PLANS.builtins().values():
+            plan_keys.update(description.can["reads"])
+        engine_settings: dict[str, Any] = {}
+        for key, value in _flat(self.settings):
+            is_of_engines = key.startswith(OF_ENGINES) and not key.startswith(OF_AGENTS)
+            # The settings of plans start with "generator." too, and mean nothing without training.
+            if is_of_engines and key not in plan_keys and key != MODEL:
+                engine_settings[key] = value
         engine_settings["generator.eval_n_samples_per_prompt"] = 1
-        engine_settings["trainer.algorithm.off_policy_correction"] = (
-            "none"  # nothing is trained: any sampling is allowed
-        )
-        of_vllm = tuple(f".{name}" for name in ENGINES.about("vllm").can["sampling"])
-        if not any(key in OF_CHOSEN_ENGINES or key.endswith(of_vllm) for key in engine_settings):
+        # Nothing is trained, so any sampling is allowed, also one that no correction supports.
+        engine_settings["trainer.algorithm.off_policy_correction"] = "none"
+        vllm_sampling = tuple(f".{name}" for name in ENGINES.about("vllm").can["sampling"])
+        chosen = OF_CHOSEN_ENGINES
+        if not any(key in chosen or key.endswith(vllm_sampling) for key in engine_settings):
             engine_settings["generator.backend"] = "transformers"
         episodes = rollouts(self.model, rows, "zero", settings=engine_settings, evaluation=True)
         if len(episodes) < len(rows):
@@ -260,8 +258,10 @@ def evaluate(
     environment: type | Callable[..., Any] | str | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``; arguments as for
-    ``train``."""
+    """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``.
+
+    The arguments are as for ``train``.
+    """
     from skyasync.cli.evaluate import measure
     from skyasync.cli.rollout_experiment import RolloutExperiment
 
@@ -279,11 +279,12 @@ def rollouts(
     settings: Mapping[str, Any] | None = None,
     evaluation: bool = False,
 ) -> list[dict[str, Any]]:
-    """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments; nothing
-    is trained.
+    """Episodes of a model, as ``skyasync rollout``: messages, response, reward, segments.
+
+    Nothing is trained.
 
     Args:
-        evaluation: with the sampling of evaluation. The other arguments are as for ``train``.
+        evaluation: use the sampling of evaluation. The other arguments are as for ``train``.
     """
     from skyasync.cli.rollout import record
     from skyasync.cli.rollout_experiment import RolloutExperiment
@@ -296,9 +297,12 @@ def rollouts(
     episodes = []
     for group in groups:
         for trajectory in group.trajectories:
-            sampled = [token for action in trajectory.actions for token in action.tokens.tolist()]
-            response = tokenizer.decode(sampled, skip_special_tokens=True)
-            episodes.append({**record(group, trajectory, tokenizer), "response": response})
+            sampled: list[int] = []
+            for action in trajectory.actions:
+                sampled += action.tokens.tolist()
+            episode = dict(record(group, trajectory, tokenizer))
+            episode["response"] = tokenizer.decode(sampled, skip_special_tokens=True)
+            episodes.append(episode)
     return episodes
 
 
@@ -314,16 +318,19 @@ def _configured(
     arguments: Mapping[str, object],
     settings: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Config, dict[str, Iterable[Row]]]]:
-    """The configuration, and the caller's own rows by source. The caller's parts are registered
-    inside."""
-    all_settings: dict[str, object] = {MODEL: None if model is None else str(model), **arguments}
+    """The configuration, and the caller's rows by source.
+
+    The caller's functions and classes are registered until the block ends.
+    """
+    all_settings = dict(arguments)
+    all_settings[MODEL] = None if model is None else str(model)
     rows: dict[str, Iterable[Row]] = {}
     with ExitStack() as stack:
         for key, prompts in sources.items():
             if isinstance(prompts, str | Path):
                 all_settings[key] = [str(prompts)]
             elif prompts is not None:
-                name = f"<{key.rpartition('.')[2]}>"
+                name = f"<{key.rpartition('.')[2]}>"  # which no file or module can have
                 rows[name] = _rows(prompts)
                 all_settings[key] = [name]
         if reward is not None and environment is not None:
@@ -331,11 +338,13 @@ def _configured(
                 "reward and environment are both given: an environment gives its own reward"
             )
         if reward is not None:
-            weights = _weights(reward)
-            all_settings["environment.reward_funcs"] = [
-                _named(stack, REWARDS, function) for function, _ in weights
-            ]
-            all_settings["environment.reward_weights"] = [weight for _, weight in weights]
+            names = []
+            weights = []
+            for function, weight in _weighted(reward):
+                names.append(_named(stack, REWARDS, function))
+                weights.append(weight)
+            all_settings["environment.reward_funcs"] = names
+            all_settings["environment.reward_weights"] = weights
             all_settings["environment.env_class"] = "reward"
         if environment is not None:
             all_settings["environment.env_class"] = _named(stack, ENVS, environment)
@@ -346,12 +355,9 @@ def _configured(
         twice = sorted(all_settings.keys() & flat_settings.keys())
         if twice:
             raise UserError(f"{twice[0]} is set twice, by an argument and by settings")
-        cfg: Config = configuration(
-            [
-                f"{key}={_text(key, value)}"
-                for key, value in {**all_settings, **flat_settings}.items()
-            ]
-        )
+        all_settings |= flat_settings
+        argv = [f"{key}={_text(key, value)}" for key, value in all_settings.items()]
+        cfg: Config = configuration(argv)
         if cfg.data.streaming and rows.keys() & set(cfg.data.train_data):
             raise UserError(
                 "data.streaming=true reads from a source: prompts must be a path or module:function"
@@ -360,30 +366,27 @@ def _configured(
 
 
 def _rows(prompts: Iterable[Row] | Callable[[], Iterable[Row]]) -> Iterable[Row]:
-    made = prompts() if callable(prompts) else prompts
-    if isinstance(made, Mapping) or not isinstance(made, Iterable):
-        if isinstance(made, Mapping):
-            names = f" with {', '.join(map(str, made))}: pass one of its splits"
-        else:
-            names = ""
-        raise UserError(
-            f"prompts must be rows, a path or a function; found {type(made).__name__}{names}"
-        )
-    if isinstance(made, Sized):
-        return made
-    return list(made)
+    rows = prompts() if callable(prompts) else prompts
+    problem = f"prompts must be rows, a path or a function; found {type(rows).__name__}"
+    if isinstance(rows, Mapping):  # as a DatasetDict
+        raise UserError(f"{problem} with {', '.join(map(str, rows))}: pass one of its splits")
+    if not isinstance(rows, Iterable):
+        raise UserError(problem)
+    if isinstance(rows, Sized):
+        return rows
+    return list(rows)  # a generator can be read only once
 
 
-def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
+def _weighted(reward: Reward) -> list[tuple[OneReward, float]]:
+    """The reward functions with their weights, 1 by default."""
+    pairs: list[tuple[OneReward, float]] = []
     if isinstance(reward, Mapping):
-        pairs = list(reward.items())
+        pairs += reward.items()
+    elif isinstance(reward, str) or not isinstance(reward, Iterable):
+        pairs.append((reward, 1.0))
     else:
-        several = (
-            [reward] if isinstance(reward, str) or not isinstance(reward, Iterable) else reward
-        )
-        pairs = [
-            function if isinstance(function, tuple) else (function, 1.0) for function in several
-        ]
+        for entry in reward:
+            pairs.append(entry if isinstance(entry, tuple) else (entry, 1.0))
     for function, _ in pairs:
         if not isinstance(function, str) and not callable(function):
             raise UserError(f"reward must be a function or a name, or several; found {function!r}")
@@ -391,29 +394,27 @@ def _weights(reward: Reward) -> list[tuple[OneReward, float]]:
 
 
 def _named(stack: ExitStack, registry: Registry, part: object) -> str:
-    """The name of a part; one that is no name is registered under its own until the stack
-    closes."""
+    """The name of a part in a registry.
+
+    A part that is not a name itself is registered by its own name until the stack closes.
+    """
     if isinstance(part, str):
         return part
     if not callable(part) and not (registry is TRACKERS and hasattr(part, "log")):
         raise UserError(f"{part!r} is no {registry.kind}: pass a name, a class or a function")
     if isinstance(part, type | FunctionType):
-        usual = part.__name__
+        base_name = part.__name__
     else:
-        usual = type(part).__name__
-    # a lambda
-    if usual.isidentifier():
-        usual = usual
-    else:
-        usual = registry.kind.replace(" ", "_")
-    name = usual
+        base_name = type(part).__name__
+    if not base_name.isidentifier():  # "<lambda>"
+        base_name = registry.kind.replace(" ", "_")
+    name = base_name
     number = 1
     while name in registry or name in registry.names():
         number += 1
-        name = f"{usual}_{number}"
-    made = registry is TRACKERS and not isinstance(part, type)
-    # a tracker is built from its context
-    if made:
+        name = f"{base_name}_{number}"
+    if registry is TRACKERS and not isinstance(part, type):
+        # The registry has classes and functions that make a tracker of its context.
         registry[name] = lambda context: part
     else:
         registry[name] = part
@@ -423,22 +424,22 @@ def _named(stack: ExitStack, registry: Registry, part: object) -> str:
 
 def _of_recipe(cfg: Config) -> dict[str, Any]:
     """The settings of the tiny example, if the run is that."""
-    return {
-        key: attrgetter(key)(cfg)
-        for key, origin in origins(cfg).items()
-        if origin == RECIPE and key != MODEL
-    }
+    settings = {}
+    for key, origin in origins(cfg).items():
+        if origin == RECIPE and key != MODEL:
+            settings[key] = attrgetter(key)(cfg)
+    return settings
 
 
 def _flat(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping that is no group of settings is a value."""
+    """Dotted keys and their values; a mapping that is not a group of settings is a value."""
     return dotted(settings, lambda path, group: path in Keys.of(Config).groups)
 
 
 def _text(key: str, value: object) -> str:
     """A value as the command line takes it."""
     if isinstance(value, str | Path):
-        return str(value) or '""'
+        return str(value) or '""'  # an empty text would be null
     try:
         text = yaml.safe_dump(
             value, default_flow_style=True, allow_unicode=True, width=float("inf")

@@ -1,5 +1,7 @@
-"""The interface of code that accompanies a run without being part of its plan; see
-``skyasync.trainer.extensions``."""
+"""The interface of extensions, which accompany a run without being part of its plan.
+
+The library's own are in ``skyasync.trainer.extensions``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ Answer = Awaitable[None] | None
 
 
 class Watched(Protocol):
-    """What an extension may use of the trainer, which is the ``RayPPOTrainer`` itself."""
+    """The attributes of the ``RayPPOTrainer`` that an extension may use."""
 
     @property
     def global_step(self) -> int: ...
@@ -29,26 +31,24 @@ class Watched(Protocol):
 
 
 class RunExtension:
-    """Override what you need, with ``def`` or ``async def``; ``trainer`` is the running
-    ``RayPPOTrainer``.
+    """Methods that a run calls; override any of them, with ``def`` or ``async def``.
 
-    The run waits for each method, at most ``trainer.step_timeout_s`` if it is asynchronous. An
-    exception ends the run. ``trainer.stop(reason)`` ends it well, after the step.
+    ``trainer`` is the running ``RayPPOTrainer``. The run waits for each method, at most
+    ``trainer.step_timeout_s`` if it is asynchronous. An exception ends the run with an error.
+    ``trainer.stop(reason)`` ends it without one, after the step.
     """
 
     def on_start(self, trainer: Watched) -> Answer:
-        """Parts are up, a checkpoint is loaded, weights are synced; nothing has been generated."""
+        """After models and checkpoint were loaded and weights synced, before any rollout."""
 
     def on_step_begin(self, trainer: Watched, step: int) -> Answer:
-        """A step begins; the first is 1. With asynchronous plans its rollouts may have begun
-        before."""
+        """Before each step, from 1. With asynchronous plans its rollouts may have begun earlier."""
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Any]) -> Answer:
-        """After each rollout, with each ``skyasync.rollout.types.Group`` as it was generated; do
-        not change them."""
+        """After each rollout, with its ``skyasync.rollout.types.Group``s; do not change them."""
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> Answer:
-        """After each step, with everything that is about to be logged; may add metrics."""
+        """After each step, before its metrics are logged; may add metrics."""
 
     def on_weight_update(self, trainer: Watched, version: int) -> Answer:
         """After each weight sync: all engines compute with the weights of this version."""
@@ -66,16 +66,18 @@ class RunExtension:
         """After the last step, if nothing failed."""
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of
-        them.
+        """The extension's state for checkpoints, as JSON has it.
 
-        Keys of mappings are text when they are loaded.
+        That is numbers, strings, booleans, None, and lists and mappings of them. Keys of mappings
+        are text when they are loaded.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave to the checkpoint that the run resumes from, before
-        ``on_start``."""
+        """Restore the ``state_dict`` of the checkpoint that the run resumes from.
+
+        Called before ``on_start``.
+        """
 
 
 class TrainerCallback(RunExtension):

@@ -1,14 +1,14 @@
-"""Errors a user can act on: one line that says what was found, what is allowed, and the nearest
-name."""
+"""Errors that a user can correct: one line with the value found, the allowed ones, the nearest."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
 
-_LONGEST = 400  # characters of a headline
-WHILE_PLAYING = "while playing the episode"  # begins the note of an error in one
-RAISED_BY = "raised by reward function"  # begins the note of its error
+_LONGEST = 400  # characters of a headline: a few lines of a terminal
+# The beginnings of notes that errors of user code get.
+WHILE_PLAYING = "while playing the episode"
+RAISED_BY = "raised by reward function"
 
 
 class UserError(Exception):
@@ -16,8 +16,10 @@ class UserError(Exception):
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, from a scheduler or a machine that shuts down: as Ctrl-C, with a time limit and a
-    message of its own."""
+    """SIGTERM, from a scheduler or a machine that shuts down.
+
+    It ends a run as Ctrl-C does, with a time limit.
+    """
 
 
 class RayEndedError(RuntimeError):
@@ -29,20 +31,18 @@ class NonFiniteError(RuntimeError):
 
 
 class NonFiniteRewardError(UserError, ValueError):
-    """A reward is NaN or infinite; the message says whose."""
+    """A reward is NaN or infinite; the message names its function or environment."""
 
 
 class TransientError(Exception):
-    """Raised by an environment, a tool, a reward or an agent program: the same call may well
-    succeed later.
+    """Raised by an environment, tool, reward function or agent program: another try may succeed.
 
     A step that raises it must have changed nothing: it is called again with the same action.
     """
 
 
 class MissingExtraError(UserError):
-    """An optional package is not installed; the message carries the command that adds it, and keeps
-    all others."""
+    """An optional package is not installed; the message has the command that adds it."""
 
     def __init__(self, requirer: str, extra: str) -> None:
         super().__init__(
@@ -54,38 +54,39 @@ class MissingVLLMError(MissingExtraError):
     """vLLM is not installed; there are two packages of it."""
 
     def __init__(self, requirer: str = "vLLM") -> None:
+        # Not the base class's __init__, which names one package.
         UserError.__init__(
             self,
-            f'{requirer} is not installed; add it with: uv pip install "skyasync[vllm]" (with a GPU), or in a clone of the '
-            f'repository "skyasync[cpu]" (without)',
+            f'{requirer} is not installed; add it with: uv pip install "skyasync[vllm]" '
+            f'(with a GPU), or in a clone of the repository "skyasync[cpu]" (without)',
         )
 
 
 def headline(error: BaseException) -> str:
-    """One line about an error, perhaps of another process: the first cause's kind and message, the
-    reward function and the episode."""
-    seen = error
-    while isinstance(
-        cause := getattr(seen, "cause", None), BaseException
-    ):  # Ray's errors carry the original
-        seen = cause
-    lines = [line.strip() for line in str(seen).splitlines() if line.strip()]
+    """One line about an error, which may be of another process.
+
+    It has the type and message of the first cause, the reward function and the episode.
+    """
+    original = error
+    cause = getattr(original, "cause", None)  # of Ray's errors, which wrap those of other processes
+    while isinstance(cause, BaseException):
+        original = cause
+        cause = getattr(original, "cause", None)
+    lines = [line.strip() for line in str(original).splitlines() if line.strip()]
     text = lines[0] if lines else ""
     if len(text) > _LONGEST:
         text = f"{text[:_LONGEST]}..."
-    kind = type(seen).__name__
-    if isinstance(seen, UserError) and text:
-        summary = text
+    kind = type(original).__name__
+    if isinstance(original, UserError) and text:
+        facts = [text]
     elif text:
-        summary = f"{kind}: {text}"
+        facts = [f"{kind}: {text}"]
     else:
-        summary = kind
-    notes = (
-        note
-        for note in vars(seen).get("__notes__", ())
-        if note.startswith((RAISED_BY, WHILE_PLAYING))
-    )
-    return ", ".join([summary, *notes])
+        facts = [kind]
+    for note in vars(original).get("__notes__", ()):
+        if note.startswith((RAISED_BY, WHILE_PLAYING)):
+            facts.append(note)
+    return ", ".join(facts)
 
 
 def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:
@@ -94,12 +95,8 @@ def nearest(name: str, options: Iterable[str], count: int = 3) -> list[str]:
 
 
 def unknown(kind: str, name: str, options: Iterable[str]) -> str:
-    """One line for a name that is not among ``options``: what was found, the nearest, what is
-    allowed."""
+    """One line for a name that is not among ``options``: the name, the nearest, all options."""
     options = sorted(options)
     close = nearest(name, options)
-    if close:
-        hint = f"did you mean {' or '.join(repr(c) for c in close)}? "
-    else:
-        hint = ""
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"unknown {kind} {name!r}: {hint}allowed: {', '.join(options)}"

@@ -1,12 +1,10 @@
-"""What happens to memory that a process frees: of the host, where C's library is GNU's, and of a
-GPU.
+"""Freed memory of a process: of the host, if its C library is GNU's, and of a GPU.
 
 Invariant: only the cost of memory changes, never a number.
 
-By default the library gives large tensors back to the system as soon as they are freed. The next
-ones are new pages of zeros, each of which must be faulted in: 170,000 of them in an update of
-SmolLM2-135M on a CPU, a tenth of its time. A process that computes the same again and again retains
-them instead.
+By default glibc gives large tensors back to the system as soon as they are freed. The next ones are
+new pages of zeros, each of which must be faulted in: 170,000 of them in an update of SmolLM2-135M
+on a CPU, a tenth of its time. A process that repeats the same computation retains them instead.
 """
 
 from __future__ import annotations
@@ -19,17 +17,15 @@ import os
 
 log = logging.getLogger(__name__)
 
-RETAINED = (
-    (1 << 31) - 1
-)  # bytes at the heap's end, besides holes in it; also the largest number that ``mallopt`` takes
-# of <malloc.h>
+# Bytes at the heap's end, besides holes in it. It is the largest number that ``mallopt`` takes.
+RETAINED = (1 << 31) - 1
+# Parameters of ``mallopt`` (malloc.h).
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
 
 
 def keep_freed() -> None:
-    """From now on this process retains about ``RETAINED`` bytes of what it frees, for its next
-    allocations."""
+    """Have this process retain about ``RETAINED`` freed bytes for its next allocations."""
     with contextlib.suppress(AttributeError):  # another C library
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_MMAP_THRESHOLD, RETAINED)
@@ -37,13 +33,12 @@ def keep_freed() -> None:
 
 
 def freeze_start() -> None:
-    """Exclude all objects that the process has now from garbage collection; they stay until it
-    ends.
+    """Exclude all present objects of the process from garbage collection; they stay to its end.
 
     Libraries that an engine or the controller loads at its start are a million objects. Python
     walks them again and again while requests and answers come and go.
     """
-    gc.collect()
+    gc.collect()  # else garbage would stay too
     gc.freeze()
 
 
@@ -62,18 +57,19 @@ def use_expandable_segments() -> None:
 
 
 def use_fixed_segments() -> None:
-    """Remove expandable segments from torch's settings in the environment, before this process uses
-    a GPU.
+    """Remove expandable segments from torch's settings in the environment.
 
-    Engines map the memory of a policy on the same GPU. A handle to an expandable segment is a file
-    descriptor, which containers usually do not let another process open. vLLM rejects such segments
-    where its engines sleep.
+    Call it before this process uses a GPU. Engines map the memory of a policy on the same GPU. A
+    handle to an expandable segment is a file descriptor, which containers usually do not let
+    another process open. vLLM rejects such segments if its engines sleep.
     """
     for name in ALLOCATOR_VARIABLES:
         options = os.environ.get(name, "").split(",")
-        remaining = [
-            option for option in options if option.partition(":")[0].strip() != _SEGMENTS_OPTION
-        ]
+        remaining = []
+        for option in options:
+            key = option.partition(":")[0].strip()
+            if key != _SEGMENTS_OPTION:
+                remaining.append(option)
         if len(remaining) == len(options):
             continue
         log.warning(
@@ -89,5 +85,5 @@ def use_fixed_segments() -> None:
 
 def give_back() -> None:
     """Return freed memory to the system."""
-    with contextlib.suppress(AttributeError):
+    with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

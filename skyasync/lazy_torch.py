@@ -1,5 +1,7 @@
-"""``torch``, imported at the first use of one of its names, so that the algorithms can be listed
-without it."""
+"""``torch``, imported at the first use of one of its names.
+
+So algorithms can be listed, and settings checked, without the seconds that the import takes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ else:
         def __getattr__(self, name: str) -> object:
             import torch
 
-            self.__dict__[name] = getattr(torch, name)
-            return self.__dict__[name]
+            value = getattr(torch, name)
+            self.__dict__[name] = value  # __getattr__ is not called for it again
+            return value
 
     torch = _Torch()

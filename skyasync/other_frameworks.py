@@ -1,5 +1,4 @@
-"""What the library asks about code and recipes of other frameworks: ``skyasync.interop`` answers,
-if it is installed.
+"""Support of other frameworks' code and recipes, which ``skyasync.interop`` has if it is installed.
 
 Invariant: no other module outside of ``skyasync.interop`` imports it, and the library trains
 without it.
@@ -17,14 +16,14 @@ from typing import Any, NoReturn
 from skyasync.errors import UserError
 
 _PACKAGE = "skyasync.interop"
-Foreign = Any  # of the user, or of rooms above
+Foreign = Any  # objects of the user, or of modules that import this one
 
-#: Stands for a value that is not known: ``--flag`` alone, or a key without ``=``.
+#: Stands for an unknown value: ``--flag`` alone, or a key without ``=``.
 UNKNOWN = object()
 
 
 class OtherFrameworks:
-    """Every question, with the answer that holds where ``skyasync.interop`` is not installed."""
+    """The interface of ``skyasync.interop``, with the defaults if that is not installed."""
 
     #: Modules that register environments, and the environments' names.
     environments: Mapping[str, str] = MappingProxyType({})
@@ -36,7 +35,7 @@ class OtherFrameworks:
     agent_file_program = ""
 
     def titles(self) -> list[str]:
-        """What the known frameworks call themselves."""
+        """The names of the supported frameworks."""
         return []
 
     def key_hint(
@@ -46,27 +45,25 @@ class OtherFrameworks:
         settings: Mapping[str, Foreign],
         defaults: Mapping[str, Foreign],
     ) -> str:
-        """Our setting for a key of another framework, "" if none has this key.
+        """The setting of skyasync for a key of another framework, "" if none has this key.
 
         Args:
             value: the value to set, or ``UNKNOWN``.
-            given: all that was set, by anyone's keys: some units depend on other keys.
-            defaults: the defaults of our keys.
+            settings: all settings, by keys of any framework: some units depend on other keys.
+            defaults: the defaults of skyasync's keys.
         """
         return ""
 
     def value_hint(self, path: str, value: Foreign) -> str:
-        """Our value for another framework's value of our key ``path``, "" if none has this
-        value."""
+        """The value of the key ``path`` for another framework's value, "" if none has it."""
         return ""
 
     def variables(self) -> Mapping[str, tuple[str, str]]:
-        """Environment variables that only another framework reads: name -> its title and our
-        key."""
+        """Environment variables of other frameworks: name -> framework and key of skyasync."""
         return {}
 
     def translate(self, argv: Sequence[str]) -> None:
-        """Print a recipe as our configuration."""
+        """Print a recipe of another framework as a configuration of skyasync."""
         _missing("translate")
 
     def reward_signatures(self) -> Sequence[Foreign]:
@@ -78,12 +75,11 @@ class OtherFrameworks:
         _missing(f"environment.reward_funcs={addresses}")
 
     def modules_for_user_files(self) -> AbstractContextManager[None]:
-        """While it is entered, files can import what they need of a framework that is not
-        installed."""
+        """A context in which files can import names of frameworks that are not installed."""
         return nullcontext()
 
     def settle_agent_file(self, cfg: Foreign) -> None:
-        """Choose what plays the file of ``generator.agent_func_path``."""
+        """Choose the environment or program that plays ``generator.agent_func_path``."""
         _missing(f"generator.agent_func_path={cfg.generator.agent_func_path}")
 
     def agent_program(
@@ -103,11 +99,11 @@ def _missing(feature: str) -> NoReturn:
 
 @cache
 def other_frameworks() -> OtherFrameworks:
-    """The answers of ``skyasync.interop``, or the defaults above."""
+    """The support in ``skyasync.interop``, or the defaults above."""
     try:
         interop: OtherFrameworks = import_module(_PACKAGE).Interop()
     except ModuleNotFoundError as error:
-        if error.name != _PACKAGE:
+        if error.name != _PACKAGE:  # the package is there, and something that it imports is not
             raise
         return OtherFrameworks()
     return interop

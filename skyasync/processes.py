@@ -1,7 +1,6 @@
-"""Which process is which.
+"""Identity of processes.
 
-Invariant: a process and a later one with the same number are told apart by the time at which they
-began.
+Invariant: a process and a later one with the same number differ in the time at which they began.
 """
 
 from __future__ import annotations
@@ -10,11 +9,13 @@ from pathlib import Path
 
 
 def born(process: int) -> str:
-    """When a process began; empty if there is none, or only the record of one that has ended."""
+    """The time at which a process began, in clock ticks since boot; "" if it has ended."""
     try:
-        state, *numbers = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        if state == "Z":
+        stat = Path(f"/proc/{process}/stat").read_text()
+        # Fields follow the program's name, which is in parentheses and may have spaces.
+        fields = stat.rpartition(")")[2].split()
+        if fields[0] == "Z":  # a zombie: only its record is left
             return ""
-        return numbers[18]
+        return fields[19]
     except (OSError, ValueError, IndexError):
         return ""

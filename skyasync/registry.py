@@ -1,10 +1,10 @@
 """Named parts that a configuration key selects.
 
-A registry is a plain dictionary with a ``register`` decorator. ``about`` says of every part, built
-in, registered or named by ``module:attribute``, what it takes and what it can do: its signature,
-``configured``, what it hands to ``register`` or has as class attributes. Modules that import torch
-or an engine are described in tables instead, so that a wrong name or setting is refused without
-importing them.
+A registry is a plain dictionary with a ``register`` decorator. ``about`` describes every part:
+built in, registered, or named by ``module:attribute``. The description has the part's parameters
+and capabilities. It comes from the signature, ``configured``, and the arguments of ``register`` or
+class attributes. Parts whose modules import torch or an engine may be described in a table instead,
+so that a wrong name or setting is rejected without importing them.
 
 Invariant: a part that a user registers in the program exists in every process of the run. A process
 that looks parts up is sent ``user_parts()`` at its start, and begins with ``add_user_parts``.
@@ -50,20 +50,20 @@ REGISTRIES = (
 )
 UserParts = dict[str, dict[str, Any]]
 _FILE_MODULES: dict[Path, ModuleType] = {}
-_LOADING = threading.RLock()  # one file at a time, but a file may ask for another while it loads
+_LOADING = threading.RLock()  # reentrant: a file may refer to another one while it loads
 
 
 @dataclass(frozen=True)
 class About:
-    """One part.
+    """The description of a part.
 
     Args:
         inputs: names of its positional parameters, in order; none for a class.
         settings: its keyword-only parameters; ``required``: those of them without a default.
-        keys: setting -> the key under ``trainer.algorithm`` that feeds it.
+        keys: setting -> the key under ``trainer.algorithm`` with its value.
         can: its capabilities, those of its registry.
-        selector: what it chooses tokens by beforehand, if it does (``prepared_by``).
-        unnamed: parameters that have no name to be fed by: positional-only ones, ``*args`` and
+        selector: the function that chooses tokens before it, if there is one (``prepared_by``).
+        unnamed: parameters that cannot be passed by name: positional-only ones, ``*args`` and
             ``**kwargs``.
     """
 
@@ -83,18 +83,19 @@ class About:
 
 
 class Registry(dict[str, Any]):
-    """``REGISTRY["name"]`` (or ``["file.py:name"]``) gives the part; ``@REGISTRY.register("name")``
-    adds one.
+    """Parts by name: ``REGISTRY["name"]`` or ``REGISTRY["file.py:name"]``.
+
+    ``@REGISTRY.register("name")`` adds one.
 
     Args:
-        kind: what the parts are, in the singular, for error messages ("policy loss").
-        homes: modules that register the built-in ones when they are imported. Either with the names
-            that each registers, separated by spaces; it is then imported when one of these is
-            looked up. Or modules alone, all of which are imported with the first look.
-        capabilities: what parts may say of themselves, with the defaults: keyword arguments of
+        kind: the type of the parts, in the singular, for error messages ("policy loss").
+        homes: modules that register the built-in parts when they are imported. Either with the
+            names that each registers, separated by spaces; it is then imported when one of these is
+            looked up. Or modules alone, all of which are imported when any part is looked up.
+        capabilities: attributes that parts may have, with the defaults: keyword arguments of
             ``register``, or class attributes.
         inputs: names that the parts' positional parameters may have; none leaves them free.
-        needs: those of them that every part must have.
+        needs: the inputs that every part must have.
 
     Raises:
         UserError: for a name that is neither built in nor registered, listing the nearest ones.
@@ -117,8 +118,7 @@ class Registry(dict[str, Any]):
         self._needs = frozenset(needs.split())
 
     def register(self, name: str, **capabilities: Any) -> Callable[[T], T]:
-        """Add the decorated part; ``capabilities`` are its own among those that the registry
-        knows."""
+        """Add the decorated part; ``capabilities`` are among those of the registry."""
         for capability in capabilities:
             if capability not in self._capabilities:
                 raise UserError(
@@ -128,9 +128,9 @@ class Registry(dict[str, Any]):
         def add(part: T) -> T:
             for capability, value in capabilities.items():
                 setattr(part, capability, value)
-            if (
-                not _is_ours(part) or name not in self or _is_ours(self[name])
-            ):  # a user's part of the name stays
+            # A user may have replaced a built-in part before its module is imported.
+            is_replaced = name in self and not _is_ours(self[name])
+            if not _is_ours(part) or not is_replaced:
                 self[name] = part
             return part
 
@@ -155,31 +155,38 @@ class Registry(dict[str, Any]):
             UserError: if there is no such part.
         """
         if name not in self and name in self._builtins:
-            description = self._builtins[name][1]
-        else:
-            description = None
-        return description or self.describe(self[name])
+            _, description = self._builtins[name]
+            if description is not None:
+                return description
+        return self.describe(self[name])
 
     def describe(self, part: object) -> About:
         """The description of a part, registered or not."""
         can = {name: declared(part, name, default) for name, default in self._capabilities.items()}
         if inspect.isclass(part) or not callable(part):
             return About(can=can)
-        parameters = inspect.signature(part).parameters.values()
-        settings = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+        inputs: list[str] = []
+        settings: list[str] = []
+        required: list[str] = []
+        unnamed: list[str] = []
+        for parameter in inspect.signature(part).parameters.values():
+            if parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+                inputs.append(parameter.name)
+            elif parameter.kind is parameter.KEYWORD_ONLY:
+                settings.append(parameter.name)
+                if parameter.default is parameter.empty:
+                    required.append(parameter.name)
+            else:
+                unnamed.append(parameter.name)
         select = declared(part, "select")
         return About(
-            inputs=tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD),
-            settings=tuple(p.name for p in settings),
-            required=tuple(p.name for p in settings if p.default is p.empty),
+            inputs=tuple(inputs),
+            settings=tuple(settings),
+            required=tuple(required),
             keys=dict(declared(part, "configuration_keys", {})),
             can=can,
             selector=self.describe(select) if select else None,
-            unnamed=tuple(
-                p.name
-                for p in parameters
-                if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            ),
+            unnamed=tuple(unnamed),
         )
 
     def problem(self, name: str) -> str:
@@ -207,32 +214,34 @@ class Registry(dict[str, Any]):
         return ""
 
     def builtins(self) -> Mapping[str, About]:
-        """The built-in parts."""
-        return {
-            name: description or self.about(name)
-            for name, (_, description) in self._builtins.items()
-        }
+        """The descriptions of the built-in parts, by name."""
+        abouts = {}
+        for name, (_, description) in self._builtins.items():
+            abouts[name] = description or self.about(name)
+        return abouts
 
     def user_parts(self) -> dict[str, Any]:
-        """The parts that are not the library's: new names, and built-in names that were
-        replaced."""
-        builtins = self._builtins  # which imports modules that may register more
-        return {
-            name: part
-            for name, part in list(self.items())
-            if not _is_ours(part) or name not in builtins
-        }
+        """The parts of the user: new names, and built-in names that were replaced."""
+        builtins = self._builtins  # before the loop: it may import modules, which register parts
+        parts = {}
+        for name, part in list(self.items()):  # a copy: another thread may register a part
+            if not _is_ours(part) or name not in builtins:
+                parts[name] = part
+        return parts
 
     @cached_property
     def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
-        """Name -> the module that registers it, and what is known of it without importing that."""
+        """Name -> the module that registers the part, and its description in a table."""
+        homes: dict[str, str] = {}
         if isinstance(self.homes, Mapping):
-            homes = {name: home for home, names in self.homes.items() for name in names.split()}
+            for home, names in self.homes.items():
+                homes |= dict.fromkeys(names.split(), home)
         else:
-            homes = {}
             for home in self.homes:
                 importlib.import_module(home)
-                homes |= {name: home for name, part in self.items() if _module(part) == home}
+                for name, part in self.items():
+                    if _module(part) == home:
+                        homes[name] = home
         return {name: (home, None) for name, home in homes.items()}
 
     def __missing__(self, name: str) -> Any:
@@ -246,16 +255,17 @@ class Registry(dict[str, Any]):
 
 
 def declared(part: object, name: str, default: Any = None) -> Any:
-    """What a decorator or a class says of a part by an attribute. The user's functions and classes
-    may not have it."""
+    """An attribute that a decorator or a class gives a part; the user's parts may not have it."""
     return getattr(part, name, default)
 
 
 def accepted(function: Callable[..., object], offered: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments among these that the function takes by name."""
     parameters = inspect.signature(function).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return {name: value for name, value in offered.items() if takes_all or name in parameters}
+    for parameter in parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
 
 
 def resolve_reference(reference: str, *, kind: str) -> Any:
@@ -268,32 +278,31 @@ def resolve_reference(reference: str, *, kind: str) -> Any:
     subject = f"{kind} {reference!r}"
     if not module_name or module_name.startswith("."):
         raise UserError(f"{subject} must be module:attribute, with the module's full name")
-    if module_name.endswith(".py"):
-        file = python_file(module_name, subject)
-    else:
-        file = None
+    file = python_file(module_name, subject) if module_name.endswith(".py") else None
     try:
-        if file:
+        if file is not None:
             module = _file_module(file)
         else:
             module = importlib.import_module(module_name)
-    except (
-        ModuleNotFoundError,
-        SyntaxError,
-    ) as error:  # other errors of the user's code keep their traceback
+    # Other errors of the user's code are raised with their traceback.
+    except (ModuleNotFoundError, SyntaxError) as error:
         raise UserError(f"{subject} cannot be imported: {error}") from error
     try:
         return getattr(module, attribute)
     except AttributeError:
-        public = {name: value for name, value in vars(module).items() if not name.startswith("__")}
-        defined = [name for name, value in public.items() if _module(value) == module.__name__]
-        allowed = defined or public  # of what it defines, else of what it imports as well
+        public: list[str] = []
+        defined: list[str] = []  # in the module itself, not imported by it
+        for name, value in vars(module).items():
+            if not name.startswith("__"):
+                public.append(name)
+                if _module(value) == module.__name__:
+                    defined.append(name)
+        allowed = defined or public
         raise UserError(f"{subject}: {unknown('attribute', attribute, allowed)}") from None
 
 
 def absolute_reference(reference: str) -> str:
-    """``path/to/file.py:attribute`` with the file's absolute path, for processes that work in
-    another folder."""
+    """``path/to/file.py:attribute`` with the absolute path, for processes in other folders."""
     file, colon, attribute = reference.rpartition(":")
     if colon and file.endswith(".py"):
         return f"{Path(file).expanduser().resolve()}:{attribute}"
@@ -301,18 +310,17 @@ def absolute_reference(reference: str) -> str:
 
 
 def user_parts() -> UserParts:
-    """Registry -> name -> part, for everything that the library did not bring; it travels to other
-    processes."""
-    return {
-        reference: resolve_reference(reference, kind="registry").user_parts()
-        for reference in REGISTRIES
-    }
+    """Registry -> name -> part, for all parts of the user; it is sent to other processes."""
+    parts: UserParts = {}
+    for reference in REGISTRIES:
+        parts[reference] = resolve_reference(reference, kind="registry").user_parts()
+    return parts
 
 
 def add_user_parts(registered: UserParts) -> None:
-    """Register here the ``user_parts`` of another process."""
-    for reference, added in registered.items():
-        resolve_reference(reference, kind="registry").update(added)
+    """Register the ``user_parts`` of another process in this one."""
+    for reference, parts in registered.items():
+        resolve_reference(reference, kind="registry").update(parts)
 
 
 def python_file(file: str, subject: str) -> Path:
@@ -323,31 +331,29 @@ def python_file(file: str, subject: str) -> Path:
     """
     path = Path(file).expanduser().resolve()
     if not path.is_file():
-        close = nearest(path.stem, [sibling.stem for sibling in path.parent.glob("*.py")], count=1)
-        raise UserError(
-            f"{subject}: {file} does not exist{f'; did you mean {close[0]}.py?' if close else ''}"
-        )
+        stems = [sibling.stem for sibling in path.parent.glob("*.py")]
+        close = nearest(path.stem, stems, count=1)
+        hint = f"; did you mean {close[0]}.py?" if close else ""
+        raise UserError(f"{subject}: {file} does not exist{hint}")
     return path
 
 
 def _file_module(path: Path) -> ModuleType:
-    """The module that a file makes, once per process; it finds the files in its folder, as a
-    program does.
+    """The module of a file, loaded once per process.
 
-    It stays out of ``sys.modules``: what it defines then travels to other processes as it is, not
-    by a module's name.
+    Like a program it can import files in its folder. It stays out of ``sys.modules``: its functions
+    and classes are then sent to other processes with their code, not by a module's name.
     """
     with _LOADING:
         if path in _FILE_MODULES:
             return _FILE_MODULES[path]
-        name = f"{path.stem}@{path}"
+        name = f"{path.stem}@{path}"  # unique: files of one name may be in several folders
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None and spec.loader is not None
-        module = sys.modules[name] = importlib.util.module_from_spec(
-            spec
-        )  # dataclasses look for it while it loads
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses look for it there while it loads
         if str(path.parent) not in sys.path:
-            sys.path.append(str(path.parent))
+            sys.path.append(str(path.parent))  # at the end: installed packages come first
         try:
             spec.loader.exec_module(module)
         finally:

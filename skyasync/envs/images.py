@@ -141,53 +141,53 @@ def with_images(
         UserError: if there are such places, and more or fewer of them than images.
     """
     image_parts = [_new_part(read_image(value)) for value in images]
-    unplaced = iter(image_parts)
-    place_count = 0
+    unused = iter(image_parts)
+    slot_count = 0
     result = [dict(message) for message in messages]
     for message in result:
-        placed_parts = list[Any]()
+        is_user = message["role"] == "user"
+        content = list[Any]()
         for part in _parts_of(message.get("content") or ""):
-            places = _split_at_places(part, is_user=message["role"] == "user")
-            for piece in places:
-                if piece is not _PLACE:
-                    placed_parts.append(piece)
+            for fragment in _split_at_slots(part, is_user=is_user):
+                if fragment is not _SLOT:
+                    content.append(fragment)
                     continue
-                place_count += 1
-                image = next(unplaced, None)
-                if image is not None:  # else there are too many places: the error is raised below
-                    placed_parts.append(image)
-        if any(image_part(part) for part in placed_parts):
-            message["content"] = placed_parts
-    if place_count == 0 and image_parts:
+                slot_count += 1
+                image = next(unused, None)
+                if image is not None:  # else there are too many slots: the error is raised below
+                    content.append(image)
+        if any(image_part(part) for part in content):
+            message["content"] = content
+    if slot_count == 0 and image_parts:
         user_messages = [message for message in result if message["role"] == "user"]
         target = user_messages[0] if user_messages else result[0]
         target["content"] = [*image_parts, *_parts_of(target["content"])]
-    elif place_count != len(image_parts):
+    elif slot_count != len(image_parts):
         raise UserError(
-            f"the prompt has {place_count} places for images, and the row has {len(image_parts)} images"
+            f"the prompt has {slot_count} places for images, and the row has {len(image_parts)} images"
         )
     return result
 
 
-_PLACE = object()  # of an image, among content parts
+_SLOT = object()  # of an image, among content parts
 
 
-def _split_at_places(part: Any, *, is_user: bool) -> list[Any]:  # noqa: ANN401
-    """A content part as itself, or as texts with ``_PLACE`` between them."""
+def _split_at_slots(part: Any, *, is_user: bool) -> list[Any]:  # noqa: ANN401
+    """A content part as itself, or as ``_SLOT``, or as texts with ``_SLOT`` between them."""
     if not isinstance(part, Mapping):
         return [part]
     if part.get("type") == "image":
         has_image = any(part.get(name) is not None for name in ("image", "url", "path"))
-        return [part] if has_image else [_PLACE]
+        return [part] if has_image else [_SLOT]
     if not is_user or part.get("type") != "text" or _PLACEHOLDER not in part["text"]:
         return [part]
-    pieces: list[Any] = []
+    fragments: list[Any] = []
     for number, text in enumerate(part["text"].split(_PLACEHOLDER)):
         if number > 0:
-            pieces.append(_PLACE)
+            fragments.append(_SLOT)
         if text:
-            pieces.append({"type": "text", "text": text})
-    return pieces
+            fragments.append({"type": "text", "text": text})
+    return fragments
 
 
 def _parts_of(content: Any) -> Any:  # noqa: ANN401

@@ -1,2 +1,1 @@
-"""From a configuration to a finished run: the experiment, its processes, recovery, Ray and the run
-folder."""
+"""A run from its configuration to its end: experiment, processes, recovery, Ray, live page."""

@@ -1,8 +1,9 @@
-"""The parts of a run in the process that trains: made in order, started together, shut down in
-order.
+"""The components of a run in the process that trains.
 
-Invariant: what has been made is shut down by ``close``, whatever failed in between. The processes
-of engines and models come first: importing their libraries takes each of them seconds.
+They are made in order, started together, and shut down in order.
+
+Invariant: a component that was made is shut down by ``close``, also if another one failed. The
+processes of engines and models come first: each needs seconds to import its libraries.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from skyasync.config.frozen import freeze
 from skyasync.preflight.parts import checked_callbacks
 from skyasync.trainer import RayPPOTrainer
 
-if TYPE_CHECKING:  # what these import is loaded where it is used
+if TYPE_CHECKING:  # their libraries are imported in the functions that need them
     from skyasync.inference.elastic import ElasticEngines
     from skyasync.inference.supervisor import EngineSupervisor
     from skyasync.observability.timeline import Timeline
@@ -27,13 +28,12 @@ if TYPE_CHECKING:  # what these import is loaded where it is used
     from skyasync.weight_sync.colocation import Colocation
 
 RELEASE_S = 10.0  # for the policy to remove the weight files that it retains
-PROBE_TOKENS = 256  # of the prompts whose log-probabilities prove a weight sync
-BLANK_TOKENS = 32  # after an image, if no prompt among them has one
+PROBE_TOKENS = 256  # of the verification prompts, whose log-probabilities prove a weight sync
+BLANK_TOKENS = 32  # after the image of a verification prompt, if no prompt of the run has an image
 
 
 class Components:
-    """Attributes: placement, client, dispatch, generator, weight_sync: the parts, None until they
-    are made."""
+    """The components of an experiment; each attribute is None until it is made."""
 
     def __init__(self, experiment: BasePPOExp) -> None:
         self._experiment = experiment
@@ -49,9 +49,9 @@ class Components:
         self._tracker: Tracker | None = None  # until a trainer runs, which closes it
 
     def build(self) -> RayPPOTrainer:
-        """Make every part. Blocks on Ray, so the controller calls it off its event loop."""
+        """Make every component. Blocks on Ray, so the controller calls it off its event loop."""
         cfg = self._experiment.cfg
-        freeze(cfg)  # what comes to another process comes as a copy, which is free
+        freeze(cfg)  # again: a copy that came to this process is not read-only
         from skyasync.run.model_downloads import download_models, hub_models
 
         download_models(hub_models(cfg, self._experiment.roles()))
@@ -61,7 +61,7 @@ class Components:
         return self.make_trainer()
 
     def make_trainer(self) -> RayPPOTrainer:
-        """A trainer of the existing parts, which may have had another trainer before."""
+        """A trainer with the existing components, which may have had another trainer before."""
         from skyasync.data.datasets import warn_of_overlap
 
         experiment = self._experiment
@@ -89,8 +89,7 @@ class Components:
         return trainer
 
     async def start(self, trainer: RayPPOTrainer) -> None:
-        """Load all models, at the same time unless they share devices, and hand them to the
-        trainer."""
+        """Load all models, at the same time unless they share devices; attach the trainer."""
         from skyasync.models.images import ImageTokens, images_of, reads_images
         from skyasync.observability.timeline import Timeline
         from skyasync.rollout.chat import ChatTokenizer
@@ -100,28 +99,30 @@ class Components:
         from skyasync.weight_sync.verify.log_probabilities import choose_probe
 
         experiment = self._experiment
-        cfg = self._experiment.cfg
-        settings = self._experiment.cfg.trainer
+        cfg = experiment.cfg
+        settings = cfg.trainer
+        generator = cfg.generator
+        path = settings.policy.model.path
         updates = trainer.context.length.updates
         stream = trainer.context.prompts
         chat = ChatTokenizer(trainer.tokenizer, cfg.data.apply_chat_template)
+        # Generators: only as many prompts are tokenised as the verification needs.
         rows = (stream.preview(position).messages for position in range(stream.rows))
         prompts = (
             ImageTokens(chat.prompt(messages).tolist(), images_of(messages)) for messages in rows
         )
-        sees = reads_images(path := settings.policy.model.path)
-        probe = choose_probe(prompts, PROBE_TOKENS, cuts=not sees)
-        if sees and not any(map(ImageTokens.images_of, probe)):
-            from skyasync.models.vision import (
-                blank_prompt,
-            )  # transformers' models; other runs do without
+        with_images = reads_images(path)
+        probe = choose_probe(prompts, PROBE_TOKENS, cuts=not with_images)
+        if with_images and not any(map(ImageTokens.images_of, probe)):
+            # Here, because it imports transformers' models, which other runs do not need.
+            from skyasync.models.vision import blank_prompt
 
             probe.append(blank_prompt(path, probe[0][:BLANK_TOKENS]))
         source = self.dispatch
         destination = self.client
-        if settings.placement.colocate_all or cfg.generator.hybrid_engines:
-            verified = probe if cfg.generator.verify_weight_sync else ()
-            hybrid = range(cfg.generator.num_inference_engines, cfg.generator.own_engines)
+        if settings.placement.colocate_all or generator.hybrid_engines:
+            verified = probe if generator.verify_weight_sync else ()
+            hybrid = range(generator.num_inference_engines, generator.own_engines)
             self.colocation = Colocation(self.dispatch, self.client, verified, hybrid)
             await self.colocation.start(updates)
             source = self.colocation.source
@@ -135,11 +136,13 @@ class Components:
         async with within(
             settings.step_timeout_s, "the first comparison of the engines with the policy"
         ):
-            if not cfg.generator.engines:  # else they have weights of a run before, perhaps
+            # Engines of other programs may still have the weights of a previous run.
+            if not generator.engines:
                 await self.weight_sync.measure_floor()
         assert experiment.run_dir is not None
         timeline = Timeline(experiment.run_dir.timeline, began=experiment.began_s)
-        timeline.add_span("start", "trainer", experiment.began_s or timeline.now(), timeline.now())
+        now = timeline.now()
+        timeline.add_span("start", "trainer", experiment.began_s or now, now)
         folder = experiment.run_dir.path
         checkpoints = Path(settings.ckpt_path or experiment.run_dir.checkpoints)
         self._monitor = ResourceMonitor(folder, checkpoints, copies=settings.ckpt_async)
@@ -149,12 +152,12 @@ class Components:
         self.attach(trainer, timeline)
 
     def attach(self, trainer: RayPPOTrainer, timeline: Timeline) -> None:
-        """Give a trainer the models, which are up, and the extensions that watch them."""
+        """Give a trainer the models, which have started, and the extensions that watch them."""
         if self._monitor is not None:
             trainer.extensions.insert(0, self._monitor)  # later callbacks see its metrics
-        trainer.extensions.extend(
-            part for part in (self.supervisor, self._elastic) if part is not None
-        )
+        for extension in (self.supervisor, self._elastic):
+            if extension is not None:
+                trainer.extensions.append(extension)
         trainer.attach(
             self.dispatch,
             self.weight_sync,
@@ -162,36 +165,37 @@ class Components:
             run_dir=self._experiment.run_dir,
             colocation=self.colocation,
         )
-        self._tracker = None
+        self._tracker = None  # the trainer closes it from now on
 
     async def close(self) -> None:
-        """Shut every part down; parts that were never made are skipped."""
+        """Shut every component down; those that were never made are skipped."""
         from skyasync.rollout.generator_api import ClosableGenerator
 
         if self._tracker is not None:
             self._tracker.close()
         if self._monitor is not None:
             self._monitor.close()
-        if isinstance(
-            self.generator, ClosableGenerator
-        ):  # first: it still has requests with the engines
+        # Before the engines, with which it still has requests.
+        if isinstance(self.generator, ClosableGenerator):
             await self.generator.close()
         if self._elastic is not None:
             await self._elastic.close()
-        if (
-            self.supervisor is not None
-        ):  # before the engines: those that end now are not to be replaced
+        # Before the engines: those that end now are not to be replaced.
+        if self.supervisor is not None:
             await self.supervisor.close()
         if self._experiment.cfg.generator.weight_sync_dir and self.weight_sync is not None:
             with contextlib.suppress(Exception):  # the run may have ended because the policy did
                 async with asyncio.timeout(RELEASE_S):
                     await self.weight_sync.release_retained()
-        clients = [part for part in (self.client, self.dispatch) if part is not None]
-        await asyncio.gather(*(part.shutdown() for part in clients), return_exceptions=True)
+        shutdowns = []
+        for component in (self.client, self.dispatch):
+            if component is not None:
+                shutdowns.append(component.shutdown())
+        await asyncio.gather(*shutdowns, return_exceptions=True)
 
     @property
     def engines(self) -> list[Any]:
-        """The engines of the client; none if it is a user's own."""
+        """The engines of the client; none if it is a client of the user."""
         from skyasync.inference.client import InferenceClient
 
         if isinstance(self.client, InferenceClient):
@@ -199,12 +203,18 @@ class Components:
         return []
 
     def share_threads(self, overlap: bool) -> None:
-        """Divide this machine's cores between policy and engines, which compute at the same time or
-        in turns."""
+        """Divide this machine's cores between policy and engines.
+
+        Args:
+            overlap: they compute at the same time; if false, in turns.
+        """
         from skyasync.run.placement import share_threads
 
-        policy, engine = share_threads(self._experiment.cfg, os.cpu_count() or 1, overlap=overlap)
+        cores = os.cpu_count() or 1
+        threads_per_rank, threads_per_engine = share_threads(
+            self._experiment.cfg, cores, overlap=overlap
+        )
         if self.dispatch is not None:
-            self.dispatch.set_threads(policy)
-        for part in self.engines:
-            part.set_threads(engine)
+            self.dispatch.set_threads(threads_per_rank)
+        for engine in self.engines:
+            engine.set_threads(threads_per_engine)

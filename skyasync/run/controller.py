@@ -1,19 +1,19 @@
 """The process that trains, and the terminal that watches it.
 
-Invariant: a run ends by its last step, an error in any part, or Ctrl-C. In each case the trackers
-are flushed, every part is shut down, and the first error is what the user sees.
+Invariant: a run ends by its last step, an error in any component, or Ctrl-C. In each case the
+trackers are flushed, every component is shut down, and the user sees the first error.
 
-| who waits  | for what                          | woken by                                            |
-|------------|-----------------------------------|-----------------------------------------------------|
-| the driver | the controller's ``run``          | its end or error; polls for progress meanwhile, and |
-|            |                                   | kills it if it is silent for too long               |
-| ``run``    | the trainer's ``run``             | its end or error; ``stop`` cancels it               |
-| shutdown   | every part's own shutdown         | each part, or ``GRACE_S``, after which it is killed |
-| SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``            |
+| who waits  | for what                          | woken by                                             |
+|------------|-----------------------------------|------------------------------------------------------|
+| the driver | the controller's ``run``          | its end or error; polls for progress meanwhile, and  |
+|            |                                   | kills it if it is silent for too long                |
+| ``run``    | the trainer's ``run``             | its end or error; ``stop`` cancels it                |
+| shutdown   | the shutdown of every component   | each of them, or ``GRACE_S``, then they are killed   |
+| SIGTERM    | as shutdown, with a save before   | the same, or ``trainer.sigterm_grace_s``             |
 
 A worker whose process fails ends the plan; the controller then has all workers started again, and
 another trainer resumes from the newest checkpoint with the same engines. If the controller fails
-its parts end too, and the program starts another. Both draw on ``trainer.max_restarts``.
+its components end too, and the program starts another. Both draw on ``trainer.max_restarts``.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from skyasync.run.experiment import BasePPOExp
     from skyasync.utils.machine import ProcessIdentity
 
-POLL_S = 0.5
+POLL_S = 0.5  # between two readings of the progress
 ANSWER_S = 10.0  # for the controller to report
-GRACE_S = 30.0
+GRACE_S = 30.0  # for the shutdown of all components
 
 
 class _Recording(RunExtension):
@@ -67,21 +67,21 @@ class _Recording(RunExtension):
 
 
 class Controller:
-    """Lives in a Ray actor and holds the experiment's parts.
+    """The Ray actor that has the components of an experiment.
 
     Args:
-        experiment: a ``BasePPOExp``.
-        parts: what the user has registered in the program.
+        registered: functions and classes that the user has registered in the program.
     """
 
     def __init__(self, experiment: BasePPOExp, registered: UserParts) -> None:
-        add_user_parts(registered)
+        add_user_parts(registered)  # before anything looks a part up
         self._experiment = experiment
         self._trainer: Any = None
         self._recorder = ProgressRecorder()
         self._recorder.phase("starting")
         self._task: asyncio.Task[None] | None = None
-        self._loaded = self._stopped = False
+        self._loaded = False  # models of the current trainer
+        self._stopped = False
 
     async def run(self) -> dict[str, float] | None:
         """Train to the end; returns the last metrics, or None if stopped."""
@@ -98,13 +98,16 @@ class Controller:
         return dict(self._trainer.last_metrics)
 
     async def _train(self) -> None:
+        """Train; after a failure of a worker again, as long as restarts are left."""
+
         async def close() -> None:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):  # Ray ends the remaining processes
                 async with asyncio.timeout(GRACE_S):
                     await self._experiment.close()
 
         with warnings_to(self._recorder):
-            async with afterwards(close, grace_s=2 * GRACE_S):  # which limits itself
+            # ``close`` has its own limit, which comes first.
+            async with afterwards(close, grace_s=2 * GRACE_S):
                 self._record(await asyncio.to_thread(self._experiment.build))
                 self._recorder.phase("loading models")
                 await self._experiment.start(self._trainer)
@@ -141,20 +144,21 @@ class Controller:
         return self._recorder.report(seen)
 
     async def stop(self, saving: bool = False) -> int:
-        """Cancel training and wait until every part is shut down; the step that has been saved, 0
-        if none has.
+        """Cancel training and wait until every component is shut down.
 
         Args:
-            saving: finish the update under way and save it, whatever ``ckpt_on_exit`` says.
+            saving: finish the current update and save it, also without ``ckpt_on_exit``.
+
+        Returns:
+            the step of the saved checkpoint, 0 if there is none.
         """
         self._stopped = True
         if saving and self._trainer is not None:
-            self._trainer.checkpointer.saves_on_exit |= keeps_checkpoints(
-                self._experiment.cfg.trainer
-            )
+            checkpointer = self._trainer.checkpointer
+            checkpointer.saves_on_exit |= keeps_checkpoints(self._experiment.cfg.trainer)
         if self._task is not None:
             self._task.cancel()
-            await asyncio.wait([self._task])
+            await asyncio.wait([self._task])  # not awaited: its error is raised in ``run``
         if self._trainer is not None:
             return self._trainer.checkpointer.saved_step
         return 0
@@ -163,22 +167,22 @@ class Controller:
 class Heartbeat:
     """Asks the controller's process for its progress, and kills a process that stays silent.
 
-    Only the time spent waiting for answers counts: a program that was itself stopped does not blame
-    it.
+    Only the time of waiting for answers counts: if this program was stopped meanwhile, the
+    controller is not killed for it.
 
     Args:
         report: ``Controller.report`` of the actor's handle.
-        limit_s: it is killed when it has been silent for so long; 0: never.
+        limit_s: the process is killed when it has been silent for so long; 0: never.
     """
 
     def __init__(self, report: Any, process: ProcessIdentity, limit_s: float) -> None:  # noqa: ANN401
         self._report = report
         self._process = process
         self._limit_s = limit_s
+        self._answer_s = ANSWER_S
         if limit_s:
+            # Two calls at least: one late answer is not yet silence.
             self._answer_s = min(ANSWER_S, limit_s / 2)
-        else:
-            self._answer_s = ANSWER_S
         self._silent_s = 0.0
 
     def ask(self, seen: int) -> ProgressReport | None:
@@ -204,18 +208,18 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
     """Train in a Ray actor on this node and show its progress here. Ray is initialised.
 
     Args:
-        logs: what the processes print is shown above the progress meanwhile.
+        logs: lines that the processes print are shown above the progress.
 
     Raises:
-        UserError, SyntaxError: as it was raised, without the way it took.
+        UserError, SyntaxError: the original error, without the traceback of Ray.
         Exception: any other error, with the original traceback in its text.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    on_this_node = NodeAffinitySchedulingStrategy(
-        ray.get_runtime_context().get_node_id(), soft=False
-    )
+    node = ray.get_runtime_context().get_node_id()
+    on_this_node = NodeAffinitySchedulingStrategy(node, soft=False)
+    # More than one call at a time: reports and ``stop`` must not wait for ``run``.
     actor_class: Any = ray.remote(Controller).options(
         num_cpus=0, max_concurrency=16, scheduling_strategy=on_this_node
     )
@@ -234,46 +238,43 @@ def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, fl
             try:
                 return _run(controller, experiment, view, heard, watch)
             except ray.exceptions.RayError as error:
-                part = ended()
-                if part:
+                ray_process = ended()
+                if ray_process:
                     lost = RayEndedError(
-                        f"{part}: no run can continue without it; the same command resumes this one"
+                        f"{ray_process}: no run can continue without it; the same command resumes this one"
                     )
                     if run_dir is not None:
                         run_dir.save_error("".join(format_exception(lost)))
                     raise lost from None
-                if _controller_failed(error):
-                    recovery = experiment.restarting
-                else:
-                    recovery = None
+                recovery = experiment.restarting
                 if (
-                    not heard.is_set()
-                    and recovery
+                    _controller_failed(error)
+                    and recovery is not None
+                    and not heard.is_set()
                     and recovery.lost_controller(max(view.seen, 0), error)
                 ):
                     continue
-                if isinstance(error, ray.exceptions.RayTaskError):
-                    cause = error.cause
-                else:
-                    cause = None
+                cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
                 if isinstance(cause, UserError | SyntaxError):
-                    expected = cause
-                else:
-                    expected = None
+                    if run_dir is not None:
+                        run_dir.save_error(str(error))
+                    # The original error: Python shows nothing of Ray's type of SyntaxError.
+                    raise cause from None
                 if run_dir is not None:
-                    run_dir.save_error(str(error) + ("" if expected else last_words(logs, error)))
-                if expected is not None:  # Python shows nothing of Ray's kind of SyntaxError
-                    raise expected from None
+                    run_dir.save_error(str(error) + last_words(logs, error))
                 raise
 
 
 def _controller_failed(error: ray.exceptions.RayError) -> bool:
-    """Whether the controller's process has failed. If a part's process fails, the controller raises
-    a task error."""
+    """Whether the controller's process has failed.
+
+    If the process of a component fails, the controller raises a task error, which is an actor error
+    too.
+    """
     import ray
 
-    of_a_part = isinstance(error, ray.exceptions.RayTaskError)
-    return isinstance(error, ray.exceptions.RayActorError) and not of_a_part
+    is_of_task = isinstance(error, ray.exceptions.RayTaskError)
+    return isinstance(error, ray.exceptions.RayActorError) and not is_of_task
 
 
 def _run(
@@ -283,8 +284,10 @@ def _run(
     heard: threading.Event,
     watch: AlarmWatch | None,
 ) -> dict[str, float] | None:
-    """Run the controller and poll its progress, until it or Ray ends; then stop it and free what it
-    had reserved."""
+    """Run the controller and poll its progress until it or Ray ends.
+
+    Then stop it and free its devices.
+    """
     import ray
 
     from skyasync.run.placement import release
@@ -294,36 +297,39 @@ def _run(
     try:
         try:
             process = get(controller.who.remote(), timeout=START_S)
-        except (
-            ray.exceptions.GetTimeoutError
-        ):  # Ray tries for ever; its reasons are in the terminal by then
+        except ray.exceptions.GetTimeoutError:
+            # Ray would try for ever; its reasons are in the terminal by then.
             ray.kill(controller)
             problem = f"Ray did not start the controller's process within {START_S:g} s; its log above says why"
             raise RuntimeError(problem) from None
-        running = controller.run.remote()
-        restarted = experiment.restarting is not None and experiment.restarting.possible
-        heartbeat = Heartbeat(
-            controller.report, process, trainer.heartbeat_timeout_s if restarted else 0.0
-        )
+        run = controller.run.remote()
+        # A silent controller is killed only if the program could start another one.
+        limit_s = 0.0
+        if experiment.restarting is not None and experiment.restarting.possible:
+            limit_s = trainer.heartbeat_timeout_s
+        heartbeat = Heartbeat(controller.report, process, limit_s)
         seen = view.seen
         done = False
         while not done:
-            part = ended()
-            if part:
-                raise ray.exceptions.RaySystemError(part)
-            done = bool(ray.wait([running], timeout=POLL_S)[0])
-            report = heartbeat.ask(seen)
+            ray_process = ended()
+            if ray_process:
+                raise ray.exceptions.RaySystemError(ray_process)
+            finished, _ = ray.wait([run], timeout=POLL_S)
+            done = bool(finished)
+            report = heartbeat.ask(seen)  # also after the end, for the last steps
             if report is not None:
                 view.update(report)
-                seen = max([seen, *(step for step, _ in report.rows)])
+                for step, _ in report.rows:
+                    seen = max(seen, step)
             if watch is not None and not done:  # the summary at the end has all alarms
                 line = watch.line()
                 if line:
                     view.say([line], error=False)
-        return get(running)
+        return get(run)
     except ray.exceptions.RayActorError as error:
         if _controller_failed(error):
-            # nothing is asked of a Ray that ends: it would answer late, or end this process
+            # The controller may have failed because Ray ends, which takes a moment. No call may go
+            # to a Ray that ends: it would answer late, or end this process.
             await_end()
         raise
     except KeyboardInterrupt:
@@ -333,34 +339,29 @@ def _run(
                     "stopping: the update under way ends, then a checkpoint is saved (Ctrl-C again ends it at once)"
                 )
             raise
-        limit_s = (
-            trainer.sigterm_grace_s
-        )  # Ray makes a KeyboardInterrupt of whatever a signal's handler raises
+        # It was SIGTERM: Ray makes a KeyboardInterrupt of any exception of a signal's handler.
+        grace_s = trainer.sigterm_grace_s
         try:
-            step = get(controller.stop.remote(saving=True), timeout=limit_s)
-        except Exception as error:  # whatever it is, the process is to end
-            late = isinstance(error, ray.exceptions.GetTimeoutError)
-            if late:
-                problem = f"it took more than {limit_s:g} s (trainer.sigterm_grace_s)"
-            else:
-                problem = repr(error)
+            step = get(controller.stop.remote(saving=True), timeout=grace_s)
+        except Exception as error:  # of any type: this process must end
+            problem = repr(error)
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                problem = f"it took more than {grace_s:g} s (trainer.sigterm_grace_s)"
             raise Terminated(f": the run was not saved, {problem}") from None
+        saved = ""
         if step:
             saved = (
                 f": the newest checkpoint is of step {step}, resume with trainer.resume_mode=latest"
             )
-        else:
-            saved = ""
         raise Terminated(saved) from None
     finally:
         try:
             if not heard.is_set() and not ended():
+                stop_s = GRACE_S + 5
                 if trainer.ckpt_on_exit or trainer.ckpt_async:
-                    saving_s = 2 * trainer.step_timeout_s
-                else:
-                    saving_s = 0
-                with contextlib.suppress(Exception):
-                    get(controller.stop.remote(), timeout=GRACE_S + 5 + saving_s)
+                    stop_s += 2 * trainer.step_timeout_s  # the current update, and its checkpoint
+                with contextlib.suppress(Exception):  # it is killed below
+                    get(controller.stop.remote(), timeout=stop_s)
         finally:
             if not ended():
                 ray.kill(controller)
@@ -369,10 +370,12 @@ def _run(
 
 @contextlib.contextmanager
 def _hearing_sigterm() -> Iterator[threading.Event]:
-    """SIGTERM interrupts the block once and sets the event; it replaces Ray's handler, which would
-    end at once."""
+    """Have SIGTERM interrupt the block once and set the event.
+
+    It replaces Ray's handler, which would end the process at once.
+    """
     heard = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # which alone hears signals
+    if threading.current_thread() is not threading.main_thread():  # no other can have handlers
         yield heard
         return
 

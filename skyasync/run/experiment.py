@@ -1,7 +1,7 @@
-"""The experiment: one factory method per part, and ``run()``.
+"""The experiment: one factory method per component, and ``run()``.
 
-Invariant: every part of a run is made by exactly one method here, so overriding that method
-replaces the part and nothing else. Factories run in the process that trains, in the order of
+Invariant: every component of a run is made by exactly one method here, so overriding that method
+replaces the component and nothing else. Factories run in the process that trains, in the order of
 ``components``; none of them waits for a model to load.
 """
 
@@ -65,11 +65,12 @@ log = logging.getLogger(__name__)
 
 
 class BasePPOExp:
-    """Everything a run is made of. ``run()`` is called by the program; the rest is there to be
-    overridden.
+    """The factories of a run's components.
+
+    The program calls ``run()``; subclasses override any other method.
 
     Args:
-        cfg: a ``skyasync.config.Config`` (or a subclass of it with keys of one's own).
+        cfg: a ``skyasync.config.Config`` (or a subclass of it with further keys).
     """
 
     def __init__(self, cfg: Config) -> None:
@@ -78,18 +79,16 @@ class BasePPOExp:
         self.gpus = False
         self.placement_name = f"skyasync-{uuid4().hex}"
         self.components = Components(self)
-        self.callbacks: list[RunExtension] = []  # given to ``main``
+        self.callbacks: list[RunExtension] = []  # the argument of ``main``
         self.restarting: Recovery | None = None
-        self.began_s: float | None = None  # since 1970, when ``run`` was called
-        self.data_rows: dict[
-            str, Any
-        ] = {}  # of data sources that are functions, which are called once
-        self.judge_keys: dict[
-            str, str
-        ] = {}  # of judges' servers, from the program's environment; written nowhere
+        self.began_s: float | None = None  # the time of the call of ``run``, seconds since 1970
+        # Rows by data source, of sources that are functions, which are called once.
+        self.data_rows: dict[str, Any] = {}
+        # Keys of judges' servers, from the program's environment. They are in no file.
+        self.judge_keys: dict[str, str] = {}
         self._engines_key = os.environ.get(KEY_VARIABLE, "")
 
-    # ---------------------------------------------------------------- parts
+    # ---------------------------------------------------------------- components
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the policy's model, with its chat template."""
@@ -107,8 +106,7 @@ class BasePPOExp:
         return load_prompts(data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
 
     def get_eval_dataset(self) -> Sequence[Prompt] | None:
-        """The held-out prompts, by default those of ``data.val_data`` and ``data.val_sets``; None
-        without any."""
+        """The validation prompts, by default of ``data.val_data`` and ``data.val_sets``, or None."""
         from skyasync.data.datasets import load_eval_prompts
 
         return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
@@ -119,16 +117,13 @@ class BasePPOExp:
 
         trainer = self.cfg.trainer
         assert self.run_dir is not None
+        settings = hidden(asdict(self.cfg))  # without secrets
         return MultiTracker(
-            trainer.logger,
-            self.run_dir,
-            hidden(asdict(self.cfg)),
-            project_name=trainer.project_name,
+            trainer.logger, self.run_dir, settings, project_name=trainer.project_name
         )
 
     def get_callbacks(self) -> list[RunExtension]:
-        """Callbacks of the trainer besides those that ``main`` was given; see
-        ``skyasync.callbacks``."""
+        """Callbacks besides those of ``main``; see ``skyasync.callbacks``."""
         return []
 
     def get_colocate_pg(self, timeout: float = 180) -> Placement:
@@ -139,8 +134,7 @@ class BasePPOExp:
         return reserve(slots, timeout, self.placement_name)
 
     def get_inference_client(self) -> InferenceClient:
-        """The client in front of the engines, whose processes start; their models load in
-        ``start``."""
+        """The client of the engines. Their processes start here; their models load in ``start``."""
         from skyasync.inference.ray_engine import RayEngine
         from skyasync.run.placement import engine_start_limit
 
@@ -149,23 +143,19 @@ class BasePPOExp:
         if generator.engines:
             servers = [self._server(config, url) for url in generator.engines]
             return self._client(servers)
-        processes = len(self.components.placement.slots.bundles)
+        placement = self.components.placement
+        processes = len(placement.slots.bundles)
         start_limit_s = engine_start_limit(self.cfg, processes, os.cpu_count() or 1, gpus=self.gpus)
-        engines = [
-            RayEngine(
-                backend(self.cfg),
-                replace(config, extra={**config.extra, "engine_index": index}),
-                self.components.placement.engine_options(index),
-                start_limit_s,
-            )
-            for index in range(generator.own_engines)
-        ]
-        devices = len(self.components.placement.slots.by_role.get(POLICY, ()))
-        # the first of each device, and so on
+        engines = []
+        for index in range(generator.own_engines):
+            numbered_config = replace(config, extra={**config.extra, "engine_index": index})
+            options = placement.engine_options(index)
+            engine = RayEngine(backend(self.cfg), numbered_config, options, start_limit_s)
+            engines.append(engine)
+        # Engines of one device start one after the other: each measures the free memory.
+        at_once = 0
         if engines_per_device(self.cfg) > 1:
-            at_once = devices
-        else:
-            at_once = 0
+            at_once = len(placement.slots.by_role.get(POLICY, ()))
         return self._client(engines, at_once)
 
     def _client(self, engines: Sequence[InferenceEngine], at_once: int = 0) -> InferenceClient:
@@ -177,19 +167,24 @@ class BasePPOExp:
         return InferenceClient(engines, limit_s, lambda: self.tokenizer, at_once, adaptive=adaptive)
 
     def _server(self, config: EngineConfig, url: str) -> InferenceEngine:
-        server_metrics = {
+        """An engine of another program, at this address."""
+        extra = {
+            **config.extra,
             "url": url,
             "start_s": self.cfg.generator.engine_start_timeout_s,
             "key": self._engines_key,
         }
-        return ENGINES.make(backend(self.cfg), replace(config, extra=config.extra | server_metrics))
+        return ENGINES.make(backend(self.cfg), replace(config, extra=extra))
 
     async def get_joining_engine(self, name: str) -> InferenceEngine:
-        """An engine that joins during the run: the server with this address, or one more of the
-        run's own.
+        """An engine that joins during the run.
+
+        Args:
+            name: a server's address if the run's engines are servers; else one more engine of the
+                run is started.
 
         Raises:
-            UserError: if it is not fit, or there are no devices for it.
+            UserError: if the server does not match the run, or no devices are free.
         """
         generator = self.cfg.generator
         config = self.engine_config()
@@ -201,16 +196,16 @@ class BasePPOExp:
         from skyasync.inference.ray_engine import RayEngine
 
         devices = generator.devices_per_engine if self.gpus else 0
-        joined = bool(self.cfg.ray.address)
-        engines = self.components.client.engines
-        left = self.components.client.pool.router.left
-        return await asyncio.to_thread(RayEngine.one_more, engines, left, devices, may_grow=joined)
+        may_grow = bool(self.cfg.ray.address)  # the cluster on this machine cannot
+        client = self.components.client
+        return await asyncio.to_thread(
+            RayEngine.one_more, client.engines, client.pool.router.left, devices, may_grow=may_grow
+        )
 
     def get_generator(
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> Generator:
-        """The generator of trajectories: with environments, or with the program of
-        ``generator.agent_program``."""
+        """The generator of trajectories, with environments or ``generator.agent_program``."""
         if cfg.generator.agent_program:
             return self.get_agent_generator(cfg, tokenizer, inference_engine_client)
         from skyasync.envs.episodes import EnvSettings
@@ -219,9 +214,8 @@ class BasePPOExp:
         from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
         from skyasync.rollout.group_sampling import early_stop_rule
 
-        pool = ray_pool(
-            EnvSettings.of(cfg, env_settings(cfg.environment)), cfg.environment.num_workers
-        )
+        settings = EnvSettings.of(cfg, env_settings(cfg.environment))
+        pool = ray_pool(settings, cfg.environment.num_workers)
         return EpisodeGenerator(
             inference_engine_client,
             pool,
@@ -260,10 +254,10 @@ class BasePPOExp:
         """The processes of all roles; their models load in ``start``."""
         from skyasync.workers.rank_actors import with_actors
 
-        placements = {
-            role.name: with_actors(role, self.components.placement.ranks(role.name))
-            for role in self.roles()
-        }
+        placements = {}
+        for role in self.roles():
+            ranks = self.components.placement.ranks(role.name)
+            placements[role.name] = with_actors(role, ranks)
         # After the processes have started: this imports torch, as they do at the same time.
         from skyasync.workers.dispatch import RayWorkerDispatch
 
@@ -278,20 +272,22 @@ class BasePPOExp:
     def _healthy_engines(self) -> list[int]:
         if self.components.engines:
             return self.components.client.pool.awake
-        return list(range(self.cfg.generator.own_engines))  # of a client of the user's
+        # A client of the user does not tell: all count as healthy.
+        return list(range(self.cfg.generator.own_engines))
 
     def _engine_nodes(self) -> dict[int, str]:
-        """Ray's names of the healthy engines' nodes, by engine, as far as they are on any."""
+        """Ray's names of the healthy engines' nodes, by engine; engines of servers have none."""
         engines = self.components.engines
-        nodes = {
-            index: engines[index].node for index in self._healthy_engines() if index < len(engines)
-        }
-        return {index: node for index, node in nodes.items() if node}
+        nodes = {}
+        for index in self._healthy_engines():
+            if index < len(engines) and engines[index].node:
+                nodes[index] = engines[index].node
+        return nodes
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
     ) -> WeightSync:
-        """The way of the weights from the policy to the engines."""
+        """The weight sync from the policy to the engines."""
         from skyasync.weight_sync.sync import WeightSync
 
         generator = self.cfg.generator
@@ -308,29 +304,26 @@ class BasePPOExp:
     def get_engine_supervisor(
         self, weight_sync: WeightSync, timeline: Timeline
     ) -> EngineSupervisor | None:
-        """The supervisor that replaces engines that fail; None if the first failure ends the
-        run."""
+        """The supervisor that replaces failed engines; None if the first failure ends the run."""
         from skyasync.inference.client import InferenceClient
         from skyasync.inference.supervisor import EngineSupervisor
         from skyasync.weight_sync.sync import WeightSync
 
         generator = self.cfg.generator
-        ours = isinstance(self.components.client, InferenceClient) and isinstance(
-            weight_sync, WeightSync
-        )
+        client = self.components.client
         if not generator.max_engine_restarts:
             return None
-        if not ours:
+        if not isinstance(client, InferenceClient) or not isinstance(weight_sync, WeightSync):
             log.warning(
                 "engines that fail are not replaced: that takes a client that is an InferenceClient and a weight sync "
                 "that is a WeightSync, and these are %s and %s",
-                type(self.components.client).__name__,
+                type(client).__name__,
                 type(weight_sync).__name__,
             )
             return None
         weight_sync.expects_late_engines = True
         return EngineSupervisor(
-            self.components.client,
+            client,
             weight_sync,
             max_restarts=generator.max_engine_restarts,
             heartbeat_s=generator.heartbeat_s,
@@ -343,14 +336,12 @@ class BasePPOExp:
     def get_elastic_engines(
         self, weight_sync: WeightSync, supervisor: EngineSupervisor
     ) -> ElasticEngines:
-        """The part that lets engines join and leave during the run."""
+        """The component by which engines join and leave during the run."""
         from skyasync.inference.elastic import ElasticEngines
 
         assert self.run_dir is not None
         generator = self.cfg.generator
-        names = generator.engines or [
-            str(index) for index in range(generator.num_inference_engines)
-        ]
+        names = generator.engines or list(map(str, range(generator.num_inference_engines)))
         return ElasticEngines(
             self.components.client,
             weight_sync,
@@ -395,32 +386,32 @@ class BasePPOExp:
         return launch.run(self, self.run_dir)
 
     def prepare(self) -> None:
-        """Settle and check what can be before any process starts; the run's folder is made last.
+        """Settle and check all settings before any process starts; make the run's folder last.
 
-        From then on the configuration is read-only: parts are made from it.
+        From then on the configuration is read-only: components are made from it.
 
         Raises:
-            UserError: for the first thing that is wrong. Nothing is left on disk then.
+            UserError: for the first problem. Nothing is left on disk then.
         """
         self.run_dir = prepare(self)
 
     def is_ours(self, factory: str) -> bool:
-        """Whether a factory is the library's own, not a subclass's."""
-        return next(base for base in type(self).__mro__ if factory in vars(base)) is BasePPOExp
+        """Whether a factory is the library's, not overridden by a subclass."""
+        return getattr(type(self), factory) is getattr(BasePPOExp, factory)
 
     def build(self) -> RayPPOTrainer:
-        """Make every part, in the controller's process."""
+        """Make every component, in the controller's process."""
         return self.components.build()
 
     async def start(self, trainer: RayPPOTrainer) -> None:
-        """Load all models, and hand them to the trainer."""
+        """Load all models, and attach the trainer to them."""
         await self.components.start(trainer)
 
     async def close(self) -> None:
-        """Shut every part down."""
+        """Shut every component down."""
         await self.components.close()
 
-    # ---------------------------------------------------------------- what the parts share
+    # ---------------------------------------------------------------- shared by the components
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -429,46 +420,50 @@ class BasePPOExp:
         )
 
     def roles(self) -> list[Role]:
-        """The run's roles, the policy first: by the table, or by a method ``needs_<role>`` of the
-        experiment."""
-        overrides = {
-            role.name: getattr(self, f"needs_{role.name}", None) for role in ROLES.values()
-        }
-        needed = {
-            name: method() if method else ROLES[name].has_ranks(self.cfg)
-            for name, method in overrides.items()
-        }
-        return [role for role in ROLES.values() if needed[role.name]]
+        """The run's roles, the policy first.
+
+        A method ``needs_<role>`` of the experiment decides, or else the settings.
+        """
+        roles = []
+        for role in ROLES.values():
+            needs_role = getattr(self, f"needs_{role.name}", None)
+            needed = needs_role() if needs_role else role.has_ranks(self.cfg)
+            if needed:
+                roles.append(role)
+        return roles
 
     def engine_config(self) -> EngineConfig:
         return engine_config(self.cfg, gpus=self.gpus)
 
 
 class ReplacingExperiment(BasePPOExp):
-    """An experiment that replaces settings which have no effect in it. The run's ``config.yaml``
-    has the user's."""
+    """An experiment that replaces settings which have no effect in it.
+
+    The run's ``config.yaml`` has the user's values.
+    """
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         self._original_cfg = deepcopy(cfg)
 
     def prepare(self) -> None:
-        replaced = [
-            key.path
-            for key in Keys.of(type(self.cfg))
-            if attrgetter(key.path)(self.cfg) != attrgetter(key.path)(self._original_cfg)
-        ]
+        # Before ``prepare``, which settles further settings that are to be written.
+        original_values: dict[str, object] = {}
+        for key in Keys.of(type(self.cfg)):
+            value_of = attrgetter(key.path)
+            if value_of(self.cfg) != value_of(self._original_cfg):
+                original_values[key.path] = value_of(self._original_cfg)
         super().prepare()
         assert self.run_dir is not None
-        written = deepcopy(self.cfg)
-        for path in replaced:
+        cfg = deepcopy(self.cfg)
+        for path, value in original_values.items():
             group, _, name = path.rpartition(".")
-            setattr(attrgetter(group)(written), name, attrgetter(path)(self._original_cfg))
-        replace_text(self.run_dir.config, dump_config(written, secrets=False))
+            setattr(attrgetter(group)(cfg), name, value)
+        replace_text(self.run_dir.config, dump_config(cfg, secrets=False))
 
 
 class EnginelessExperiment(ReplacingExperiment):
-    """Its settings of engines are replaced."""
+    """An experiment without engines, such as supervised fine-tuning."""
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
@@ -476,7 +471,7 @@ class EnginelessExperiment(ReplacingExperiment):
         generator.num_inference_engines = 0
         generator.weight_sync_backend = "shared_memory"
         generator.max_engine_restarts = 0
-        generator.backend = "transformers"  # which needs nothing installed
+        generator.backend = "transformers"  # needs no optional package
         cfg.trainer.placement.colocate_all = False
 
     def get_inference_client(self) -> InferenceClient:
@@ -490,7 +485,7 @@ class EnginelessExperiment(ReplacingExperiment):
     def get_judges(
         self, cfg: Config, tokenizer: Tokenizer, inference_engine_client: InferenceClient
     ) -> None:
-        """None: nothing is played."""
+        """None: there are no episodes."""
 
     def get_weight_sync(
         self, dispatch: Source, inference_engine_client: Destination, probe: Sequence[Sequence[int]]
@@ -499,7 +494,7 @@ class EnginelessExperiment(ReplacingExperiment):
 
 
 class NoEngines:
-    """Replaces the inference client."""
+    """An inference client without engines."""
 
     engines: ClassVar[list[object]] = []
 
@@ -513,12 +508,14 @@ class NoEngines:
 
 
 class NoGenerator(TrajectoryGenerator):
+    """A generator that must not be called."""
+
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         raise AssertionError("a run without engines generates nothing")
 
 
 class NoSync:
-    """Replaces the weight sync."""
+    """A weight sync without engines."""
 
     async def measure_floor(self) -> None: ...
     async def sync(self, version: int, paused: Paused = nullcontext) -> None: ...

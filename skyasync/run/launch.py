@@ -1,8 +1,7 @@
-"""A run in the program that starts it: its folder, Ray, the controller process, and the report at
-its end.
+"""A run in the program that starts it: folder, Ray, controller process, final report.
 
-Invariant: however a run ends, its status says how, its timeline is whole, its page is made. A run
-in which no process was started leaves no folder.
+Invariant: however a run ends, its status says how, its timeline is complete, its page is made. A
+run in which no process was started leaves no folder.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ T = TypeVar("T")
 
 
 def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
-    """Train; the last metrics, or None if the run was stopped."""
+    """Train; returns the last metrics, or None if the run was stopped."""
     if experiment.began_s is None:
         experiment.began_s = time.time()
     metrics = _run(experiment, folder)
@@ -49,13 +48,13 @@ def _run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | Non
 
     started: list[bool] = []  # not empty once the run has started processes
     engine = chosen_engine(experiment.cfg)
-    folder.error.unlink(missing_ok=True)  # of the command before
+    folder.error.unlink(missing_ok=True)  # of a previous command with this folder
     try:
         status = status_file(folder.path, engine, experiment.began_s)
         with status, to_the_end(folder.timeline), _live_page(experiment, folder):
             return _run_on_ray(experiment, folder, started)
     except (Exception, KeyboardInterrupt) as error:
-        if not started:
+        if not started:  # nothing in the folder would help anyone
             folder.discard()
         if isinstance(error, Exception) and folder.path.exists() and not folder.error.exists():
             folder.save_error("".join(format_exception(error)))
@@ -67,7 +66,7 @@ def _run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | Non
 
 
 def _print_times(folder: RunDirectory, began_s: float) -> None:
-    """Print where the seconds of the run went, until now."""
+    """Print how the time of the run, until now, was spent."""
     from skyasync.observability import jsonl
     from skyasync.observability.summary import run_times
 
@@ -99,13 +98,14 @@ def _run_on_ray(
     from skyasync.run.ray_cluster import cluster
 
     experiment.restarting = Recovery(experiment, folder.path)
-    (folder.path / ENGINES_FILE).unlink(missing_ok=True)  # of a run that was killed
+    # A run that was killed has left it, and its requests for engines are not for this command.
+    (folder.path / ENGINES_FILE).unlink(missing_ok=True)
     logs = ProcessLogs(folder.logs, hide=folder.secrets.hide_all)
     with (
         _terminated() as hear,
         cluster(experiment.cfg, roles=experiment.roles(), logs=logs) as gpus,
     ):
-        hear()
+        hear()  # after the start of Ray, which installs its own handler
         started.append(True)
         experiment.gpus = gpus
         engine = chosen_engine(experiment.cfg)
@@ -117,11 +117,13 @@ def _run_on_ray(
         since = experiment.began_s or 0.0
         try:
             metrics = run_in_controller(experiment, logs)
-            since = 0.0  # a resumed run may have had nothing left to do
+            # Print the summary in any case: a resumed run may have had nothing left to do.
+            since = 0.0
             return metrics
         finally:
             rows = jsonl.read_rows(folder.metrics)
-            if any(row.get("time", 0.0) >= since for row in rows):  # else nothing is new
+            # After a failure only if this command has written metrics.
+            if any(row.get("time", 0.0) >= since for row in rows):
                 if any("reward/mean" in row for row in rows):
                     plot_reward(folder.metrics, folder.reward_plot)
                 print_summary(folder.metrics)
@@ -133,8 +135,8 @@ def run_without_controller(
 ) -> T:
     """Run ``work`` in this process on the run's cluster, and return its result.
 
-    ``folder`` gets the logs of the cluster's processes, and the traceback of an error with their
-    last words.
+    ``folder`` gets the logs of the cluster's processes. After an error it gets the traceback and
+    the last lines of the logs.
     """
     from skyasync.run.logs import ProcessLogs, last_words
     from skyasync.run.placement import release
@@ -159,11 +161,10 @@ def run_without_controller(
 
 @contextlib.contextmanager
 def _terminated() -> Iterator[Callable[[], object]]:
-    """After the yielded function is called, SIGTERM ends the block as Ctrl-C does; before, Ray
-    handles it.
+    """After the yielded function is called, SIGTERM ends the block as Ctrl-C does.
 
-    Ray's, which its start installs, make status 15 of it, and abort a program that has not ended 3
-    s later.
+    Until then Ray's handler, installed by its start, ends the program with status 15, and aborts it
+    if it has not ended 3 s later.
     """
 
     def terminate(number: int, frame: FrameType | None) -> None:
@@ -171,13 +172,16 @@ def _terminated() -> Iterator[Callable[[], object]]:
 
     previous_handler = signal.getsignal(signal.SIGTERM)
     in_main_thread = threading.current_thread() is threading.main_thread()
+    hear: Callable[[], object] = bool  # does nothing: no other thread can have handlers
+    if in_main_thread:
+        hear = partial(signal.signal, signal.SIGTERM, terminate)
     try:
-        yield partial(signal.signal, signal.SIGTERM, terminate) if in_main_thread else bool
+        yield hear
     except SystemExit as end:
         if end.code != signal.SIGTERM:
             raise
-        signal.alarm(0)
+        signal.alarm(0)  # by which Ray's handler would abort this program
         raise Terminated from None
     finally:
-        if in_main_thread and previous_handler is not None:  # None: not of Python
+        if in_main_thread and previous_handler is not None:  # None: it was not set by Python
             signal.signal(signal.SIGTERM, previous_handler)

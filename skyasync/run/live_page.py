@@ -1,10 +1,9 @@
-"""The report's page while runs go on, and their newest metrics for Prometheus, from a server on
-this machine.
+"""A server of the report's page during runs, and of their newest metrics for Prometheus.
 
 Invariant: the server only reads the runs' folders, so it may start, fail and end without any effect
-on a run. A page is drawn when somebody asks and a run has written something since the last one.
-Pages of other sites are rejected; a server that other machines can reach answers only requests with
-its token. Prometheus gets no series twice, and only names and labels that it accepts.
+on a run. A page is drawn for a request if a run has written something since the last one. Requests
+by pages of other sites are rejected; a server that other machines can reach answers only requests
+with its token. Prometheus gets each series once, and only names and labels that it accepts.
 
 | who waits   | for what                           | woken by                                           |
 |-------------|------------------------------------|----------------------------------------------------|
@@ -43,17 +42,13 @@ from skyasync.observability.report.page import LIVE_SCRIPT, page
 from skyasync.observability.run_dir import RUNNING, read_status
 
 LOOPBACK = "127.0.0.1"
-READ = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "eval_samples.jsonl",
-    "status.json",
-    "restarts.jsonl",
-)  # what changes a page
+#: Files whose changes change a page.
+READ = ("metrics.jsonl", "samples.jsonl", "eval_samples.jsonl", "status.json", "restarts.jsonl")
 WAITING_CONNECTIONS = 64
 END_S = 10.0  # for a page that is being drawn
 LOG = "live_page.log"  # in the run's folder
 _SCRIPT = base64.b64encode(hashlib.sha256(LIVE_SCRIPT.encode()).digest()).decode()
+# The page may run its own script only, and load nothing: it shows text that a model wrote.
 HEADERS = {
     "Content-Security-Policy": f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; connect-src 'self'; "
     f"script-src 'sha256-{_SCRIPT}'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -67,12 +62,13 @@ def listen(host: str = LOOPBACK, port: int = 0) -> socket.socket:
     """A socket that listens; port 0 is a free one.
 
     Raises:
-        UserError: for an address or a port that cannot be had.
+        UserError: for an invalid address, or a port that is in use.
     """
-    if not 0 <= port < 1 << 16:  # the resolver would take the rest of it
+    if not 0 <= port < 1 << 16:  # the resolver would take it modulo 65536
         raise UserError(f"--port {port}: a port is a number up to 65535")
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
         return socket.create_server(address[:2], family=family, backlog=WAITING_CONNECTIONS)
     except OSError as error:
         raise UserError(f"the live page cannot listen at {host}, port {port}: {error}") from error
@@ -82,12 +78,12 @@ class LivePage:
     """The pages of some runs on a socket.
 
     Args:
-        folders: of the runs; several are laid over one another.
-        listening: as ``listen`` makes it.
+        folders: of the runs; plots of several runs are in one figure.
+        listening: a socket of ``listen``.
 
     Attributes:
-        token: what requests must give; "" on the loopback.
-        pages_drawn: how often a page was drawn so far.
+        token: the secret that requests must have; "" on the loopback.
+        pages_drawn: the number of drawn pages.
     """
 
     def __init__(self, folders: Sequence[Path], listening: socket.socket) -> None:
@@ -96,18 +92,20 @@ class LivePage:
         self._host, self._port = listening.getsockname()[:2]
         self._loopback = is_loopback(self._host)
         self.token = "" if self._loopback else secrets.token_urlsafe(24)
-        self._cached_page = ("", "")  # the state of the files, and the page of it
+        self._cached_state = ""  # of the files when the cached page was drawn
+        self._cached_page = ""
         self._drawing = asyncio.Lock()
         self.pages_drawn = 0
 
     @property
     def url(self) -> str:
-        if self._host in ("0.0.0.0", "::"):
+        host = self._host
+        if host in ("0.0.0.0", "::"):  # all interfaces: no address to open
             host = socket.gethostname()
-        else:
-            host = self._host
-        token = f"?token={self.token}" if self.token else ""
-        return f"http://{f'[{host}]' if ':' in host else host}:{self._port}/{token}"
+        if ":" in host:  # IPv6
+            host = f"[{host}]"
+        query = f"?token={self.token}" if self.token else ""
+        return f"http://{host}:{self._port}/{query}"
 
     async def start(self) -> web.AppRunner:
         """Answer requests until the runner is cleaned up."""
@@ -126,11 +124,11 @@ class LivePage:
         problem = foreign_origin(host, origin, loopback=self._loopback)
         if problem:
             return web.Response(status=403, text=problem, headers=HEADERS)
-        token = request.query.get("token") or request.headers.get("Authorization", "").removeprefix(
-            "Bearer "
-        )
-        sent = token.encode(errors="surrogateescape")  # a header may be any bytes
-        if self.token and not hmac.compare_digest(sent, self.token.encode()):
+        authorization = request.headers.get("Authorization", "")
+        token = request.query.get("token") or authorization.removeprefix("Bearer ")
+        token_bytes = token.encode(errors="surrogateescape")  # a header may be any bytes
+        # In constant time, so that a wrong token does not tell how much of it is right.
+        if self.token and not hmac.compare_digest(token_bytes, self.token.encode()):
             return web.Response(
                 status=401,
                 text="this page needs its token: open the address that was printed, with ?token=...",
@@ -145,24 +143,22 @@ class LivePage:
             state = self._state()
             if request.headers.get("If-None-Match") == state:
                 return web.Response(status=304)
-            if self._cached_page[0] != state:
-                self._cached_page = state, await asyncio.to_thread(page, self._folders, live=True)
+            if self._cached_state != state:
+                # In a thread: requests of Prometheus do not wait for a drawing.
+                self._cached_page = await asyncio.to_thread(page, self._folders, live=True)
+                self._cached_state = state
                 self.pages_drawn += 1
-        return web.Response(
-            text=self._cached_page[1], content_type="text/html", headers={"ETag": state}
-        )
+            text = self._cached_page
+        return web.Response(text=text, content_type="text/html", headers={"ETag": state})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        text = await asyncio.to_thread(
-            exposition, dict(zip(labels(self._folders), self._folders, strict=True))
-        )
-        return web.Response(
-            text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        )
+        folders = dict(zip(labels(self._folders), self._folders, strict=True))
+        text = await asyncio.to_thread(exposition, folders)
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(text=text, headers=headers)
 
     def _state(self) -> str:
-        """Differs as soon as a page would: of files' times and sizes, and of whether the runs'
-        processes live."""
+        """A digest that changes if a page would: of files' times and sizes, and the runs' states."""
         digest = hashlib.sha256()
         for folder in self._folders:
             digest.update(read_status(folder).state.encode())
@@ -186,13 +182,19 @@ def exposition(folders: Mapping[str, Path]) -> str:
         rows = jsonl.read_rows(folder / "metrics.jsonl")
         escaped = run.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         label = f'run="{escaped}"'
-        newest = {name: value for row in rows for name, value in row.items() if value is not None}
+        newest: dict[str, float] = {}
+        for row in rows:
+            for name, value in row.items():
+                if value is not None:
+                    newest[name] = value
         for name, value in sorted(newest.items()):
+            series = series_name(name)
             entry = entry_of(name)
             meanings.setdefault(
-                series_name(name), entry.meaning if entry else f"{name}, of this run's own parts."
+                series, entry.meaning if entry else f"{name}, of this run's own parts."
             )
-            families.setdefault(series_name(name), {}).setdefault(label, float(value))
+            # Two metrics may have one series name: the first one counts.
+            families.setdefault(series, {}).setdefault(label, float(value))
         running = families.setdefault("skyasync_running", {})
         running[label] = float(read_status(folder).state == RUNNING)
         for alarm in alarms(rows, jsonl.read_rows(folder / RESTARTS)):
@@ -205,7 +207,8 @@ def exposition(folders: Mapping[str, Path]) -> str:
     for name, values in families.items():
         help_text = meanings[name].replace("\\", "\\\\").replace("\n", "\\n")
         lines += [f"# HELP {name} {help_text}", f"# TYPE {name} gauge"]
-        lines += [f"{name}{{{labels}}} {value!r}" for labels, value in values.items()]
+        for series_labels, value in values.items():
+            lines.append(f"{name}{{{series_labels}}} {value!r}")
     return "\n".join(lines) + "\n"
 
 
@@ -223,24 +226,22 @@ async def serve(live: LivePage, until: asyncio.Event) -> None:
 
 @contextmanager
 def live_page(folder: Path) -> Iterator[str]:
-    """Serve a run's page from a process of its own while the block goes on; yields the address.
+    """Serve a run's page from a separate process during the block; yields the address.
 
-    The process ends with the block, or with this program, whose end of a pipe it holds.
+    The process ends with the block, or with this program: its standard input is a pipe, which ends
+    then.
     """
     with listen() as listening:
         url = f"http://{LOOPBACK}:{listening.getsockname()[1]}/"
+        descriptor = listening.fileno()
+        command = [sys.executable, "-m", "skyasync.run.live_page", str(folder), str(descriptor)]
+        # The process finds the modules that this one finds; "" is the current folder.
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         with (folder / LOG).open("wb") as log:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "skyasync.run.live_page",
-                    str(folder),
-                    str(listening.fileno()),
-                ],
+                command,
                 env={**os.environ, "PYTHONPATH": path},
-                pass_fds=[listening.fileno()],
+                pass_fds=[descriptor],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=log,
@@ -259,10 +260,11 @@ def live_page(folder: Path) -> Iterator[str]:
 
 async def _of_a_run(folder: Path, listening: socket.socket) -> None:
     until = asyncio.Event()
-    asyncio.get_running_loop().add_reader(0, until.set)  # nothing is ever sent: the pipe has ended
+    # Nothing is ever sent: standard input is readable when the pipe has ended.
+    asyncio.get_running_loop().add_reader(0, until.set)
     await serve(LivePage([folder], listening), until)
 
 
 if __name__ == "__main__":
-    os.nice(10)
+    os.nice(10)  # drawing pages must not slow the run down
     asyncio.run(_of_a_run(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2]))))

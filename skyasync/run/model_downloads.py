@@ -26,8 +26,7 @@ OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.ggu
 
 
 def hub_models(cfg: Config, roles: Sequence[Role]) -> list[str]:
-    """Name the models of a run that are on the hub, each once; folders of this machine are left
-    out."""
+    """Names of the run's models on the hub, each once; without folders of this machine."""
     paths = [cfg.trainer.policy.model.path]
     for role in roles:
         model = role.own_model(cfg)
@@ -39,15 +38,14 @@ def hub_models(cfg: Config, roles: Sequence[Role]) -> list[str]:
 
 
 def download(name: str) -> str:
-    """Bring a model's files into this node's cache of the hub. Returns an error's text, or "" if
-    they are there."""
+    """Download a model into this node's cache of the hub; returns an error's text, or ""."""
     from huggingface_hub import HfApi, snapshot_download
 
     try:
         files = HfApi().list_repo_files(name)
         has_safetensors = any(file.endswith(".safetensors") for file in files)
         snapshot_download(name, ignore_patterns=list(OTHER_FORMATS) if has_safetensors else None)
-    except Exception as error:  # its kind depends on the client library of the installed version
+    except Exception as error:  # its type depends on the HTTP library of the hub's client
         from skyasync.config.model_files import config_file
 
         config = config_file(name)
@@ -60,8 +58,7 @@ def download(name: str) -> str:
 
 
 def download_models(names: Sequence[str]) -> None:
-    """Download these models on every node of the Ray cluster, at the same time. Blocks until all
-    nodes have them.
+    """Download these models on every node of the Ray cluster, at the same time; blocks.
 
     Raises:
         UserError: for the first node that cannot download a model.
@@ -71,6 +68,7 @@ def download_models(names: Sequence[str]) -> None:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+    # Without CPUs of its own, so that a download never waits for one; its client retries itself.
     task = ray.remote(num_cpus=0, max_retries=0)(download)
     # Futures, because Ray warns of a blocking ``ray.get`` in the controller, which is an
     # asynchronous actor.

@@ -1,15 +1,16 @@
-"""Which process gets which devices.
+"""Placement of ranks and engines on the devices of a Ray cluster.
 
-Invariant: the bundles are computed before anything starts, so that a cluster too small is an error
-that says what is missing, and a local cluster is started large enough. A bundle is one GPU (or one
-CPU slot on a machine without GPUs) for each rank and engine; parts that are colocated share
-bundles. What is reserved under a name is returned by ``release``, from any process, also if the
-owner has failed.
+Invariant: the bundles are computed before anything starts, so that a cluster that is too small is
+an error that says what is missing, and a local cluster is started large enough. A bundle is one GPU
+(or one CPU slot on a machine without GPUs) for each rank and engine; colocated ranks and engines
+share bundles. Bundles that are reserved under a name are returned by ``release``, from any process,
+also if the owner has failed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,52 +30,71 @@ HYBRID_ENGINES = "hybrid engines"
 
 @dataclass(frozen=True)
 class Slots:
-    """Bundle numbers by role, and of the "engines"; ``share`` is the part of a bundle's devices
-    that an actor takes."""
+    """The bundles of a run, and the actors in them.
+
+    Args:
+        bundles: resources of each bundle: ``CPU``, ``GPU``.
+        by_role: for each role, and for the "engines", the bundle of each of its actors.
+        share: for each of them the fraction of a bundle's resources that an actor takes.
+    """
 
     bundles: tuple[dict[str, float], ...]
-    of: Mapping[str, tuple[int, ...]]
+    by_role: Mapping[str, tuple[int, ...]]
     share: Mapping[str, float]
 
 
 def plan_slots(cfg: Config, *, gpus: bool, roles: Sequence[Role]) -> Slots:
-    """The bundles that a configuration needs, and who goes where.
+    """The bundles that a configuration needs, and the actors in them.
 
     Args:
-        roles: those of the run, the policy first.
+        gpus: place ranks and engines on GPUs, not on CPU slots.
+        roles: of the run, the policy first.
     """
     generator = cfg.generator
     colocated = cfg.trainer.placement.colocate_all
-    hybrid = generator.hybrid_engines if generator.own_engines else 0
-    engines = generator.own_engines - hybrid
+    hybrid_count = generator.hybrid_engines if generator.own_engines else 0
+    engine_count = generator.own_engines - hybrid_count
     bundles: list[dict[str, float]] = []
-    of: dict[str, tuple[int, ...]] = {}
+    by_role: dict[str, tuple[int, ...]] = {}
 
     def add(name: str, count: int, devices: int) -> None:
-        bundles.extend([{"CPU": 1.0, "GPU": float(devices)} if devices else {"CPU": 1.0}] * count)
-        of[name] = tuple(range(len(bundles) - count, len(bundles)))
+        """Add bundles for actors that share them with no other role."""
+        bundle = {"CPU": 1.0}
+        if devices:
+            bundle["GPU"] = float(devices)
+        first_bundle = len(bundles)
+        bundles.extend([bundle] * count)
+        by_role[name] = tuple(range(first_bundle, len(bundles)))
 
+    in_policy_bundles: list[str] = []
     for role in roles:
         if role.colocated_if(cfg):
-            of[role.name] = of[POLICY]
+            by_role[role.name] = by_role[POLICY]
         else:
             add(role.name, role.size(cfg), int(gpus and role.gpu))
-    policy = len(of.get(POLICY, ()))  # an experiment may have no workers
+        if role.name == POLICY or role.colocated_if(cfg):
+            in_policy_bundles.append(role.name)
+    ranks = len(by_role.get(POLICY, ()))  # an experiment may have no workers
+    actors_per_bundle = len(in_policy_bundles)
     if colocated:
-        of[ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(engines))
+        by_role[ENGINES] = tuple(colocated_rank(engine, ranks) for engine in range(engine_count))
+        in_policy_bundles.append(ENGINES)
     else:
-        add(ENGINES, engines, generator.devices_per_engine if gpus else 0)
-    if hybrid:
-        of[HYBRID_ENGINES] = tuple(colocated_rank(engine, policy) for engine in range(hybrid))
-    sharing = [role.name for role in roles if role.name == POLICY or role.colocated_if(cfg)]
-    per_slot = len(sharing) + (
-        -(-(engines if colocated else hybrid) // policy) if colocated or hybrid else 0
-    )
-    shared = {*sharing, HYBRID_ENGINES, *([ENGINES] if colocated else [])}
-    # Ray counts in units of 0.0001 and rounds to the nearest: rounded up, there is no space for the
-    # last actor.
-    share = {name: 10_000 // per_slot / 10_000 if name in shared else 1.0 for name in of}
-    return Slots(tuple(bundles), of, share)
+        add(ENGINES, engine_count, generator.devices_per_engine if gpus else 0)
+    if hybrid_count:
+        by_role[HYBRID_ENGINES] = tuple(
+            colocated_rank(engine, ranks) for engine in range(hybrid_count)
+        )
+        in_policy_bundles.append(HYBRID_ENGINES)
+    if colocated or hybrid_count:
+        # The largest number of engines in one of the policy's bundles.
+        actors_per_bundle += math.ceil((engine_count if colocated else hybrid_count) / ranks)
+    share = dict.fromkeys(by_role, 1.0)
+    for name in in_policy_bundles:
+        # Rounded down: Ray counts in units of 0.0001 and rounds to the nearest. If shares were
+        # rounded up there would be no space for the last actor.
+        share[name] = 10_000 // actors_per_bundle / 10_000
+    return Slots(tuple(bundles), by_role, share)
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ class Placement:
         return self.options(HYBRID_ENGINES, index - first_engine)
 
     def ranks(self, role: str) -> WorkerPlacement | None:
-        """Where the ranks of a model go; None for a role that nothing needs."""
+        """The placement of a role's ranks; None for a role that the run does not have."""
         from skyasync.workers.rank_actors import WorkerPlacement
 
         if role not in self.slots.by_role:
@@ -134,14 +154,14 @@ class Placement:
 
 
 def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
-    """Ask Ray for the bundles; blocks, so call it off the event loop.
+    """Request the bundles from Ray; blocks, so call it off the event loop.
 
     Args:
         name: for ``release``. Ray itself frees the bundles at the end of the program, not of the
             run.
 
     Raises:
-        UserError: saying what was asked for and what the cluster has, if it is not granted in time.
+        UserError: if they are not granted in time, with the requested and the existing resources.
     """
     from ray.util.placement_group import (
         placement_group,
@@ -149,34 +169,36 @@ def reserve(slots: Slots, timeout_s: float, name: str = "") -> Placement:
         remove_placement_group,
     )
 
-    group = placement_group([dict(b) for b in slots.bundles], strategy="PACK", name=name)
+    bundles = [dict(bundle) for bundle in slots.bundles]
+    group = placement_group(bundles, strategy="PACK", name=name)
     if not group.wait(timeout_s):
-        remove_placement_group(group)
+        remove_placement_group(group)  # else Ray would grant it later, to no one
         raise too_small(slots, f"within {timeout_s:g} s (trainer.placement.timeout_s)")
-    return Placement(
-        slots, group, by_node(slots.bundles, placement_group_table(group)["bundles_to_node_id"])
-    )
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return Placement(slots, group, by_node(slots.bundles, nodes))
 
 
 def by_node(bundles: Sequence[Mapping[str, float]], nodes: Mapping[int, str]) -> list[int]:
-    """Ray's bundle for each slot, an equal one: neighbours are on one node, and nodes with most of
-    them come first.
+    """Ray's bundle for each slot, with the same resources, in the order of nodes.
 
-    Ray packs bundles on few nodes, and numbers them in any order.
+    Ray packs bundles on few nodes, and numbers them in any order. Here neighbours are on one node,
+    and nodes with most bundles come first.
     """
+    slots_by_resources: dict[tuple[tuple[str, float], ...], list[int]] = {}
+    for slot, bundle in enumerate(bundles):
+        resources_of_bundle = tuple(sorted(bundle.items()))
+        slots_by_resources.setdefault(resources_of_bundle, []).append(slot)
     result = list(range(len(bundles)))
-    for kind in {tuple(sorted(bundle.items())) for bundle in bundles}:
-        slots = [
-            slot for slot, bundle in enumerate(bundles) if tuple(sorted(bundle.items())) == kind
-        ]
+    for slots in slots_by_resources.values():
         count = Counter(nodes[slot] for slot in slots)
         ordered = sorted(slots, key=lambda slot: (-count[nodes[slot]], nodes[slot], slot))
-        for slot, bundle in zip(slots, ordered, strict=True):
-            result[slot] = bundle
+        for slot, ray_bundle in zip(slots, ordered, strict=True):
+            result[slot] = ray_bundle
     return result
 
 
 def too_small(slots: Slots, when: str) -> UserError:
+    """The error for a cluster without these resources."""
     needed, available = resources(slots)
     return UserError(
         f"Ray did not grant {needed} {when}; there are {available} in all: use fewer ranks "
@@ -190,15 +212,16 @@ def resources(slots: Slots) -> tuple[dict[str, float], dict[str, float]]:
     """The resources of all bundles, and those of the cluster if it were idle."""
     import ray
 
-    names = ("CPU", "GPU")
-    available = ray.cluster_resources()
-    needed = {name: sum(bundle.get(name, 0.0) for bundle in slots.bundles) for name in names}
-    return needed, {name: available.get(name, 0.0) for name in names}
+    cluster = ray.cluster_resources()
+    needed = {"CPU": 0.0, "GPU": 0.0}
+    for bundle in slots.bundles:
+        for name, amount in bundle.items():
+            needed[name] += amount
+    return needed, {name: cluster.get(name, 0.0) for name in needed}
 
 
 def release(name: str) -> None:
-    """Give back what was reserved under ``name``, if anything was; actors still in it are
-    killed."""
+    """Return the bundles that were reserved under ``name``, if any; actors in them are killed."""
     from ray.util.placement_group import get_placement_group, remove_placement_group
 
     with contextlib.suppress(ValueError):  # there is none
@@ -208,12 +231,11 @@ def release(name: str) -> None:
 def engine_start_limit(cfg: Config, processes: int, cores: int, *, gpus: bool) -> float:
     """Seconds in which an engine must have started.
 
-    On a machine without GPUs the ranks and engines start at the same time on its cores, so that the
-    limit of one process per core grows with their number. (``ray.address``: the cores of a cluster
-    are not known.)
+    On a machine without GPUs the ranks and engines start at the same time on its cores, so the
+    limit, which is that of one process per core, grows with their number.
     """
     limit_s = cfg.generator.engine_start_timeout_s
-    if gpus or cfg.ray.address:
+    if gpus or cfg.ray.address:  # the cores of a cluster are not known
         return limit_s
     return limit_s * max(1.0, processes / cores)
 
@@ -224,9 +246,15 @@ def share_threads(cfg: Config, cores: int, *, overlap: bool) -> tuple[int, int]:
     Phases that take turns may each use all cores. If they overlap, engines have their part of the
     cores, and the policy as many threads as there are cores: the system runs them where an engine
     is idle. The number never changes in a run, for sums of floating-point numbers depend on it.
+
+    Args:
+        cores: of this machine.
+        overlap: policy and engines compute at the same time.
     """
     ranks = ROLES[POLICY].size(cfg)
-    engines = cfg.generator.own_engines
-    policy = max(1, cores // ranks)
-    engine = max(1, cores // max(1, engines + (ranks if overlap else 0)))
-    return cfg.trainer.policy.threads or policy, cfg.generator.threads or engine
+    processes = cfg.generator.own_engines  # that the cores are divided among
+    if overlap:
+        processes += ranks
+    per_rank = max(1, cores // ranks)
+    per_engine = max(1, cores // max(1, processes))
+    return cfg.trainer.policy.threads or per_rank, cfg.generator.threads or per_engine

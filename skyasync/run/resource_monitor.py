@@ -1,8 +1,8 @@
-"""Memory and disk of a run while it goes on: metrics, and a warning before the space runs out.
+"""Memory and disk during a run: metrics, and a warning before the space runs out.
 
-Invariant: readings are taken in a thread of their own, every ``INTERVAL_S`` seconds; a step takes
-the newest one and waits for none. A reading that fails is left out, and never ends the run.
-Processes of other machines are not seen.
+Invariant: readings are taken in a separate thread, every ``INTERVAL_S`` seconds; a step takes the
+newest one and does not wait. A reading that fails is left out, and does not end the run. Processes
+of other machines are not counted.
 
 | who waits  | for what               | woken by                        |
 |------------|------------------------|---------------------------------|
@@ -30,25 +30,27 @@ GIB = 1 << 30
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 SHARED = Path("/dev/shm")
-INTERVAL_S = 5.0
-FOLDER_EVERY = 6  # readings: a run's folder may have many files
+INTERVAL_S = 5.0  # between two readings
+FOLDER_EVERY = 6  # readings of the folder's size are rarer: it may have many files
 MARGIN = 1.05  # of a checkpoint's size: the next one may be a little larger
+#: Names of processes in ``logs.NAMES`` -> names in metrics; others are "workers".
 HOLDERS = {"engine": "engines", "environment": "environments", "controller": "controller"}
 
 Processes = Mapping[str, Sequence[int]]
 
 
 def of_this_job() -> dict[str, list[int]]:
-    """Processes of this job's actors on this machine, by what they are counted as. Asks Ray, and
-    waits for it."""
+    """Processes of this job's actors on this machine, by their names in metrics. Waits for Ray."""
     import ray
     from ray._private import state
 
     context = ray.get_runtime_context()
+    actors = state.state.actor_table(None, context.worker.current_job_id, "ALIVE")
     processes = dict[str, list[int]]()
-    for actor in state.state.actor_table(None, context.worker.current_job_id, "ALIVE").values():
+    for actor in actors.values():
         if actor["Address"]["NodeID"] == context.get_node_id():
-            name = HOLDERS.get(NAMES.get(actor["ActorClassName"].rpartition(".")[2], ""), "workers")
+            class_name = actor["ActorClassName"].rpartition(".")[2]
+            name = HOLDERS.get(NAMES.get(class_name, ""), "workers")
             processes.setdefault(name, []).append(actor["Pid"])
     return processes
 
@@ -77,29 +79,32 @@ class ResourceMonitor(RunExtension):
         self._processes = processes
         self._interval_s = interval_s
         self._newest: dict[str, float] = {}
-        self._folder = 0.0
-        # of the newest checkpoint; run folder without; between two
-        self._size = 0
-        self._previous_rest = 0
-        self._grown = 0
+        self._folder_gib = 0.0
+        # In bytes: the newest checkpoint, the run's folder without checkpoints at that time, and
+        # its growth from one checkpoint to the next.
+        self._checkpoint_bytes = 0
+        self._rest_bytes = 0
+        self._growth_bytes = 0
         self._warned: set[str] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="memory and disk", daemon=True)
 
     def on_start(self, trainer: Watched) -> None:
-        if self._thread.ident is None:  # another trainer may go on where one has ended
+        if self._thread.ident is None:  # else a trainer before this one has started it
             self._thread.start()
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         metrics |= self._newest
 
     def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
-        threading.Thread(
+        # In a thread: a checkpoint may have many files on a slow disk.
+        thread = threading.Thread(
             target=self._measure, args=[folder], name="a checkpoint's size", daemon=True
-        ).start()
+        )
+        thread.start()
 
     def close(self) -> None:
-        """No more readings. Safe to call at any time."""
+        """End the readings. Safe to call at any time."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -107,23 +112,25 @@ class ResourceMonitor(RunExtension):
         while not self._ended.is_set():
             try:
                 if count % FOLDER_EVERY == 0:
-                    self._folder = folder_bytes(self._run) / GIB
+                    self._folder_gib = folder_bytes(self._run) / GIB
                 self._newest = self.read()
                 self._warn(self._newest)
-            except Exception as error:  # of Ray, which may be ending
+            except Exception as error:  # Ray may be ending
                 log.debug("no reading of memory and disk: %s", error)
             count += 1
             self._ended.wait(self._interval_s)
 
     def read(self) -> dict[str, float]:
-        """The metrics as they are now."""
+        """The current metrics, in GiB."""
         sizes: dict[str, float] = {}
-        for name, processes in {**self._processes(), "controller": [os.getpid()]}.items():
-            counted = with_descendants(processes) if name != "controller" else processes
-            sizes[f"memory/{name}_gib"] = sum(map(own_bytes, counted))
-        raylet = int(
-            os.environ.get("RAY_RAYLET_PID") or os.getppid()
-        )  # it need not have started us
+        for name, processes in self._processes().items():
+            if name != "controller":
+                family = with_descendants(processes)
+                sizes[f"memory/{name}_gib"] = sum(map(own_bytes, family))
+        # Without descendants, which may be the other processes.
+        sizes["memory/controller_gib"] = own_bytes(os.getpid())
+        # The object store is memory of the raylet, which need not be the parent of this process.
+        raylet = int(os.environ.get("RAY_RAYLET_PID") or os.getppid())
         store = own_bytes(raylet, "RssShmem")
         if store:
             sizes["memory/object_store_gib"] = store
@@ -132,102 +139,110 @@ class ResourceMonitor(RunExtension):
         free = free_memory()
         if free is not None:
             sizes["memory/free_gib"] = free
-        existing = next(
-            (f for f in (self._checkpoints, *self._checkpoints.parents) if f.is_dir()),
-            self._checkpoints,
-        )
+        existing = self._checkpoints
+        for folder in (self._checkpoints, *self._checkpoints.parents):
+            if folder.is_dir():  # before the first checkpoint its folder may not exist
+                existing = folder
+                break
         with suppress(OSError):
             sizes["disk/free_gib"] = shutil.disk_usage(existing).free
-        return {name: size / GIB for name, size in sizes.items()} | {"disk/run_gib": self._folder}
+        metrics = {name: size / GIB for name, size in sizes.items()}
+        metrics["disk/run_gib"] = self._folder_gib
+        return metrics
 
     def _measure(self, folder: Path) -> None:
-        size = folder_bytes(folder)
-        rest = folder_bytes(self._run)
+        """Measure a new checkpoint, and the growth of the run's folder besides checkpoints."""
+        checkpoint_bytes = folder_bytes(folder)
+        rest_bytes = folder_bytes(self._run)
         if folder.is_relative_to(self._run):
-            rest -= folder_bytes(self._checkpoints)
-        self._grown = max(0, rest - self._previous_rest) if self._previous_rest else 0
-        self._size = size
-        self._previous_rest = rest
+            rest_bytes -= folder_bytes(self._checkpoints)
+        self._growth_bytes = 0
+        if self._rest_bytes:  # not at the first checkpoint
+            self._growth_bytes = max(0, rest_bytes - self._rest_bytes)
+        self._checkpoint_bytes = checkpoint_bytes
+        self._rest_bytes = rest_bytes
 
     def _warn(self, newest: Mapping[str, float]) -> None:
         """Warn once, until there is space again."""
-        size = MARGIN * self._size / GIB
-        if self._checkpoints.is_relative_to(self._run):
-            grown = self._grown / GIB
-        else:
-            grown = 0.0
-        checks = {
-            "disk/free_gib": (size + grown, f"disk at {self._checkpoints}"),
-            "memory/free_gib": (size if self._copies else 0.0, "memory"),
-        }
-        for name, (needed, where) in checks.items():
-            free = newest.get(name, float("inf"))
-            if free >= needed:
-                self._warned.discard(name)
-            elif name not in self._warned:
-                self._warned.add(name)
-                log.warning(
-                    "%.2f GiB of %s are free, and the next checkpoint needs %.2f GiB: make room, or it will fail",
-                    free,
-                    where,
-                    needed,
-                )
+        checkpoint_gib = MARGIN * self._checkpoint_bytes / GIB
+        disk_gib = checkpoint_gib
+        if self._checkpoints.is_relative_to(self._run):  # on the same disk
+            disk_gib += self._growth_bytes / GIB
+        memory_gib = checkpoint_gib if self._copies else 0.0
+        self._warn_of("disk/free_gib", newest, disk_gib, f"disk at {self._checkpoints}")
+        self._warn_of("memory/free_gib", newest, memory_gib, "memory")
+
+    def _warn_of(
+        self, name: str, newest: Mapping[str, float], needed_gib: float, title: str
+    ) -> None:
+        free_gib = newest.get(name, float("inf"))
+        if free_gib >= needed_gib:
+            self._warned.discard(name)
+        elif name not in self._warned:
+            self._warned.add(name)
+            log.warning(
+                "%.2f GiB of %s are free, and the next checkpoint needs %.2f GiB: make room, or it will fail",
+                free_gib,
+                title,
+                needed_gib,
+            )
 
 
 def own_bytes(process: int, field: str = "RssAnon") -> int:
-    """Resident memory that no other process shares with this one: what grows when something leaks.
+    """Resident memory that no other process shares with this one, in bytes; it grows with leaks.
 
     Args:
-        field: another one of ``/proc/<process>/status``.
+        field: another field of ``/proc/<process>/status``.
     """
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError):  # the process has ended
         for line in (PROC / str(process) / "status").read_text().splitlines():
             if line.startswith(f"{field}:"):
-                return int(line.split()[1]) << 10
+                return int(line.split()[1]) << 10  # the file has KiB
     return 0
 
 
 def with_descendants(processes: Iterable[int]) -> list[int]:
-    """These processes and all that they have started."""
+    """These processes and their descendants, each once."""
     children = defaultdict(list)
     for folder in PROC.glob("[0-9]*"):
-        with suppress(OSError, ValueError, IndexError):
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
+            stat = (folder / "stat").read_text()
+            # Fields follow the program's name, which is in parentheses and may have spaces.
+            parent = int(stat.rpartition(")")[2].split()[1])
             children[parent].append(int(folder.name))
-    family = dict[int, None]()
-    left = list(processes)
-    while left:
-        process = left.pop()
+    family: list[int] = []
+    pending = list(processes)
+    while pending:
+        process = pending.pop()
         if process not in family:
-            family[process] = None
-            left += children[process]
-    return list(family)
+            family.append(process)
+            pending += children[process]
+    return family
 
 
 def free_memory() -> int | None:
-    """Bytes that processes here may still take: of the machine, or of their container's limit if
-    that is lower."""
-    limits = []
+    """Free bytes of the machine, or of the container's limit if that is lower; None if unknown."""
+    free = []
     with suppress(OSError, ValueError):
-        lines = dict(
-            line.split(":", 1)
-            for line in (PROC / "meminfo").read_text().splitlines()
-            if ":" in line
-        )
-        limits.append(int(lines["MemAvailable"].split()[0]) << 10)
+        for line in (PROC / "meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free.append(int(line.split()[1]) << 10)  # the file has KiB
     with suppress(OSError, ValueError, KeyError):
-        limit = int((CGROUP / "memory.max").read_text())  # "max" is none
+        limit = int((CGROUP / "memory.max").read_text())  # a ValueError for "max": no limit
+        used = int((CGROUP / "memory.current").read_text())
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        used = int((CGROUP / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
-        limits.append(max(0, limit - used))
-    return min(limits, default=None)
+        # The kernel counts cached files as used, and drops inactive ones when memory is needed.
+        used -= int(stat.get("inactive_file", 0))
+        free.append(max(0, limit - used))
+    return min(free, default=None)
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes that a folder takes on its disk, without files that vanish during the count."""
+    """Bytes of a folder on its disk, without files that vanish during the count."""
     total = 0
-    for place, _, names in os.walk(folder):
+    for subfolder, _, names in os.walk(folder):
         for name in names:
             with suppress(OSError):
-                total += os.lstat(os.path.join(place, name)).st_blocks * 512
+                # Blocks of 512 bytes on every system: sparse files take less than their length.
+                total += os.lstat(os.path.join(subfolder, name)).st_blocks * 512
     return total
