@@ -1,2 +1,1 @@
-"""Agents as programs: a calculator agent that learns to use its tool, through the OpenAI-compatible
-endpoint."""
+"""Agents as programs: a calculator agent learns to use its tool through an OpenAI endpoint."""

@@ -1,5 +1,4 @@
-"""The same agent in a framework, OpenAI's Agents SDK: only the client that it is given tells it
-where the model is.
+"""The same agent in a framework, OpenAI's Agents SDK, whose client calls the run's endpoint.
 
 uv run --extra openai-agents -m skyasync --config examples/agents/config.yaml \
     generator.agent_program=examples.agents.calculator_sdk:run_agent

@@ -1,4 +1,4 @@
-"""The same agent as an environment: a question, a tool, and a judge.
+"""The same agent as an environment: a question, a tool, and a reward.
 
 uv run -m skyasync --config examples/agents/config.yaml --config examples/agents/env.yaml
 """
@@ -12,8 +12,7 @@ from skyasync.envs import BaseTextEnv, tool
 
 
 class CalculatorEnv(BaseTextEnv):
-    """The model may call the calculator; a reply without a call is its answer, and ends the
-    episode."""
+    """The model may call the calculator. A reply without a call is its answer: the episode ends."""
 
     @tool
     def calculator(self, expression: str) -> str:
@@ -27,8 +26,10 @@ class CalculatorEnv(BaseTextEnv):
     def step(self, action: str) -> dict[str, Any]:
         self.turns += 1
         answer, results = self.call_tools(action)
-        reward = float(not results and answer.strip() == self.extras["answer"])
-        return {"observations": results, "reward": reward, "done": not results, "metadata": {}}
+        if results:
+            return {"observations": results, "reward": 0.0, "done": False, "metadata": {}}
+        reward = float(answer.strip() == self.extras["answer"])
+        return {"observations": [], "reward": reward, "done": True, "metadata": {}}
 
     def get_metrics(self) -> dict[str, float]:
         return {"tool_used": float(self.turns > 1)}

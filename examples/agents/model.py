@@ -1,13 +1,11 @@
-"""A tiny chat model that knows the form of a tool call, but rarely makes one: it would rather
-guess.
+"""A tiny chat model that can write a tool call, but guesses most answers instead.
 
 Invariant: that of ``skyasync.examples.tiny_models``, which makes it.
 
     python -m examples.agents.model --out DIR
 
 The supervised warm start shows two ways to answer: a guess, which is nearly always wrong, and a
-call of the calculator followed by its result. Reinforcement learning has to find out which one
-pays.
+call of the calculator followed by its result. Reinforcement learning has to find the better one.
 """
 
 from __future__ import annotations
@@ -41,9 +39,10 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-#: Not special tokens: decoding must keep the text of a call.
+#: Not special tokens, which decoding would remove from the text of a call.
 CALL_TAGS = [
-    AddedToken(tag, special=False, normalized=False) for tag in ("<tool_call>", "</tool_call>")
+    AddedToken("<tool_call>", special=False, normalized=False),
+    AddedToken("</tool_call>", special=False, normalized=False),
 ]
 
 
@@ -57,16 +56,16 @@ class Recipe(WarmStartRecipe):
     batch_size: int = 64
     seed: int = 2  # with 0 the model does not learn to repeat a tool's result
     calls: float = 0.4  # share of the conversations that call the calculator
-    corpus_size: int = 1024  # conversations the tokenizer learns from
+    corpus_size: int = 1024  # conversations that the tokenizer learns from
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        corpus = (
-            "\n".join(
-                f"{m['role']}\n{m['content']}{json.dumps(m.get('tool_calls', ''))}"
-                for m in messages
-            )
-            for messages in islice(self.conversations(), self.corpus_size)
-        )
+        corpus = []
+        for messages in islice(self.conversations(), self.corpus_size):
+            texts = []
+            for message in messages:
+                calls = json.dumps(message.get("tool_calls", ""))
+                texts.append(f"{message['role']}\n{message['content']}{calls}")
+            corpus.append("\n".join(texts))
         return byte_level_bpe(
             corpus, vocab_size=360, rarest_merge=50, template=TEMPLATE, added=CALL_TAGS
         )
@@ -75,18 +74,22 @@ class Recipe(WarmStartRecipe):
         return ({"messages": messages, "tools": [CALCULATOR]} for messages in self.conversations())
 
     def conversations(self) -> Iterator[list[dict[str, Any]]]:
-        """Endless training conversations, ``calls`` of them with a call."""
+        """Endless training conversations, the fraction ``calls`` of them with a call."""
         rng = random.Random(self.seed)
         for a, b in questions("train", self.seed):
-            yield called(a, b) if rng.random() < self.calls else guessed(a, b)
+            if rng.random() < self.calls:
+                yield conversation_with_call(a, b)
+            else:
+                yield conversation_with_guess(a, b)
 
 
 build = Recipe.build
 
 
-def called(a: int, b: int) -> list[dict[str, Any]]:
-    call = {"function": {"name": "calculator", "arguments": {"expression": f"{a}*{b}"}}}
-    result = calculate(f"{a}*{b}")
+def conversation_with_call(a: int, b: int) -> list[dict[str, Any]]:
+    expression = f"{a}*{b}"
+    call = {"function": {"name": "calculator", "arguments": {"expression": expression}}}
+    result = calculate(expression)
     return [
         {"role": "user", "content": text(a, b)},
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -95,7 +98,8 @@ def called(a: int, b: int) -> list[dict[str, Any]]:
     ]
 
 
-def guessed(a: int, b: int) -> list[dict[str, Any]]:
+def conversation_with_guess(a: int, b: int) -> list[dict[str, Any]]:
+    """The right product, which a model of this size cannot learn: it will guess."""
     return [{"role": "user", "content": text(a, b)}, {"role": "assistant", "content": str(a * b)}]
 
 

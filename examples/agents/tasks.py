@@ -1,9 +1,9 @@
-"""Products of two-digit numbers, which a tiny model cannot compute by itself but with a calculator.
+"""Products of two-digit numbers, which a tiny model can only compute with a calculator.
 
 They have four digits, so that the number to copy from the calculator is always at the same
 distance: the model has two layers and a short warm start.
 
-Invariant: training and held-out products are disjoint: a checksum of the question decides its side.
+Invariant: training and held-out products are disjoint: a checksum of the question decides.
 """
 
 from __future__ import annotations
@@ -33,18 +33,15 @@ _PRODUCT = re.compile(r"\s*(\d{1,6})\s*\*\s*(\d{1,6})\s*")
 
 
 def calculate(expression: Any) -> str:
-    """The tool's answer."""
-    if isinstance(expression, str):
-        result = _PRODUCT.fullmatch(expression)
-    else:
-        result = None
-    if result:
-        return str(int(result[1]) * int(result[2]))
-    return "error"
+    """The tool's answer to an argument that a model wrote, which may be of any type."""
+    match = _PRODUCT.fullmatch(expression) if isinstance(expression, str) else None
+    if match is None:
+        return "error"
+    return str(int(match[1]) * int(match[2]))
 
 
 def questions(split: Split, seed: int) -> Iterator[tuple[int, int]]:
-    """Endless pairs of factors of one side; the same seed gives the same ones."""
+    """Endless pairs of factors of one split; the same seed gives the same ones."""
     rng = random.Random(seed)
     while True:
         a = rng.randint(10, 99)
@@ -59,16 +56,15 @@ def text(a: int, b: int) -> str:
 
 
 def prompts(split: Split, count: int, seed: int) -> list[dict[str, Any]]:
-    """``count`` different rows of one side."""
-    answers: dict[str, str] = {}
+    """``count`` different rows of one split."""
+    rows: dict[str, dict[str, Any]] = {}
     for a, b in questions(split, seed):
-        answers.setdefault(text(a, b), str(a * b))
-        if len(answers) == count:
+        question = text(a, b)
+        prompt = [{"role": "user", "content": question}]
+        rows[question] = {"prompt": prompt, "answer": str(a * b)}
+        if len(rows) == count:
             break
-    return [
-        {"prompt": [{"role": "user", "content": question}], "answer": answers[question]}
-        for question in answers
-    ]
+    return list(rows.values())
 
 
 def train_prompts() -> list[dict[str, Any]]:

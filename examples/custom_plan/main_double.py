@@ -19,33 +19,43 @@ from skyasync.utils.task_group import run_together
 
 
 class TwoStepsPerSync(RayPPOTrainer):
-    asynchronous = True
-    reads = ("trainer.partial_rollout", "trainer.eval_mode")  # engines are busy during both
+    asynchronous = True  # engines generate while the policy is updated
+    # Settings that have an effect in this plan: engines are busy during updates and evaluations.
+    reads = ("trainer.partial_rollout", "trainer.eval_mode")
 
     async def train(self):
-        batches = asyncio.Queue(maxsize=2)
+        batches = asyncio.Queue(maxsize=2)  # bounds the staleness
+        # An error in one loop ends both.
         await run_together(self._generate_batches(batches), self._train_twice(batches))
 
     async def _generate_batches(self, batches):
         for prompts in self.remaining_prompts():
-            await batches.put(await self.generate(prompts))
+            batch = await self.generate(prompts)
+            await batches.put(batch)  # waits while the queue is full
 
     async def _train_twice(self, batches):
         total = self.total_steps
         while self.global_step < total:
-            status = await self.train_on(await self.waiting("data", batches.get()))
+            batch = await self.waiting("data", batches.get())  # its time is a metric
+            status = await self.train_on(batch)
             if self.global_step % 2 == 0 or self.global_step == total:
                 await self.async_sync_policy_weights_to_inference_engines()
-            await self.end_step(status)
+            await self.end_step(status)  # metrics, checkpoint, evaluation
 
 
 class TwoStepsExp(BasePPOExp):
     def get_trainer(self, cfg, tracker, tokenizer, train_dataset, eval_dataset,
                     inference_engine_client, generator, colocate_pg):  # fmt: skip
         return TwoStepsPerSync.get_trainer(
-            cfg=cfg, tracker=tracker, tokenizer=tokenizer, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            inference_engine_client=inference_engine_client, generator=generator, colocate_pg=colocate_pg,
-        )  # fmt: skip
+            cfg=cfg,
+            tracker=tracker,
+            tokenizer=tokenizer,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client,
+            generator=generator,
+            colocate_pg=colocate_pg,
+        )
 
 
 if __name__ == "__main__":

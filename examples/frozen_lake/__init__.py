@@ -1,2 +1,1 @@
-"""FrozenLake, an agent's game of several turns, on a tiny chat model: learned on a laptop, without
-downloads."""
+"""FrozenLake, a game of several turns, on a tiny chat model: on a laptop, without downloads."""

@@ -1,8 +1,7 @@
-"""Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher that
-knows the way.
+"""Random lakes, by default of 4x4 fields: rows for training and evaluation, and a teacher.
 
 Invariant: a lake is a function of its seed and size alone, and no held-out lake has the same map as
-one that is trained on: a checksum of the map decides its side.
+one that is trained on: a checksum of the map decides.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ Split = Literal["train", "held_out"]
 
 SIZE = 4
 HELD_OUT_ONE_IN = 5
-MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
-Place = tuple[int, int]
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}  # rows, columns
+Position = tuple[int, int]  # row and column
 
 
 @lru_cache(maxsize=65536)
@@ -39,14 +38,17 @@ def most_steps(size: int = SIZE) -> int:
 
 
 def split_of(seed: int, size: int = SIZE) -> Split:
-    if zlib.crc32("".join(lake(seed, size)).encode()) % HELD_OUT_ONE_IN == 0:
+    board = "".join(lake(seed, size))
+    if zlib.crc32(board.encode()) % HELD_OUT_ONE_IN == 0:
         return "held_out"
     return "train"
 
 
 def seeds(split: Split, start: int = 0, size: int = SIZE) -> Iterator[int]:
-    """Seeds of one side's lakes, upwards."""
-    return (seed for seed in range(start, 1 << 31) if split_of(seed, size) == split)
+    """Seeds of one split's lakes, upwards from ``start``."""
+    for seed in range(start, 1 << 31):
+        if split_of(seed, size) == split:
+            yield seed
 
 
 def row(seed: int, size: int = SIZE) -> dict[str, Any]:
@@ -70,22 +72,29 @@ def val_lakes(count: int = 128, size: int = SIZE) -> list[dict[str, Any]]:
     return [row(seed, size) for seed in islice(seeds("held_out", size=size), count)]
 
 
-def moved(at: Place, action: str, size: int = SIZE) -> Place:
+def moved(at: Position, action: str, size: int = SIZE) -> Position:
+    """The position after a move; the edge of the lake stops it."""
     down, right = MOVES[action]
-    return min(max(at[0] + down, 0), size - 1), min(max(at[1] + right, 0), size - 1)
+    row = min(max(at[0] + down, 0), size - 1)
+    column = min(max(at[1] + right, 0), size - 1)
+    return row, column
 
 
-def best_actions(board: tuple[str, ...], at: Place) -> list[str]:
+def best_actions(board: tuple[str, ...], at: Position) -> list[str]:
     """The first moves of all shortest ways to the goal."""
     distances = _distances(board)
     size = len(board)
-    near = {action: distances.get(moved(at, action, size), size**2 + 1) for action in MOVES}
-    return [action for action in MOVES if near[action] == min(near.values())]
+    unreachable = size**2 + 1  # more than any distance
+    distance_after = {}
+    for action in MOVES:
+        distance_after[action] = distances.get(moved(at, action, size), unreachable)
+    shortest = min(distance_after.values())
+    return [action for action, distance in distance_after.items() if distance == shortest]
 
 
 @lru_cache(maxsize=65536)
-def _distances(board: tuple[str, ...]) -> dict[Place, int]:
-    """Steps to the goal from every field that has a way to it."""
+def _distances(board: tuple[str, ...]) -> dict[Position, int]:
+    """Steps to the goal from every field that has a way to it (breadth-first search)."""
     size = len(board)
     goal = (size - 1, size - 1)
     distances = {goal: 0}
@@ -94,18 +103,18 @@ def _distances(board: tuple[str, ...]) -> dict[Place, int]:
         at = queue.popleft()
         for action in MOVES:
             neighbour = moved(at, action, size)
-            if neighbour not in distances and board[neighbour[0]][neighbour[1]] != "H":
+            row, column = neighbour
+            if neighbour not in distances and board[row][column] != "H":
                 distances[neighbour] = distances[at] + 1
                 queue.append(neighbour)
     return distances
 
 
 def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> list[dict[str, str]]:
-    """A game played by its teacher: a best move with probability ``careful``, otherwise any; it may
-    fall into a hole.
+    """The messages of a game of the teacher.
 
-    Every answer is a move of a good or a careless player, so a model that learns from it plays like
-    one.
+    The teacher takes a best move with probability ``careful``, otherwise any move, so it may fall
+    into a hole. A model that learns from it plays like a careless player.
     """
     board = lake(seed, size)
     at = (0, 0)
@@ -116,11 +125,10 @@ def lesson(seed: int, rng: random.Random, careful: float, size: int = SIZE) -> l
         else:
             choices = list(MOVES)
         action = rng.choice(choices)
-        messages += [
-            {"role": "user", "content": near_view(board, at)},
-            {"role": "assistant", "content": action},
-        ]
+        messages.append({"role": "user", "content": near_view(board, at)})
+        messages.append({"role": "assistant", "content": action})
         at = moved(at, action, size)
-        if board[at[0]][at[1]] in "HG":
+        row, column = at
+        if board[row][column] in "HG":  # a hole or the goal ends the game
             break
     return messages

@@ -1,10 +1,9 @@
-"""A chat model that plays FrozenLake like a careless beginner, made on this machine in a minute or
-two.
+"""A chat model that plays FrozenLake like a careless beginner, made here in a minute or two.
 
-Invariant: that of ``skyasync.examples.tiny_models``, which makes it. Every line that the game or
-the player says is one token.
+Invariant: that of ``skyasync.examples.tiny_models``, which makes it. Every line of the game or the
+player is one token.
 
-    python -m examples.frozen_lake.model        # its folder; made if it is not there yet
+    python -m examples.frozen_lake.model        # its folder; made if it does not exist yet
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Recipe(WarmStartRecipe):
     careful: float = 0.7  # how often the teacher makes a best move on purpose
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        tokenizer = Tokenizer(
-            models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<unk>")
-        )
+        vocabulary = {word: number for number, word in enumerate(WORDS)}
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        # Lines (words with spaces) and line ends.
         tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\w ]+|\n"), "isolated")
         tokenizer.decoder = decoders.Fuse()
         start_of_message = SPECIAL_TOKENS[1]
@@ -60,10 +59,8 @@ class Recipe(WarmStartRecipe):
 
     def rows(self) -> Iterator[Row]:
         rng = random.Random(self.seed)
-        games = (
-            lesson(seed, rng, self.careful, self.size) for seed in seeds("train", size=self.size)
-        )
-        return ({"messages": game} for game in games)
+        for seed in seeds("train", size=self.size):
+            yield {"messages": lesson(seed, rng, self.careful, self.size)}
 
 
 build = Recipe.build

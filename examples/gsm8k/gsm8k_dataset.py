@@ -1,7 +1,7 @@
-"""GSM8K as ``train.parquet`` and ``validation.parquet``, in SkyRL's row form.
+"""GSM8K as ``train.parquet`` and ``validation.parquet``, with SkyRL's columns.
 
 Invariant: one row per question, in the source's order; a question whose solution has no final
-number after ``####`` is an error, never left out.
+number after ``####`` is an error and is not left out.
 
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k                  # from the hub
     python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k --source DIR     # DIR/train.jsonl, DIR/test.jsonl
@@ -21,15 +21,15 @@ from skyasync.errors import UserError
 from skyasync.rewards.answer_match import final_number
 
 HUB_NAME = "openai/gsm8k"
-SPLITS = {"train": "train", "validation": "test"}  # ours -> the source's
+SPLITS = {"train": "train", "validation": "test"}  # names of the files -> names at the source
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
 
 def prepare(output_dir: Path, source: Path | None = None) -> dict[str, Path]:
-    """Write the parquet files; returns our split's name -> its file.
+    """Write the parquet files; returns them by the name of their split.
 
     Args:
-        source: folder with ``train.jsonl`` and ``test.jsonl`` (columns question, answer); None asks
+        source: folder with ``train.jsonl`` and ``test.jsonl`` (columns question, answer); None is
             the hub.
 
     Raises:
@@ -46,8 +46,7 @@ def prepare(output_dir: Path, source: Path | None = None) -> dict[str, Path]:
 
 
 def to_row(question: dict[str, str], split: str, index: int) -> dict[str, Any]:
-    """One question as the conversation to answer, the environment that rewards it, and the answer
-    that it needs."""
+    """The row of a question: the prompt, the environment that rewards answers, the right answer."""
     truth = final_number(question["answer"])
     if truth is None:
         raise UserError(

@@ -1,12 +1,11 @@
-"""A reward that a small model can learn long before it solves anything: answers that look like
-numbers."""
+"""A reward that a small model learns long before it solves a question: answers of digits."""
 
 from __future__ import annotations
 
 
 def digits(response: str) -> dict[str, float]:
-    """The share of digits among the response's characters; ``is_number`` is an additional
-    metric."""
+    """The fraction of digits among the response's characters; ``is_number`` is a metric."""
     text = response.strip()
-    share = sum(character.isdigit() for character in text) / max(len(text), 1)
-    return {"reward": share, "is_number": float(text.isdigit())}
+    digit_count = sum(character.isdigit() for character in text)
+    fraction = digit_count / max(len(text), 1)
+    return {"reward": fraction, "is_number": float(text.isdigit())}

@@ -1,4 +1,4 @@
-"""The tiny tasks' sorting as rows of NeMo Gym's ``string_match`` server."""
+"""The sorting task of the tiny model as rows of NeMo Gym's ``string_match`` server."""
 
 from typing import Any
 
@@ -6,11 +6,13 @@ from skyasync.examples.tiny.tasks import prompts
 
 
 def sorting() -> list[dict[str, Any]]:
-    return [
-        {
-            "responses_create_params": {"input": row["prompt"]},
-            "expected_answer": row["answer"],
-            "extraction_mode": "full_response",
-        }
-        for row in prompts("train", count=1280, seed=1)
-    ]
+    rows = []
+    for row in prompts("train", count=1280, seed=1):
+        rows.append(
+            {
+                "responses_create_params": {"input": row["prompt"]},
+                "expected_answer": row["answer"],
+                "extraction_mode": "full_response",
+            }
+        )
+    return rows

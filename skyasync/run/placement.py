@@ -1,7 +1,7 @@
 """Placement of ranks and engines on the devices of a Ray cluster.
 
-Invariant: the bundles are computed before anything starts, so that a cluster that is too small is
-an error that says what is missing, and a local cluster is started large enough. A bundle is one GPU
+Invariant: the bundles are computed before anything starts. So a cluster that is too small is an
+error that says what is missing, and a local cluster is started large enough. A bundle is one GPU
 (or one CPU slot on a machine without GPUs) for each rank and engine; colocated ranks and engines
 share bundles. Bundles that are reserved under a name are returned by ``release``, from any process,
 also if the owner has failed.
@@ -231,8 +231,8 @@ def release(name: str) -> None:
 def engine_start_limit(cfg: Config, processes: int, cores: int, *, gpus: bool) -> float:
     """Seconds in which an engine must have started.
 
-    On a machine without GPUs the ranks and engines start at the same time on its cores, so the
-    limit, which is that of one process per core, grows with their number.
+    The setting is the limit of one process per core. On a machine without GPUs the ranks and
+    engines start at the same time on its cores, so the limit grows with their number.
     """
     limit_s = cfg.generator.engine_start_timeout_s
     if gpus or cfg.ray.address:  # the cores of a cluster are not known

@@ -1,13 +1,13 @@
-"""The command that makes the tiny chat model of 0.45 million parameters. The package contains a
-model that it made.
+"""The command that makes the tiny chat model of 0.45 million parameters.
+
+The package contains a model that it made.
 
 Invariant: that of ``skyasync.examples.tiny_models``.
 
     python -m skyasync.examples.tiny.model --out DIR --steps 300     # takes 100 seconds of a core
 
 The supervised warm start stops early on purpose: sampled at temperature 1, about 4 in 10 answers to
-sorting are right, so that reinforcement learning has both something to build on and something to
-do.
+sorting are right. So reinforcement learning begins with some rewards, and has much to improve.
 """
 
 from __future__ import annotations
@@ -33,19 +33,17 @@ class Recipe(WarmStartRecipe):
     lessons = "tasks.py"
 
     tasks: tuple[str, ...] = WARM_START
-    vocab_size: int = 400  # at most; the rarest merge ends it earlier
-    rarest_merge: int = (
-        200  # in the corpus: the instructions' words become tokens, made-up words stay letters
-    )
-    corpus_size: int = 4096  # conversations the tokenizer learns from
+    vocab_size: int = 400  # at most; ``rarest_merge`` ends it earlier
+    # In the corpus: words of the instructions become tokens, made-up words stay letters.
+    rarest_merge: int = 200
+    corpus_size: int = 4096  # conversations that the tokenizer learns from
 
     def make_tokenizer(self) -> PreTrainedTokenizerFast:
-        corpus = (
-            f"user\n{q.text}\nassistant\n{q.answer}\nsystem\n"
-            for q in questions("train", self.seed)
-        )
+        corpus = []
+        for question in islice(questions("train", self.seed), self.corpus_size):
+            corpus.append(f"user\n{question.text}\nassistant\n{question.answer}\nsystem\n")
         return byte_level_bpe(
-            islice(corpus, self.corpus_size),
+            corpus,
             vocab_size=self.vocab_size,
             rarest_merge=self.rarest_merge,
             template=CHATML,
@@ -58,8 +56,7 @@ class Recipe(WarmStartRecipe):
     def build(
         cls, *, out: str | Path | None = None, progress: bool = True, **options: object
     ) -> str:
-        """As ``WarmStartRecipe.build``; without ``out`` and options it is the model that the
-        package contains."""
+        """As ``WarmStartRecipe.build``; without arguments the model in the package."""
         if out is None and not options:
             return chat_model()
         return super().build(out=out, progress=progress, **options)

@@ -1,8 +1,8 @@
 """Procedural instructions for a tiny chat model: sorting, addition, maximum, spelling backwards.
 
 Invariant: training and held-out prompts are disjoint, for all seeds, counts and tasks. A checksum
-of the instruction's text alone decides its side (one in five is held out). Every list is drawn from
-one side only, also that of the supervised warm start.
+of the instruction's text alone decides its split (one in five is held out). Every list is drawn
+from one split only, also that of the supervised warm start.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from skyasync.errors import UserError, unknown
 
 Split = Literal["train", "held_out"]
 
-EVAL_ONE_IN = 5
-SORT_LENGTHS = (4, 8)  # digits, both ends included
+EVAL_ONE_IN = 5  # of the texts is held out
+SORT_LENGTHS = (4, 8)  # the smallest and the largest number of digits
 ENV_CLASS = "skyasync.examples.tiny.tasks:TinyEnv"
 
 
@@ -39,10 +39,9 @@ class Question:
         return "train"
 
     def row(self) -> dict[str, Any]:
-        """As a dataset's row: the conversation, its environment, and the environment's columns."""
-        messages = [{"role": "user", "content": self.text}]
+        """A dataset's row: the conversation, its environment, and the environment's columns."""
         return {
-            "prompt": messages,
+            "prompt": [{"role": "user", "content": self.text}],
             "env_class": ENV_CLASS,
             "task": self.task,
             "answer": self.answer,
@@ -51,6 +50,9 @@ class Question:
     def demonstration(self) -> dict[str, Any]:
         """The row with its response, as ``skyasync sft`` learns it."""
         return self.row() | {"completion": self.answer}
+
+
+# The functions below make an instruction and its answer.
 
 
 def _sort(rng: random.Random) -> tuple[str, str]:
@@ -65,8 +67,10 @@ def _add(rng: random.Random) -> tuple[str, str]:
 
 
 def _maximum(rng: random.Random) -> tuple[str, str]:
-    numbers = [rng.randint(10, 99) for _ in range(3)]
-    return f"Find the largest: {', '.join(map(str, numbers))}", str(max(numbers))
+    a = rng.randint(10, 99)
+    b = rng.randint(10, 99)
+    c = rng.randint(10, 99)
+    return f"Find the largest: {a}, {b}, {c}", str(max(a, b, c))
 
 
 def _backwards(rng: random.Random) -> tuple[str, str]:
@@ -82,12 +86,15 @@ TASKS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
 }
 
 
-WARM_START = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 3  # drawn evenly
+#: The tasks of the warm start; one that is listed more often is drawn more often. Sorting is rare,
+#: so that it is left for reinforcement learning.
+WARM_START = ("sort",) * 2 + ("add",) * 3 + ("maximum",) * 3 + ("backwards",) * 3
 
 
 def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> Iterator[Question]:
-    """Endless questions of one side; the same seed gives the same ones. A task listed twice is
-    drawn twice as often.
+    """Endless questions of one split; the same seed gives the same ones.
+
+    A task that is listed twice is drawn twice as often.
 
     Raises:
         UserError: for a task that is not in ``TASKS``.
@@ -98,7 +105,8 @@ def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> I
     rng = random.Random(seed)
     while True:
         task = rng.choice(tasks)
-        question = Question(task, *TASKS[task](rng))
+        text, answer = TASKS[task](rng)
+        question = Question(task, text, answer)
         if question.split == split:
             yield question
 
@@ -106,33 +114,34 @@ def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> I
 def prompts(
     split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)
 ) -> list[dict[str, Any]]:
-    """``count`` different rows of one side.
+    """``count`` different rows of one split.
 
     Raises:
         UserError: if fifty times as many draws give fewer different ones.
     """
-    chosen: dict[str, Question] = {}
+    by_text: dict[str, Question] = {}
     for draws, question in enumerate(questions(split, seed, tasks)):
-        if len(chosen) == count:
+        if len(by_text) == count:
             break
-        if draws > 50 * count:
+        if draws > 50 * count:  # a task such as "add" has few different questions
             raise UserError(
-                f"only {len(chosen)} different {split} prompts of {', '.join(tasks)}; asked for {count}"
+                f"only {len(by_text)} different {split} prompts of {', '.join(tasks)}; asked for {count}"
             )
-        chosen.setdefault(question.text, question)
-    return [question.row() for question in chosen.values()]
+        by_text.setdefault(question.text, question)
+    return [question.row() for question in by_text.values()]
 
 
 def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
-    """What the warm start learns: prompts of all tasks with their answers."""
-    return [
-        question.demonstration() for question in islice(questions("train", 0, WARM_START), count)
-    ]
+    """The rows of the warm start: prompts of all tasks with their answers.
+
+    By default as many as its 300 steps with 128 rows.
+    """
+    lessons = islice(questions("train", 0, WARM_START), count)
+    return [question.demonstration() for question in lessons]
 
 
 def train_prompts() -> list[dict[str, Any]]:
-    """What reinforcement learning trains on: sorting, of which the warm start gets about 4 in 10
-    right."""
+    """The prompts of reinforcement learning: sorting, at first about 4 in 10 right."""
     return prompts("train", count=4096, seed=1)
 
 
@@ -142,8 +151,7 @@ def val_prompts() -> list[dict[str, Any]]:
 
 
 class TinyEnv(BaseTextEnv):
-    """One turn; only ``extras["answer"]`` earns the reward (spaces and newlines around it do not
-    matter)."""
+    """One turn; reward 1 for ``extras["answer"]``, with or without spaces around it, else 0."""
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         reward = float(action.strip() == self.extras["answer"])

@@ -13,38 +13,43 @@ from PIL import Image, ImageDraw
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 
-# a cell is a patch of the model
-SIZE = 56
-CELL = 14
-RADIUS = 5
-MOST = 5
+# In pixels.
+SIZE = 56  # of the image
+CELL = 14  # of a cell, which is a patch of the model
+RADIUS = 5  # of a disc
+MOST = 5  # discs
 QUESTION = "How many discs?"
-FIRST_EVAL_SEED = 1 << 20  # the first of its seeds
+FIRST_EVAL_SEED = 1 << 20  # far above the seeds of training
 ENV_CLASS = "skyasync.examples.vision.discs:CountDiscs"
 
 
 def disc_image(seed: int) -> tuple[Image.Image, int]:
-    """Grey paper with discs of bright or dark colours, each in a cell of its own, and how many
-    there are."""
+    """An image and the number of its discs.
+
+    The discs have bright or dark colours on grey, and are in different cells.
+    """
     rng = random.Random(seed)
     count = rng.randint(1, MOST)
     image = Image.new("RGB", (SIZE, SIZE), (128, 128, 128))
     draw = ImageDraw.Draw(image)
-    for cell in rng.sample(range((SIZE // CELL) ** 2), count):
-        x, y = (
-            CELL * place + CELL // 2 for place in (cell % (SIZE // CELL), cell // (SIZE // CELL))
-        )
+    cells_per_row = SIZE // CELL
+    for cell in rng.sample(range(cells_per_row**2), count):
+        row, column = divmod(cell, cells_per_row)
+        x = CELL * column + CELL // 2  # of the centre
+        y = CELL * row + CELL // 2
         colour = tuple(rng.choice((0, 255)) for _ in range(3))
         draw.ellipse((x - RADIUS, y - RADIUS, x + RADIUS, y + RADIUS), fill=colour)
     return image, count
 
 
 def rows(first_seed: int, count: int) -> list[dict[str, Any]]:
-    images = (disc_image(seed) for seed in range(first_seed, first_seed + count))
-    return [
-        {"prompt": QUESTION, "images": [image], "env_class": ENV_CLASS, "discs": discs}
-        for image, discs in images
-    ]
+    """Rows with the images of ``count`` seeds."""
+    result = []
+    for seed in range(first_seed, first_seed + count):
+        image, discs = disc_image(seed)
+        row = {"prompt": QUESTION, "images": [image], "env_class": ENV_CLASS, "discs": discs}
+        result.append(row)
+    return result
 
 
 def train_prompts(count: int = 2048) -> list[dict[str, Any]]:
@@ -56,14 +61,17 @@ def val_prompts(count: int = 128) -> list[dict[str, Any]]:
 
 
 def shuffled_prompts(count: int = 128) -> list[dict[str, Any]]:
-    """Held-out prompts, each with the next one's image: the accuracy of a policy that does not
-    look."""
+    """Held-out prompts, each with the image of the next one.
+
+    The accuracy on these is that of a policy that does not look at the images.
+    """
     prompts = val_prompts(count)
     images = [row["images"] for row in prompts]
-    return [
-        row | {"images": other_image}
-        for row, other_image in zip(prompts, [*images[1:], images[0]], strict=True)
-    ]
+    shuffled = []
+    for number, row in enumerate(prompts):
+        next_image = images[(number + 1) % count]
+        shuffled.append(row | {"images": next_image})
+    return shuffled
 
 
 class CountDiscs(BaseTextEnv):

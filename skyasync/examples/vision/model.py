@@ -57,14 +57,14 @@ def vision_tokenizer(
 
 
 def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLProcessor]:
-    """The model with random weights, and its processor. The caller's random state stays the
-    same."""
+    """The model with random weights, and its processor."""
     tokenizer = vision_tokenizer()
     start, end, image, video = (
         cast(int, tokenizer.convert_tokens_to_ids(token)) for token in SPECIAL
     )
     normal = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     patches = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
+    # Called edges, but numbers of pixels: images are not resized between these bounds.
     area = {"shortest_edge": SIZE * SIZE, "longest_edge": 4 * SIZE * SIZE}
     processor = Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**patches, size=area, **normal),
@@ -113,7 +113,7 @@ def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLPro
         vision_end_token_id=end,
         tie_word_embeddings=True,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # the caller's random state stays the same
         torch.manual_seed(seed)
         model = Qwen3VLForConditionalGeneration(config)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
@@ -123,27 +123,27 @@ def qwen3_vl(seed: int = 0) -> tuple[Qwen3VLForConditionalGeneration, Qwen3VLPro
 def lessons() -> Iterator[Row]:
     """Endless images with their answers, of seeds that no prompt has."""
     assert MOST < 10  # an answer is one token
-    for image, discs in map(disc_image, count(2 << 20)):
+    for image, discs in map(disc_image, count(2 << 20)):  # above those of train and evaluation
         yield {"prompt": QUESTION, "images": [image], "completion": str(discs)}
 
 
 def build(*, out: str | None = None, steps: int = 60, seed: int = 0) -> str:
-    """The folder of the model, made if it does not exist yet."""
-    sources = (Path(__file__), Path(__file__).with_name("discs.py"), Path(tiny_models.__file__))
-    digest = hashlib.sha256(
-        b"".join(source.read_bytes() for source in sources) + f"{steps} {seed}".encode()
-    )
+    """Make the model if it does not exist yet; returns its folder."""
+    digest = hashlib.sha256()
+    for source in (__file__, Path(__file__).with_name("discs.py"), tiny_models.__file__):
+        digest.update(Path(source).read_bytes())
+    digest.update(f"{steps} {seed}".encode())
 
     def make(folder: Path) -> None:
+        model, processor = qwen3_vl(seed)
         with TemporaryDirectory() as start:
-            for part in qwen3_vl(seed):
-                part.save_pretrained(start)
+            model.save_pretrained(start)
+            processor.save_pretrained(start)
             fine_tune(Path(start), folder, lessons(), SFTSteps(steps, batch_size=64, lr=2e-3))
 
+    folder = cache_folder() / f"vision-{digest.hexdigest()[:12]}"
     if out:
         folder = Path(out)
-    else:
-        folder = cache_folder() / f"vision-{digest.hexdigest()[:12]}"
     return str(made_once(folder, make))
 
 
