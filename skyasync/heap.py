@@ -47,10 +47,10 @@ _SEGMENTS_OPTION = "expandable_segments"
 
 
 def use_expandable_segments() -> None:
-    """Set torch's allocator for this process, before it uses a GPU, unless the environment
-    configures it.
+    """Set torch's allocator for this process, unless the environment configures it.
 
-    Micro-batches differ in size, and a freed block of a fixed segment fits none of the next ones.
+    Call it before the process uses a GPU. Micro-batches differ in size, and a freed block of a
+    fixed segment fits none of the next ones.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"{_SEGMENTS_OPTION}:True"

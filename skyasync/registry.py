@@ -76,7 +76,7 @@ class About:
     unnamed: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[About]:
-        """This and its selector."""
+        """The description, and that of the selector."""
         yield self
         if self.selector is not None:
             yield self.selector
@@ -223,11 +223,11 @@ class Registry(dict[str, Any]):
     def user_parts(self) -> dict[str, Any]:
         """The parts of the user: new names, and built-in names that were replaced."""
         builtins = self._builtins  # before the loop: it may import modules, which register parts
-        parts = {}
+        added = {}
         for name, part in list(self.items()):  # a copy: another thread may register a part
             if not _is_ours(part) or name not in builtins:
-                parts[name] = part
-        return parts
+                added[name] = part
+        return added
 
     @cached_property
     def _builtins(self) -> Mapping[str, tuple[str, About | None]]:
@@ -311,16 +311,16 @@ def absolute_reference(reference: str) -> str:
 
 def user_parts() -> UserParts:
     """Registry -> name -> part, for all parts of the user; it is sent to other processes."""
-    parts: UserParts = {}
+    registered: UserParts = {}
     for reference in REGISTRIES:
-        parts[reference] = resolve_reference(reference, kind="registry").user_parts()
-    return parts
+        registered[reference] = resolve_reference(reference, kind="registry").user_parts()
+    return registered
 
 
 def add_user_parts(registered: UserParts) -> None:
     """Register the ``user_parts`` of another process in this one."""
-    for reference, parts in registered.items():
-        resolve_reference(reference, kind="registry").update(parts)
+    for reference, parts_by_name in registered.items():
+        resolve_reference(reference, kind="registry").update(parts_by_name)
 
 
 def python_file(file: str, subject: str) -> Path:

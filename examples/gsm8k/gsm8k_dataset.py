@@ -3,8 +3,8 @@
 Invariant: one row per question, in the source's order; a question whose solution has no final
 number after ``####`` is an error and is not left out.
 
-    python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k                  # from the hub
-    python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k --source DIR     # DIR/train.jsonl, DIR/test.jsonl
+    python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k                # from the hub
+    python -m examples.gsm8k.gsm8k_dataset --output_dir ~/data/gsm8k --source DIR   # from files
 
 Data: "Training Verifiers to Solve Math Word Problems" (Cobbe et al., 2021), MIT licence.
 """

@@ -2,8 +2,8 @@
 
 The run trains the model that the tasks call.
 
-    skyasync --config examples/hubs/verifiers.yaml trainer.run_name=hub          # in one terminal
-    python examples/hubs/verifiers_player.py runs/hub env.json                   # with the Python of verifiers
+    skyasync --config examples/hubs/verifiers.yaml trainer.run_name=hub   # in one terminal
+    python examples/hubs/verifiers_player.py runs/hub env.json            # verifiers' Python
 
 ``env.json`` is the ``env`` of verifiers' own configuration: a taskset with its settings, and each
 player's runtime. Every session is one rollout, whose reward and metrics become those of the

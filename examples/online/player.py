@@ -2,8 +2,9 @@
 
 It opens a session, asks a question, and sends a reward for the answer.
 
-    uv run -m skyasync --config examples/online/config.yaml trainer.run_name=online   # in one terminal
-    python -m examples.online.player runs/online                                      # in another
+    # In one terminal, and in another one:
+    uv run -m skyasync --config examples/online/config.yaml trainer.run_name=online
+    python -m examples.online.player runs/online
 
 It needs no library: a session is three requests over HTTP. It ends when the run does.
 """

@@ -176,7 +176,7 @@ class EnvPool:
             future.add_done_callback(_retrieve_exception)
         self._leave(episode)
 
-    async def _ask(self, method: str, episode: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+    async def _ask(self, method: str, episode: str, *args: object) -> Any:  # noqa: ANN401
         """The result of a call of the episode's process.
 
         A call with a transient error is repeated, except "close"; if all tries fail the episode is

@@ -26,8 +26,10 @@ from skyasync.rewards.signature import CODE_SANDBOX, Score, seen
 
 @ENVS.register("reward")
 class RewardEnv(BaseTextEnv):
-    """The functions are those of ``environment.domains``, the row's ``reward_funcs``, or
-    ``environment.reward_funcs``.
+    """One turn, rewarded by reward functions.
+
+    They are those of ``environment.domains``, or else of the row's column ``reward_funcs``, or else
+    of ``environment.reward_funcs``.
 
     Args:
         env_config: ``RewardSettings`` under the key ``rewards``.

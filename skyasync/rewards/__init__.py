@@ -40,7 +40,7 @@ def register(name: str) -> Callable[[F], F]:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """How a function is called; as a decorator it marks one.
+    """Properties of a reward function that decide how it is called; a decorator.
 
     Args:
         quick: it returns at once whatever the response is: it is called directly, without a limit.

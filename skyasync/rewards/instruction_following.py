@@ -300,76 +300,127 @@ def _two_responses(text: str) -> bool:
     return len(responses) == 2 and all(responses) and responses[0] != responses[1]
 
 
-#: By their names; what follows the text are their arguments. ``startend:start_checker`` is not among IFEval's.
+def _existence(text: str, keywords: Sequence[str]) -> bool:
+    """Whether all keywords occur, also as parts of words."""
+    text = text.lower()
+    return all(str(word).lower() in text for word in keywords)
+
+
+def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
+    """Whether none of these words occurs as a word."""
+    for word in forbidden_words:
+        if re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE):
+            return False
+    return True
+
+
+def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
+    return _matches(relation, text.lower().count(keyword.lower()), frequency)
+
+
+def _letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
+    return _matches(let_relation, text.lower().count(letter.lower()), let_frequency)
+
+
+def _language(text: str, language: str) -> bool:
+    detected = import_module("py3langid").classify(text)[0]
+    return str(detected) == language.split("-")[0].lower()  # "pt-br" is "pt"
+
+
+def _number_words(text: str, num_words: int, relation: str) -> bool:
+    return _matches(relation, len(re.findall(r"\w+", text)), num_words)
+
+
+def _number_sentences(text: str, num_sentences: int, relation: str) -> bool:
+    return _matches(relation, count_sentences(text), num_sentences)
+
+
+def _placeholders(text: str, num_placeholders: int) -> bool:
+    """Whether there are at least so many placeholders in square brackets."""
+    return len(re.findall(r"\[[^\[\]\n]+\]", text)) >= int(num_placeholders)
+
+
+def _bullet_lists(text: str, num_bullets: int) -> bool:
+    return len(_BULLET.findall(text)) == int(num_bullets)
+
+
+def _constrained_response(text: str) -> bool:
+    return any(option in text for option in _OPTIONS)
+
+
+def _highlights(text: str, num_highlights: int) -> bool:
+    """Whether at least so many texts that are not blank are between asterisks."""
+    count = 0
+    for bold, italic in _HIGHLIGHT.findall(text):
+        if (bold or italic).strip():
+            count += 1
+    return count >= int(num_highlights)
+
+
+def _sections(text: str, section_spliter: str, num_sections: int) -> bool:
+    """Whether at least so many sections begin with the word and a number."""
+    headings = re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)
+    return len(headings) >= int(num_sections)
+
+
+def _title(text: str) -> bool:
+    return any(title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text))
+
+
+def _repeat_prompt(text: str, prompt_to_repeat: str) -> bool:
+    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+
+
+def _end_phrase(text: str, end_phrase: str) -> bool:
+    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+
+
+def _start_phrase(text: str, start_phrase: str) -> bool:
+    return text.strip().strip('"').lower().startswith(start_phrase.strip().lower())
+
+
+def _quotation(text: str) -> bool:
+    text = text.strip()
+    return len(text) > 1 and text.startswith('"') and text.endswith('"')
+
+
+def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
+    """Compare the number of words in capitals; a hyphen or an apostrophe does not end a word."""
+    words = re.findall(r"\w+(?:[-'’]\w+)*", text)
+    return _matches(capital_relation, sum(word.isupper() for word in words), capital_frequency)
+
+
+def _no_comma(text: str) -> bool:
+    return "," not in text
+
+
+#: Constraints by the names of IFEval, which does not have ``startend:start_checker``. The parameters
+#: after the text have the names of a row's ``kwargs``.
 CONSTRAINTS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": lambda text, keywords: all(
-        str(word).lower() in text.lower() for word in keywords
-    ),
-    "keywords:forbidden_words": lambda text, forbidden_words: (
-        not any(
-            re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE)
-            for word in forbidden_words
-        )
-    ),
-    "keywords:frequency": lambda text, keyword, frequency, relation: _matches(
-        relation, text.lower().count(keyword.lower()), frequency
-    ),
-    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _matches(
-        let_relation, text.lower().count(letter.lower()), let_frequency
-    ),
-    "language:response_language": lambda text, language: (
-        str(import_module("py3langid").classify(text)[0]) == language.split("-")[0].lower()
-    ),
-    "length_constraints:number_words": lambda text, num_words, relation: _matches(
-        relation, len(re.findall(r"\w+", text)), num_words
-    ),
-    "length_constraints:number_sentences": lambda text, num_sentences, relation: _matches(
-        relation, count_sentences(text), num_sentences
-    ),
+    "keywords:existence": _existence,
+    "keywords:forbidden_words": _forbidden_words,
+    "keywords:frequency": _frequency,
+    "keywords:letter_frequency": _letter_frequency,
+    "language:response_language": _language,
+    "length_constraints:number_words": _number_words,
+    "length_constraints:number_sentences": _number_sentences,
     "length_constraints:number_paragraphs": _paragraphs,
     "length_constraints:nth_paragraph_first_word": _first_word,
-    "detectable_content:number_placeholders": lambda text, num_placeholders: (
-        len(re.findall(r"\[[^\[\]\n]+\]", text)) >= int(num_placeholders)
-    ),
+    "detectable_content:number_placeholders": _placeholders,
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
-        len(_BULLET.findall(text)) == int(num_bullets)
-    ),
-    "detectable_format:constrained_response": lambda text: any(
-        option in text for option in _OPTIONS
-    ),
-    "detectable_format:number_highlighted_sections": lambda text, num_highlights: (
-        sum(bool((bold or plain).strip()) for bold, plain in _HIGHLIGHT.findall(text))
-        >= int(num_highlights)
-    ),
-    "detectable_format:multiple_sections": lambda text, section_spliter, num_sections: (
-        len(re.findall(re.escape(section_spliter.strip()) + r"\s?\d+", text)) >= int(num_sections)
-    ),
+    "detectable_format:number_bullet_lists": _bullet_lists,
+    "detectable_format:constrained_response": _constrained_response,
+    "detectable_format:number_highlighted_sections": _highlights,
+    "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
-    "detectable_format:title": lambda text: any(
-        title.strip() for title in re.findall(r"<<([^<>\n]+)>>", text)
-    ),
+    "detectable_format:title": _title,
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
-        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-    ),
-    "startend:end_checker": lambda text, end_phrase: (
-        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-    ),
-    "startend:start_checker": lambda text, start_phrase: (
-        text.strip().strip('"').lower().startswith(start_phrase.strip().lower())
-    ),
-    "startend:quotation": lambda text: (
-        (stripped := text.strip())[:1] == stripped[-1:] == '"' and len(stripped) > 1
-    ),
-    "change_case:capital_word_frequency": lambda text, capital_frequency, capital_relation: (
-        _matches(
-            capital_relation,
-            sum(word.isupper() for word in re.findall(r"\w+(?:[-'’]\w+)*", text)),
-            capital_frequency,
-        )
-    ),
-    "change_case:english_capital": lambda text: text.isupper(),
-    "change_case:english_lowercase": lambda text: text.islower(),
-    "punctuation:no_comma": lambda text: "," not in text,
+    "combination:repeat_prompt": _repeat_prompt,
+    "startend:end_checker": _end_phrase,
+    "startend:start_checker": _start_phrase,
+    "startend:quotation": _quotation,
+    "change_case:capital_word_frequency": _capital_words,
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": _no_comma,
 }

@@ -202,7 +202,7 @@ def own_bytes(process: int, field: str = "RssAnon") -> int:
 
 
 def with_descendants(processes: Iterable[int]) -> list[int]:
-    """These processes and their descendants, each once."""
+    """The processes and their descendants, each once."""
     children = defaultdict(list)
     for folder in PROC.glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # the process has ended

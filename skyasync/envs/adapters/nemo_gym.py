@@ -31,7 +31,7 @@ SHOWN = ("name", "description", "parameters")  # entries of a tool's schema that
 
 @ENVS.register("nemo_gym")
 class NemoGymEnv(ServedEnv):
-    """Its settings are those of ``ServedEnv``.
+    """A resources server's environment, with the settings of ``ServedEnv``.
 
     Numbers that the server adds to the row in its answer are metrics, by their names. An episode
     that the server marks as not measured (``mask_sample``) fails.

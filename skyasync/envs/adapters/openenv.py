@@ -288,8 +288,8 @@ class OpenEnvEnv(ServedEnv):
             result = entries.get("result")
             if isinstance(result, Mapping) and "content" in result:  # MCP's form of a result
                 content = result["content"] if isinstance(result["content"], list) else []
-                parts = [part for part in content if isinstance(part, Mapping)]
-                return "\n".join(str(part.get("text", part)) for part in parts)
+                items = [item for item in content if isinstance(item, Mapping)]
+                return "\n".join(str(item.get("text", item)) for item in items)
             metadata = observation.get("metadata")
             if not entries and isinstance(metadata, Mapping):
                 entries = dict(metadata)
