@@ -308,10 +308,8 @@ def _existence(text: str, keywords: Sequence[str]) -> bool:
 
 def _forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
     """Whether none of these words occurs as a word."""
-    for word in forbidden_words:
-        if re.search(r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)", text, re.IGNORECASE):
-            return False
-    return True
+    patterns = [r"(?<!\w)" + re.escape(str(word)) + r"(?!\w)" for word in forbidden_words]
+    return not any(re.search(pattern, text, re.IGNORECASE) for pattern in patterns)
 
 
 def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
