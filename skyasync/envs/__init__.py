@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, EnvConfig, Row
 from skyasync.envs.tools import ToolError, tool
 from skyasync.errors import UserError
 from skyasync.other_frameworks import other_frameworks
@@ -70,9 +70,7 @@ def register(
     ENVS[name] = EnvSpec(target, kwargs) if kwargs else target
 
 
-def make(
-    name: str, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-) -> BaseTextEnv:
+def make(name: str, env_config: EnvConfig | None = None, extras: Row | None = None) -> BaseTextEnv:
     """One environment, to be played by hand with ``init(conversation)`` and ``step(action)``.
 
     Raises:

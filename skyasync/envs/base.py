@@ -31,6 +31,8 @@ SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 Message = dict[str, str]
 Conversation = list[Message]
+EnvConfig = dict[str, Any]  # settings of environments
+Row = dict[str, Any]  # columns of a data set's row, without the prompt
 
 
 class BaseTextEnvStepOutput(TypedDict):
@@ -94,7 +96,7 @@ class BaseTextEnv:
         return type(cls.__name__, (cls,), {"__init__": __init__})
 
     @classmethod
-    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+    def instant(cls, env_config: EnvConfig, extras: Row) -> bool:
         """Whether an episode with these settings costs next to nothing for any response.
 
         It is then played in the process of the generator, without a time limit.
@@ -102,28 +104,24 @@ class BaseTextEnv:
         return False
 
     @classmethod
-    def graded_by(
-        cls, env_config: dict[str, Any], extras: dict[str, Any]
-    ) -> list[tuple[str, float]]:
+    def graded_by(cls, env_config: EnvConfig, extras: Row) -> list[tuple[str, float]]:
         """A row's reward functions with their weights if a judge is among them; else nothing."""
         return []
 
     @classmethod
-    def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+    def sees_tokens(cls, env_config: EnvConfig, extras: Row) -> bool:
         """Whether episodes with these settings have the tokens of each turn in ``self.seen``."""
         return False
 
     @classmethod
-    def load(cls, env_config: dict[str, Any]) -> None:
+    def load(cls, env_config: EnvConfig) -> None:
         """Prepare what all episodes share (imports, files, models).
 
         Called once in every process that runs these environments, before their first episode,
         without a time limit.
         """
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         self.env_config = env_config or {}
         self.extras = extras or {}
         self.turns = 0

@@ -23,7 +23,9 @@ from skyasync.config.schema import Config
 from skyasync.envs.base import (
     BaseTextEnv,
     Conversation,
+    EnvConfig,
     InvalidEnvOutputError,
+    Row,
     TurnTokens,
     check_metrics,
     check_prompt,
@@ -42,13 +44,13 @@ class EnvSettings(NamedTuple):
         patience: tries of a call that raises transient errors.
     """
 
-    env_config: dict[str, Any]
+    env_config: EnvConfig
     step_timeout_s: float = 60.0
     max_threads: int = 512
     patience: RetryPolicy = RetryPolicy()
 
     @staticmethod
-    def of(cfg: Config, env_config: dict[str, Any]) -> EnvSettings:
+    def of(cfg: Config, env_config: EnvConfig) -> EnvSettings:
         """The settings of a run; ``env_config`` is passed to its environments."""
         environment = cfg.environment
         return EnvSettings(
@@ -158,13 +160,13 @@ class Episodes:
                 episode.ended = True
 
     async def _init(
-        self, name: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
+        self, name: str, env_class: str, extras: Row, prompt: Conversation | str
     ) -> Conversation | str:
         episode = self._make(name, env_class, extras)
         start = await self._call(name, episode, lambda env: env.init(prompt))
         return check_prompt(start, raw=episode.env.raw_text)
 
-    def _make(self, name: str, env_class: str, extras: dict[str, Any]) -> _Episode:
+    def _make(self, name: str, env_class: str, extras: Row) -> _Episode:
         env = self._classes[env_class](env_config=self._settings.env_config, extras=extras)
         self._episodes[name] = episode = _Episode(env)
         return episode
@@ -175,7 +177,7 @@ class Episodes:
         action: str,
         seen: TurnTokens | None = None,
         env_class: str = "",
-        extras: dict[str, Any] | None = None,
+        extras: Row | None = None,
         opening: Conversation | str = "",
     ) -> StepResult:
         if env_class and name not in self._episodes:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from skyasync.envs import env_factory
-from skyasync.envs.base import BaseTextEnv, Conversation, TurnTokens
+from skyasync.envs.base import BaseTextEnv, Conversation, EnvConfig, Row, TurnTokens
 from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.errors import TransientError
 from skyasync.models.images import images_of
@@ -88,7 +88,7 @@ class EnvPool:
             self._local.add(name, self._classes[name])
         return self._classes[name]
 
-    def plays_here(self, env_class: str, extras: dict[str, Any]) -> bool:
+    def plays_here(self, env_class: str, extras: Row) -> bool:
         """Whether episodes of this row are played in this process."""
         return self.env_class(env_class).instant(self.env_config, extras)
 
@@ -103,7 +103,7 @@ class EnvPool:
         return not images_of(prompt)
 
     async def init(
-        self, episode: str, env_class: str, extras: dict[str, Any], prompt: Conversation | str
+        self, episode: str, env_class: str, extras: Row, prompt: Conversation | str
     ) -> Conversation | str:
         """Start an episode; returns the conversation (or text) that it starts from."""
         if self.starts_from_prompt(env_class, prompt):
@@ -114,7 +114,7 @@ class EnvPool:
         return start
 
     async def init_group(
-        self, extras: Mapping[str, dict[str, Any]], env_class: str, prompt: Conversation | str
+        self, extras: Mapping[str, Row], env_class: str, prompt: Conversation | str
     ) -> None:
         """Start episodes of one row that start from the prompt as it is.
 
@@ -229,7 +229,7 @@ def _retrieve_exception(future: asyncio.Future[Any]) -> None:
 
 
 def local_pool(
-    env_config: dict[str, Any] | None = None, workers: int = 1, **settings: Unpack[EnvLimits]
+    env_config: EnvConfig | None = None, workers: int = 1, **settings: Unpack[EnvLimits]
 ) -> EnvPool:
     """A pool inside this process, for single-process runs and virtual time.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from skyasync.config.schema.judges import is_judge
 from skyasync.envs import ENVS
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, EnvConfig, Row
 from skyasync.errors import UserError
 from skyasync.rewards.answer_match import gsm8k
 from skyasync.rewards.reward_functions import (
@@ -43,19 +43,17 @@ class RewardEnv(BaseTextEnv):
     """
 
     @classmethod
-    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+    def instant(cls, env_config: EnvConfig, extras: Row) -> bool:
         """Whether all functions are marked as quick."""
         return all(function.quick for function, _ in _functions(env_config, extras))
 
     @classmethod
-    def sees_tokens(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+    def sees_tokens(cls, env_config: EnvConfig, extras: Row) -> bool:
         """Whether a function takes the engine's tokens."""
         return any(function.looks_at_tokens for function, _ in _functions(env_config, extras))
 
     @classmethod
-    def graded_by(
-        cls, env_config: dict[str, Any], extras: dict[str, Any]
-    ) -> list[tuple[str, float]]:
+    def graded_by(cls, env_config: EnvConfig, extras: Row) -> list[tuple[str, float]]:
         """All reward functions of the row with their weights, if a judge is among them.
 
         ``skyasync.rollout.generator`` asks the judges, after the episode's end.
@@ -66,7 +64,7 @@ class RewardEnv(BaseTextEnv):
         return []
 
     @classmethod
-    def load(cls, env_config: dict[str, Any]) -> None:
+    def load(cls, env_config: EnvConfig) -> None:
         """Import the functions that the run names, in this process and in the reward workers."""
         settings = _settings(env_config)
         functions = []
@@ -110,14 +108,12 @@ class RewardEnv(BaseTextEnv):
         return metrics_of(names, self._scores, quick, self.extras.get("domain"))
 
 
-def _settings(env_config: dict[str, Any]) -> RewardSettings:
+def _settings(env_config: EnvConfig) -> RewardSettings:
     settings: RewardSettings = env_config.get(ENV_KEY, RewardSettings())
     return settings
 
 
-def _functions(
-    env_config: dict[str, Any], row: dict[str, Any]
-) -> list[tuple[RewardFunction, float]]:
+def _functions(env_config: EnvConfig, row: Row) -> list[tuple[RewardFunction, float]]:
     """The functions that apply to a row, without judges, and their weights."""
     settings = _settings(env_config)
     functions = []
@@ -136,7 +132,7 @@ class GSM8kEnv(BaseTextEnv):
     """
 
     @classmethod
-    def instant(cls, env_config: dict[str, Any], extras: dict[str, Any]) -> bool:
+    def instant(cls, env_config: EnvConfig, extras: Row) -> bool:
         return True
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
@@ -148,7 +144,7 @@ class GSM8kEnv(BaseTextEnv):
         return {"observations": [], "reward": gsm8k(action, truth), "done": True, "metadata": {}}
 
 
-def reward_inputs(row: dict[str, Any], messages: Conversation, response: str) -> dict[str, Any]:
+def reward_inputs(row: Row, messages: Conversation, response: str) -> dict[str, Any]:
     """The inputs of reward functions: the row's columns, the conversation, response and label."""
     content: str | Sequence[Mapping[str, str]] = messages[-1]["content"] if messages else ""
     if not isinstance(content, str):  # a list of parts, as messages with images have it
@@ -184,7 +180,7 @@ def metrics_of(
     return metrics | {f"{domain}/{name}": value for name, value in metrics.items()}
 
 
-def right_answer(row: dict[str, Any]) -> object:
+def right_answer(row: Row) -> object:
     """The label of a row; None if it has none.
 
     It is the first of: ``label``, ``reward_spec.ground_truth`` (SkyRL),

@@ -9,13 +9,13 @@ called as they are there (``skyasync.rewards.signature``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import Registry, declared
-from skyasync.rewards.signature import Score
+from skyasync.rewards.signature import Inputs, Score
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -51,7 +51,7 @@ class Capabilities:
 
     quick: bool = False
     load: Callable[[], Any] = lambda: None
-    check: Callable[[Mapping[str, Any]], None] = lambda inputs: None
+    check: Callable[[Inputs], None] = lambda inputs: None
 
     def __call__(self, function: F) -> F:
         function.__dict__["capabilities"] = self  # where ``capabilities_of`` looks for it

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 import reprlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from skyasync.errors import UserError
 from skyasync.rewards import REWARDS, Capabilities, sandbox
 from skyasync.rewards.asserts import Split, split
 from skyasync.rewards.sandbox_program import equal, plain
+from skyasync.rewards.signature import Inputs
 
 # For all tests of a response. Less than the default of environment.reward_timeout_s (10 s), after
 # which a response has no reward at all instead of that of its failed tests.
@@ -27,7 +27,7 @@ _PYTHON = ("python", "py", "python3", "py3")  # tags of a code block
 Test = tuple[dict[str, Any], Any]  # the request for the sandbox, and the expected answer
 
 
-def _check_row(inputs: Mapping[str, Any]) -> None:
+def _check_row(inputs: Inputs) -> None:
     tests_of(inputs.get("label"))
     sandbox.choose(str(inputs.get("code_sandbox", "auto")))
 

@@ -28,6 +28,7 @@ from typing import Any
 from skyasync.errors import UserError, unknown
 from skyasync.rewards import REWARDS, Capabilities
 from skyasync.rewards.judge_prompts import without_thinking
+from skyasync.rewards.signature import Inputs
 
 Instructions = list[tuple[str, dict[str, object]]]
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
@@ -46,7 +47,7 @@ _HIGHLIGHT = re.compile(r"\*\*([^*\n]+)\*\*|\*([^*\n]+)\*")
 _OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")  # IFEval's
 
 
-def _check_row(inputs: Mapping[str, Any]) -> None:
+def _check_row(inputs: Inputs) -> None:
     instructions_of(inputs.get("instruction_id_list"), inputs.get("kwargs"), inputs.get("label"))
 
 

@@ -22,7 +22,7 @@ from skyasync.config.schema.judges import (
 )
 from skyasync.errors import UserError, nearest
 from skyasync.registry import resolve_reference
-from skyasync.rewards.signature import Score, as_score
+from skyasync.rewards.signature import Inputs, Score, as_score
 
 _NUMBER = r"([-+]?\d+(?:\.\d+)?)"
 _WORDS = {"yes": 1.0, "true": 1.0, "correct": 1.0, "no": 0.0, "false": 0.0, "incorrect": 0.0}
@@ -69,7 +69,7 @@ def prompt_text(name: str, judge: JudgeConfig) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def judge_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
+def judge_inputs(inputs: Inputs) -> dict[str, Any]:
     """The values that a prompt may show: the inputs of a reward function, also by usual names."""
     label = inputs.get("label")
     response = str(inputs.get("response", ""))
@@ -87,7 +87,7 @@ def judge_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def fill_prompt(name: str, prompt: str, inputs: Mapping[str, Any]) -> str:
+def fill_prompt(name: str, prompt: str, inputs: Inputs) -> str:
     """The prompt with the inputs in the place of its placeholders.
 
     Raises:
@@ -104,13 +104,13 @@ def fill_prompt(name: str, prompt: str, inputs: Mapping[str, Any]) -> str:
     return PLACEHOLDER.sub(replacement, prompt)
 
 
-def check_placeholders(name: str, prompt: str, inputs: Mapping[str, Any]) -> None:
+def check_placeholders(name: str, prompt: str, inputs: Inputs) -> None:
     """Raise ``UserError`` for a placeholder without an input."""
     for placeholder in placeholders(prompt):
         _value(name, placeholder, inputs)
 
 
-def _value(name: str, placeholder: str, inputs: Mapping[str, Any]) -> object:
+def _value(name: str, placeholder: str, inputs: Inputs) -> object:
     """The input of a placeholder; dots lead into nested mappings, unless a column has that name."""
     value: Any = inputs
     path = [placeholder] if placeholder in inputs else placeholder.split(".")

@@ -43,7 +43,7 @@ from skyasync.rewards.judge_prompts import (
     parse_grade,
     prompt_text,
 )
-from skyasync.rewards.signature import Score
+from skyasync.rewards.signature import Inputs, Score
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class LLMJudge:
         self._warned = False
         self._parsers = SubprocessPool(PARSERS)
 
-    async def score(self, inputs: Mapping[str, Any]) -> Score:
+    async def score(self, inputs: Inputs) -> Score:
         """The grade of a response.
 
         Args:

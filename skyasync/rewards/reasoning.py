@@ -19,6 +19,8 @@ from typing import Any, Protocol
 from skyasync.errors import MissingExtraError, UserError, unknown
 from skyasync.rewards import REWARDS, Capabilities
 
+Entry = dict[str, Any]  # a question of the library, or a row
+
 # The library's own default is 500 questions.
 SIZE = 500
 EVAL_SIZE = 100
@@ -26,9 +28,7 @@ EVAL_SIZE = 100
 OURS = ("size", "seed", "val_size", "val_seed")
 
 
-def rows(
-    task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool
-) -> list[dict[str, Any]]:
+def rows(task: str, options: Mapping[str, Any], seed: int, *, evaluation: bool) -> list[Entry]:
     """Questions of one task.
 
     Args:
@@ -76,8 +76,8 @@ def rows(
 class Puzzles(Protocol):
     """A data set of the library."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float: ...
+    def __getitem__(self, index: int) -> Entry: ...
+    def score_answer(self, answer: str, entry: Entry) -> float: ...
 
 
 def make(task: str, options: Mapping[str, Any], **more: object) -> Puzzles:
@@ -114,7 +114,7 @@ def _library() -> ModuleType:
 
 @REWARDS.register("reasoning_gym", extra="reasoning-gym")
 @Capabilities(load=_library)
-def score(response: str, reasoning_gym: dict[str, Any]) -> float:
+def score(response: str, reasoning_gym: Entry) -> float:
     """The task's own score of the answer.
 
     The answer is the content of the last ``<answer>`` element, or else the complete response. One

@@ -13,7 +13,7 @@ import inspect
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -21,7 +21,15 @@ from typing import Any
 
 from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards import capabilities_of, find
-from skyasync.rewards.signature import BY_NAME, Score, Signature, call, read_result, signature_of
+from skyasync.rewards.signature import (
+    BY_NAME,
+    Inputs,
+    Score,
+    Signature,
+    call,
+    read_result,
+    signature_of,
+)
 from skyasync.utils.rpc import GRACE_S
 from skyasync.utils.rpc_server import separate_limit
 from skyasync.utils.subprocess_worker import NoAnswerError, SubprocessPool
@@ -106,7 +114,7 @@ class RewardFunction:
         """Whether the function needs the engine's tokens, not only the response's text."""
         return self.signature.needs_tokens or bool({"prompt_ids", "completion_ids"} & self.named)
 
-    def arguments(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """The inputs that the function takes.
 
         Raises:
@@ -145,7 +153,7 @@ def load_functions(functions: Sequence[RewardFunction]) -> None:
 
 
 def score_response(
-    functions: Sequence[RewardFunction], inputs: Mapping[str, Any], limit_s: float
+    functions: Sequence[RewardFunction], inputs: Inputs, limit_s: float
 ) -> list[Score]:
     """One score per function; coroutines run while the others are called.
 
@@ -187,7 +195,7 @@ def score_response(
     return scores
 
 
-def _start(function: RewardFunction, inputs: Mapping[str, Any], limit_s: float) -> Future[Score]:
+def _start(function: RewardFunction, inputs: Inputs, limit_s: float) -> Future[Score]:
     async def limited() -> Score:
         try:
             async with asyncio.timeout(limit_s) as timer:

@@ -53,7 +53,8 @@ _SYSTEM = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/
 #: Files that the code may read: Python, installed packages, and the system's libraries.
 READABLE = list(dict.fromkeys([*_LIBRARIES, *PACKAGES, *_SYSTEM]))
 
-Answers = list[dict[str, Any]]
+Test = dict[str, Any]  # a request of ``sandbox_program``
+Answer = dict[str, Any]
 
 
 @cache
@@ -98,11 +99,11 @@ def _problem(where: str) -> str:
 def run(
     where: str,
     code: str,
-    tests: Sequence[dict[str, Any]],
+    tests: Sequence[Test],
     sizes: Sequence[int],
     seconds: float,
     seconds_per_test: float,
-) -> Answers:
+) -> list[Answer]:
     """Run the tests of a program; returns an answer for each.
 
     There are fewer answers than tests if the process was ended, or ended itself, before the last.
@@ -132,11 +133,11 @@ def run(
 def _answers(
     where: str,
     code: str,
-    tests: Sequence[dict[str, Any]],
+    tests: Sequence[Test],
     sizes: Sequence[int],
     seconds: float,
     seconds_per_test: float,
-) -> Answers:
+) -> list[Answer]:
     task = json.dumps(
         {
             "code": code,
@@ -165,7 +166,7 @@ def _answers(
     return [_answer(line, size) for line, size in zip(complete_lines, sizes, strict=False)]
 
 
-def _answer(line: bytes, size: int) -> dict[str, Any]:
+def _answer(line: bytes, size: int) -> Answer:
     """One line of output as data: the code may have written it."""
     if len(line) > size + SLACK:
         return {"error": f"an answer of {len(line)} bytes"}

@@ -33,7 +33,7 @@ from skyasync.rewards.judge_prompts import (
     prompt_text,
 )
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
-from skyasync.rewards.signature import CODE_SANDBOX, seen
+from skyasync.rewards.signature import CODE_SANDBOX, Inputs, seen
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 
@@ -159,7 +159,7 @@ class RowChecks:
         for name, judge in judges_of(environment.judges).items():
             self._prompts[name] = prompt_text(name, judge)
 
-    def check(self, inputs: Mapping[str, Any]) -> None:
+    def check(self, inputs: Inputs) -> None:
         """Raise ``UserError`` if the row cannot be rewarded.
 
         Args:
@@ -180,7 +180,7 @@ class RowChecks:
             function.arguments(function_inputs)  # raises for one that is missing
             capabilities_of(function.function).check(function_inputs)
 
-    def check_metric(self, metric: str, inputs: Mapping[str, Any]) -> None:
+    def check_metric(self, metric: str, inputs: Inputs) -> None:
         """Raise ``UserError`` if no function of the row can report this metric.
 
         A metric's name begins with its function's.

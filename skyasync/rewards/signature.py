@@ -20,6 +20,9 @@ from typing import Any, cast
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
 
+#: What reward functions may take, by name: the row's columns, ``prompt``, ``messages``,
+#: ``response``, ``label``, and further ones below.
+Inputs = Mapping[str, Any]
 #: Inputs that exist only if the episode has the engine's tokens.
 SEEN = frozenset({"queries", "prompts", "labels", "prompt_ids", "completion_ids"})
 CODE_SANDBOX = "code_sandbox"  # the input with the setting environment.code_sandbox
@@ -44,7 +47,7 @@ class Signature:
         """Whether a function with these parameters has this signature."""
         raise NotImplementedError
 
-    def arguments(self, inputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    def arguments(self, inputs: Inputs) -> Inputs:
         """The inputs that the function may take, by the framework's names."""
         return inputs
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation
+from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, EnvConfig, Row
 
 
 class GameEnv(BaseTextEnv):
@@ -23,15 +23,13 @@ class GameEnv(BaseTextEnv):
     #: Settings that come before all others.
     made_with: ClassVar[Mapping[str, object]] = {}
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         if self.settings_key:
             common = self.env_config.get(self.settings_key, {})
         else:
             common = self.env_config
-        self.settings: dict[str, Any] = {**common, **self.extras, **self.made_with}
+        self.settings: EnvConfig = {**common, **self.extras, **self.made_with}
         self.seed = int(self.settings.get("seed", 0))
         self.max_steps = int(self.settings.get("max_steps", 0))
 

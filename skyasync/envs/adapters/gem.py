@@ -22,7 +22,7 @@ from typing import Any
 
 from skyasync.envs import ENVS, Foreign
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.base import InvalidEnvOutputError
+from skyasync.envs.base import EnvConfig, InvalidEnvOutputError, Row
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 from skyasync.rewards.signature import single_value
@@ -49,9 +49,7 @@ class GemEnv(GameEnv):
 
     made_from: Foreign = None
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         make = self.made_from or _named(self.settings)
         parameters = inspect.signature(make).parameters

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
+from skyasync.envs.base import EnvConfig, Row
 from skyasync.errors import MissingExtraError, UserError, unknown
 
 if TYPE_CHECKING:
@@ -44,9 +45,7 @@ class GymnasiumEnv(GameEnv):
 
     settings_key = "gymnasium"
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         settings = self.settings
         if "gym_id" not in settings:

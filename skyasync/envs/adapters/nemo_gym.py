@@ -21,7 +21,13 @@ from urllib.parse import quote
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters.served import Answer, ServedEnv, about_tools, numbers
-from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
+from skyasync.envs.base import (
+    BaseTextEnvStepOutput,
+    Conversation,
+    EnvConfig,
+    InvalidEnvOutputError,
+    Row,
+)
 from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import unknown
 
@@ -52,9 +58,7 @@ class NemoGymEnv(ServedEnv):
             return False
         return "/verify" in paths or {"/reset", "/step"} <= set(paths)
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         # Without the settings of ``ServedEnv``, which the server does not know.
         self._row = dict(self.extras)

@@ -22,7 +22,13 @@ import aiohttp
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters.served import MAX_BYTES, Answer, ServedEnv, about_tools, numbers
-from skyasync.envs.base import BaseTextEnvStepOutput, Conversation, InvalidEnvOutputError
+from skyasync.envs.base import (
+    BaseTextEnvStepOutput,
+    Conversation,
+    EnvConfig,
+    InvalidEnvOutputError,
+    Row,
+)
 from skyasync.envs.tools import read_tool_calls
 from skyasync.errors import UserError, unknown
 
@@ -60,9 +66,7 @@ class OpenEnvEnv(ServedEnv):
     def is_described_by(cls, description: Answer) -> bool:
         return isinstance(description, Mapping) and isinstance(description.get("action"), Mapping)
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._fixed: dict[str, Any] = dict(self.settings.get("action_with") or {})

@@ -24,7 +24,9 @@ from skyasync.envs.base import (
     BaseTextEnv,
     BaseTextEnvStepOutput,
     Conversation,
+    EnvConfig,
     InvalidEnvOutputError,
+    Row,
 )
 from skyasync.errors import TransientError, UserError
 
@@ -108,11 +110,9 @@ class ServedEnv(BaseTextEnv):
         """Whether this is the description of a server of this type."""
         raise NotImplementedError
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
-        self.settings: dict[str, Any] = {**self.env_config.get(self.hub, {}), **self.extras}
+        self.settings: EnvConfig = {**self.env_config.get(self.hub, {}), **self.extras}
         self.max_steps = int(self.settings.get("max_steps") or self.extras.get("max_turns") or 0)
         self.timeout_s = float(self.settings.get("timeout_s", 60.0))
         self.metrics: dict[str, float] = {}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
+from skyasync.envs.base import EnvConfig, Row
 from skyasync.errors import MissingExtraError, UserError
 
 if TYPE_CHECKING:
@@ -30,9 +31,7 @@ class TextArenaEnv(GameEnv):
 
     settings_key = "textarena"
 
-    def __init__(
-        self, env_config: dict[str, Any] | None = None, extras: dict[str, Any] | None = None
-    ) -> None:
+    def __init__(self, env_config: EnvConfig | None = None, extras: Row | None = None) -> None:
         super().__init__(env_config, extras)
         settings = self.settings
         if "textarena_id" not in settings:

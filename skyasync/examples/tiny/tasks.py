@@ -17,6 +17,7 @@ from typing import Any, Literal
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyasync.errors import UserError, unknown
 
+Row = dict[str, Any]
 Split = Literal["train", "held_out"]
 
 EVAL_ONE_IN = 5  # of the texts is held out
@@ -38,7 +39,7 @@ class Question:
             return "held_out"
         return "train"
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> Row:
         """A dataset's row: the conversation, its environment, and the environment's columns."""
         return {
             "prompt": [{"role": "user", "content": self.text}],
@@ -47,7 +48,7 @@ class Question:
             "answer": self.answer,
         }
 
-    def demonstration(self) -> dict[str, Any]:
+    def demonstration(self) -> Row:
         """The row with its response, as ``skyasync sft`` learns it."""
         return self.row() | {"completion": self.answer}
 
@@ -111,9 +112,7 @@ def questions(split: Split, seed: int, tasks: Sequence[str] = tuple(TASKS)) -> I
             yield question
 
 
-def prompts(
-    split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)
-) -> list[dict[str, Any]]:
+def prompts(split: Split, count: int, seed: int, tasks: Sequence[str] = ("sort",)) -> list[Row]:
     """``count`` different rows of one split.
 
     Raises:
@@ -131,7 +130,7 @@ def prompts(
     return [question.row() for question in by_text.values()]
 
 
-def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
+def demonstrations(count: int = 300 * 128) -> list[Row]:
     """The rows of the warm start: prompts of all tasks with their answers.
 
     By default as many as its 300 steps with 128 rows.
@@ -140,12 +139,12 @@ def demonstrations(count: int = 300 * 128) -> list[dict[str, Any]]:
     return [question.demonstration() for question in lessons]
 
 
-def train_prompts() -> list[dict[str, Any]]:
+def train_prompts() -> list[Row]:
     """The prompts of reinforcement learning: sorting, at first about 4 in 10 right."""
     return prompts("train", count=4096, seed=1)
 
 
-def val_prompts() -> list[dict[str, Any]]:
+def val_prompts() -> list[Row]:
     """Sorting prompts that neither the warm start nor reinforcement learning has trained on."""
     return prompts("held_out", count=256, seed=2)
 

@@ -13,6 +13,8 @@ from PIL import Image, ImageDraw
 
 from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 
+Row = dict[str, Any]
+
 # In pixels.
 SIZE = 56  # of the image
 CELL = 14  # of a cell, which is a patch of the model
@@ -42,7 +44,7 @@ def disc_image(seed: int) -> tuple[Image.Image, int]:
     return image, count
 
 
-def rows(first_seed: int, count: int) -> list[dict[str, Any]]:
+def rows(first_seed: int, count: int) -> list[Row]:
     """Rows with the images of ``count`` seeds."""
     result = []
     for seed in range(first_seed, first_seed + count):
@@ -52,15 +54,15 @@ def rows(first_seed: int, count: int) -> list[dict[str, Any]]:
     return result
 
 
-def train_prompts(count: int = 2048) -> list[dict[str, Any]]:
+def train_prompts(count: int = 2048) -> list[Row]:
     return rows(0, count)
 
 
-def val_prompts(count: int = 128) -> list[dict[str, Any]]:
+def val_prompts(count: int = 128) -> list[Row]:
     return rows(FIRST_EVAL_SEED, count)
 
 
-def shuffled_prompts(count: int = 128) -> list[dict[str, Any]]:
+def shuffled_prompts(count: int = 128) -> list[Row]:
     """Held-out prompts, each with the image of the next one.
 
     The accuracy on these is that of a policy that does not look at the images.
