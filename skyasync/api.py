@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Prompts = str | Path | Iterable[Row] | Callable[[], Iterable[Row]]
 OneReward = Callable[..., Any] | str
+Environment = type | Callable[..., Any] | str  # a class, a function that makes one, or a name
 Reward = OneReward | Mapping[OneReward, float] | Sequence[OneReward | tuple[OneReward, float]]
 MODEL = "trainer.policy.model.path"
 TRAIN = "data.train_data"
@@ -81,7 +82,7 @@ def train(
     prompts: Prompts | None = None,
     reward: Reward | None = None,
     *,
-    environment: type | Callable[..., Any] | str | None = None,
+    environment: Environment | None = None,
     plan: type | str | None = None,
     steps: int | None = None,
     eval_prompts: Prompts | None = None,
@@ -255,7 +256,7 @@ def evaluate(
     prompts: Prompts | None = None,
     reward: Reward | None = None,
     *,
-    environment: type | Callable[..., Any] | str | None = None,
+    environment: Environment | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
     """Mean reward and pass@k of a model on prompts, as ``skyasync evaluate``.
@@ -275,7 +276,7 @@ def rollouts(
     prompts: Prompts | None = None,
     reward: Reward | None = None,
     *,
-    environment: type | Callable[..., Any] | str | None = None,
+    environment: Environment | None = None,
     settings: Mapping[str, Any] | None = None,
     evaluation: bool = False,
 ) -> list[dict[str, Any]]:
@@ -314,7 +315,7 @@ def _configured(
     model: str | Path | None,
     sources: Mapping[str, Prompts | None],
     reward: Reward | None,
-    environment: type | Callable[..., Any] | str | None,
+    environment: Environment | None,
     arguments: Mapping[str, object],
     settings: Mapping[str, Any] | None,
 ) -> Iterator[tuple[Config, dict[str, Iterable[Row]]]]:
