@@ -135,11 +135,12 @@ def train(
         cfg, rows = stack.enter_context(
             _configured(model, sources, reward, environment, arguments, settings)
         )
-        if "jsonl" not in cfg.trainer.logger:  # the history of the result is read from its file
+        if "jsonl" not in cfg.trainer.logger:  # the result's history is read from its file
             cfg.trainer.logger = ["jsonl", *cfg.trainer.logger]
         experiment = _ExportingExperiment(cfg)
         experiment.data_rows |= rows
         if callbacks:
+            # Here, so that importing this module does not load the checks of a run.
             from skyasync.preflight.parts import checked_callbacks
 
             experiment.callbacks = checked_callbacks(callbacks)
@@ -353,9 +354,9 @@ def _configured(
             all_settings["environment.env_class_from_rows"] = False
         all_settings = {key: value for key, value in all_settings.items() if value is not None}
         flat_settings = dict(_flat(settings or {}))
-        twice = sorted(all_settings.keys() & flat_settings.keys())
-        if twice:
-            raise UserError(f"{twice[0]} is set twice, by an argument and by settings")
+        conflicts = sorted(all_settings.keys() & flat_settings.keys())
+        if conflicts:
+            raise UserError(f"{conflicts[0]} is set twice, by an argument and by settings")
         all_settings |= flat_settings
         argv = [f"{key}={_text(key, value)}" for key, value in all_settings.items()]
         cfg: Config = configuration(argv)

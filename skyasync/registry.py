@@ -197,7 +197,7 @@ class Registry(dict[str, Any]):
             return f"{self.kind} {name!r} cannot be called"
         description = self.about(name)
         subject = f"{self.kind} {name!r}"
-        for function in description:
+        for function in description:  # the part, and the selector that runs before it
             if function.unnamed:
                 return f"{subject} takes {', '.join(function.unnamed)} without a name of its own: name what it takes"
             wrong = [name for name in function.inputs if name not in self._inputs]
@@ -248,7 +248,8 @@ class Registry(dict[str, Any]):
         if ":" in name:
             return resolve_reference(name, kind=self.kind)
         if name in self._builtins:
-            importlib.import_module(self._builtins[name][0])
+            home, _ = self._builtins[name]
+            importlib.import_module(home)  # which registers the part
             if name in self:
                 return self[name]
         raise UserError(unknown(self.kind, name, self.names()))

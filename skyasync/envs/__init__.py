@@ -97,7 +97,7 @@ def env_factory(name: str, kwargs: Mapping[str, object] | None = None) -> type[B
     else:
         target = ENVS[name]
     class_kwargs = dict(kwargs or {})
-    if isinstance(target, EnvSpec):
+    if isinstance(target, EnvSpec):  # the caller's arguments count more than the registered ones
         class_kwargs = {**target.kwargs, **class_kwargs}
         target = target.entry_point
     if isinstance(target, str):

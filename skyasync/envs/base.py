@@ -227,6 +227,7 @@ def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
                 unknown("name in step's sampling_params", str(name), SAMPLING)
             )
     try:
+        # Checked here, so that an invalid value is an error of the environment, not of the engine.
         sampling = SamplingParams(**changes)
     except (TypeError, ValueError, AttributeError) as error:
         raise InvalidEnvOutputError(f"step's sampling_params: {error}") from None
@@ -253,6 +254,7 @@ def _checked_text(messages: object, subject: str, raw: bool) -> Conversation | s
             f"{subject} must be a list of messages with a role and a content; found {reprlib.repr(messages)}"
         )
     try:
+        # ``Conversation`` has texts; with images a content is a list of parts.
         return cast(Conversation, read_messages(_without_half_pairs(messages)))
     except UserError as error:  # an image of this episode cannot be read: the run continues
         raise InvalidEnvOutputError(f"{subject}: {error}") from error

@@ -125,7 +125,7 @@ class Episodes:
         methods = {"init": self._init, "step": self._step, "close": self._close}
         try:
             return Answer(call.number, await methods[call.method](call.key, *call.args))
-        except asyncio.CancelledError:
+        except asyncio.CancelledError:  # of this process, which ends: there is no one to answer
             raise
         except BaseException as caught:  # also SystemExit, which would end a thread or event loop
             name = f"the environment of {call.name}"
@@ -168,7 +168,8 @@ class Episodes:
 
     def _make(self, name: str, env_class: str, extras: Row) -> _Episode:
         env = self._classes[env_class](env_config=self._settings.env_config, extras=extras)
-        self._episodes[name] = episode = _Episode(env)
+        episode = _Episode(env)
+        self._episodes[name] = episode
         return episode
 
     async def _step(
@@ -225,7 +226,7 @@ class Episodes:
             episode = self._episodes.get(name)
             if episode is None:
                 return {}
-            if episode.busy:
+            if episode.busy:  # calls of one episode must not overlap
                 episode.ended = True
                 return {}
             del self._episodes[name]

@@ -62,6 +62,7 @@ def _holds_picture(value: object) -> bool:
         return any(inner is not None and not _is_empty(inner) for inner in value.values())
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
         return any(_holds_picture(inner) for inner in value)
+    # Any object that is not plain data: bytes, a PIL image, a tensor.
     return not (value is None or isinstance(value, bool | int | float) or _is_empty(value))
 
 

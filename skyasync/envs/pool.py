@@ -139,6 +139,7 @@ class EnvPool:
         self._routes[episode] = route
         if route.home is not None:
             try:
+                # Once per process and class; further calls return at once.
                 await route.home.load(env_class, env_class, self.env_class(env_class))
             except Exception:
                 self._leave(episode)
@@ -148,7 +149,7 @@ class EnvPool:
     async def step(self, episode: str, action: str, seen: TurnTokens | None = None) -> StepResult:
         route = self._routes[episode]
         opening = route.opening
-        route.opening = ()
+        route.opening = ()  # the environment exists after its first step
         result: StepResult = await self._ask("step", episode, action, seen, *opening)
         if result["done"]:
             if route.retries:
@@ -199,7 +200,7 @@ class EnvPool:
                     return answer.result
                 raise answer.error
             except TransientError as error:
-                if method == "close":
+                if method == "close":  # the episode is over in any case
                     raise
                 if not await self._patience.wait(tries, f"the environment of {episode}", error):
                     self.abandon(episode)

@@ -60,6 +60,7 @@ def schemas(env_class: Callable[..., object]) -> list[ToolSchema]:
     tools = tools_of(env_class)
     if not tools:
         return []
+    # Here, because the import takes seconds and most environments have no tools.
     from transformers.utils import get_json_schema
 
     shown = []
@@ -148,6 +149,7 @@ def answer_to(call: dict[str, Any], owner: object) -> dict[str, str]:
     else:
         method = MethodType(tools[name], owner)
         try:
+            # Apart from the call: a TypeError inside of the tool is an error of the environment.
             bound = inspect.signature(method).bind(**arguments)
         except TypeError as error:
             content = f"error: {name}: {error}"

@@ -29,6 +29,7 @@ class GameEnv(BaseTextEnv):
             common = self.env_config.get(self.settings_key, {})
         else:
             common = self.env_config
+        # The row counts more than the settings of the run.
         self.settings: EnvConfig = {**common, **self.extras, **self.made_with}
         self.seed = int(self.settings.get("seed", 0))
         self.max_steps = int(self.settings.get("max_steps", 0))

@@ -84,6 +84,7 @@ class GymnasiumEnv(GameEnv):
         number = self.parse(action)
         if number is None:
             self._unparsable += 1
+            # Shown above the next observation: the model may not know the names of actions.
             self._hint = f"Answer with one of: {', '.join(self.actions)}.\n"
             return self._step_reward + self._invalid_reward, False
         self._hint = ""

@@ -244,6 +244,7 @@ class OpenEnvEnv(ServedEnv):
         entries = [name for name in self._schema.get("properties") or () if name not in reserved]
         required = [name for name in self._schema.get("required") or () if name in entries]
         action = _last_object(text)
+        # Other objects may be part of the model's reasoning.
         if action and set(action) <= set(entries):
             return {**self._fixed, **action}
         field = self.settings.get("action_field")

@@ -51,7 +51,7 @@ class TextArenaEnv(GameEnv):
         self._metrics["steps"] = float(self.turns)
         if not done:
             return 0.0, False
-        rewards, info = self._game.close()
+        rewards, info = self._game.close()  # which gives the results by player
         self._metrics["invalid_move"] = float(bool(info[0].get("invalid_move", False)))
         return float(rewards[0]), True
 
