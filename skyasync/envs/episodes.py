@@ -116,9 +116,13 @@ class Episodes:
         else:
             names = call.args[2:3]
         if names:
-            return _awaits(self._classes[names[0]])
-        episode = self._episodes.get(call.key)
-        return episode is not None and _awaits(type(episode.env))
+            env_class = self._classes[names[0]]
+        else:
+            episode = self._episodes.get(call.key)  # one look: another thread may remove it
+            if episode is None:
+                return False
+            env_class = type(episode.env)
+        return _awaits(env_class)  # type: ignore[arg-type]  # a class can be hashed
 
     async def run(self, call: Call) -> Answer:
         methods: dict[str, Callable[..., Awaitable[object]]]

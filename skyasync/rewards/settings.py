@@ -104,7 +104,7 @@ class RewardSettings:
                 subject = f"domain {name!r}"
                 fix += f" or environment.domains.{name}.reward_funcs"
             raise UserError(f"no reward function applies to {subject}: set {fix}")
-        weights = weights or [1.0] * len(funcs)
+        weights = weights or (1.0,) * len(funcs)
         return [(func, weight * domain.scale) for func, weight in zip(funcs, weights, strict=True)]
 
 

@@ -161,9 +161,10 @@ def _make(gym_id: str, args: dict[str, Any], seed: int) -> gymnasium.Env[Any, An
 
         args["desc"] = generate_random_map(int(args.pop("map_size")), seed=seed)
     try:
-        game_class = gymnasium.spec(gym_id).entry_point
-        if isinstance(game_class, str):
-            game_class = gymnasium.envs.registration.load_env_creator(game_class)
+        entry = gymnasium.spec(gym_id).entry_point
+        game_class: object = entry
+        if isinstance(entry, str):
+            game_class = gymnasium.envs.registration.load_env_creator(entry)
         # The mode must be known before the game is made, and a game rejects one that it lacks.
         modes: Sequence[str] = ()
         if isinstance(game_class, type) and issubclass(game_class, gymnasium.Env):
