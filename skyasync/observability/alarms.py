@@ -3,7 +3,7 @@
 Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW``
 steps with the first ones, or with a limit that no healthy recipe comes near; before so many steps
 there is none. The recorded rows of healthy runs raise none at any of their steps, and rows of runs
-with a fault raise its alarm (tests hold both). Of several alarms the first may be the cause of the
+with a fault raise its alarm (tests check both). Of several alarms the first may be the cause of the
 others, never the other way round.
 """
 
@@ -24,14 +24,13 @@ log = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
-WINDOW = 10  # steps
+WINDOW = 10  # steps: their median is steady, and a fault is seen within minutes
 LONG = 30  # steps after which a reward that has not risen is an alarm
-# shares
-FEW_MIXED = 0.1
-LOW_SAMPLE_SIZE = 0.5
-CUT = 0.3
-IDLE = 0.85
-RISES = 3.0  # times what it was in the first steps
+FEW_MIXED = 0.1  # share of groups with different rewards, below which a batch teaches little
+LOW_SAMPLE_SIZE = 0.5  # share of the tokens
+CUT = 0.3  # share of the responses
+IDLE = 0.85  # share of the time
+RISES = 3.0  # factor over the first steps at which a difference is an alarm
 #: Nats per token that a metric must exceed in ``OFTEN`` of the last steps.
 DIVERGENCES = {
     "policy/approx_kl": 0.2,
@@ -39,18 +38,15 @@ DIVERGENCES = {
     "policy/kl_loss": 1.0,
     "reward/kl": 1.0,
 }
-OFTEN = 3
-# nats; share of sync/logprob_gap_limit
-GAP = 0.05
-NEAR_LIMIT = 0.5
-# of what it was in the first steps
-LOST_ENTROPY = 0.2
-NO_ENTROPY = 0.05
+OFTEN = 3  # steps: a single large one may be chance
+GAP = 0.05  # nats: rounding of the same precision on both sides stays below
+NEAR_LIMIT = 0.5  # share of sync/logprob_gap_limit
+LOST_ENTROPY = 0.2  # share of the entropy in the first steps, for a policy that does not learn
+NO_ENTROPY = 0.05  # the same, also for a policy that learns
 FALL = 0.1  # of the held-out score
-# of a run's folder
-METRICS = "metrics.jsonl"
+METRICS = "metrics.jsonl"  # in a run's folder
 RESTARTS = "restarts.jsonl"
-SPARING = 50  # seconds between looks at a run, per second that a look takes
+SPARING = 50  # seconds between looks at a run, per second that a look takes: 2% of the time
 #: Alarms of a run that learns nothing: its speed does not matter.
 NOT_LEARNING = frozenset(("collapse", "groups_equal", "gradient", "reward_flat"))
 
@@ -69,17 +65,15 @@ class Alarm:
 
 
 class _Course:
-    """A metric's values, in the order of the steps."""
+    """The rows of a run, and the values of a metric in the order of the steps."""
 
     def __init__(self, rows: Sequence[Row], restarts: Sequence[Row]) -> None:
         self.restarts = restarts
         self.rows = [row for row in rows if row["step"] > 0]
-        self.scores = [
-            float(row["eval/score"]) for row in rows if row.get("eval/score") is not None
-        ]  # step 0 too
+        self.scores = jsonl.values_of(rows, "eval/score")  # with that of step 0, before training
 
     def values(self, name: str) -> list[float]:
-        return [float(row[name]) for row in self.rows if row.get(name) is not None]
+        return jsonl.values_of(self.rows, name)
 
     def first_and_last(self, name: str) -> tuple[float, float] | None:
         """Medians of the first and of the last ``WINDOW`` values; None until there are so many."""
@@ -89,15 +83,17 @@ class _Course:
         return None
 
     def last(self, name: str) -> float | None:
-        """Median of the last ``WINDOW`` values."""
-        both = self.first_and_last(name)
-        if both:
-            return both[1]
+        """Median of the last ``WINDOW`` values; None until there are so many."""
+        medians = self.first_and_last(name)
+        if medians:
+            return medians[1]
         return None
 
     def constant_reward(self) -> float | None:
-        """The reward of every sample so far; None if it is 0, as after a failure of another kind,
-        or differs."""
+        """The reward of every sample so far; None if rewards differ.
+
+        None if it is 0, too, as after a failure of another kind.
+        """
         rewards = self.values("reward/mean")
         mixed = self.values("reward/mixed_groups")
         if len(rewards) < WINDOW or not mixed or max(mixed) > 0:
@@ -107,19 +103,19 @@ class _Course:
         return None
 
     def reward_risen(self) -> bool:
-        """Whether it is above the first steps by more than chance, and has not fallen since its
-        best."""
+        """Whether the reward rose by more than chance, and at least half of its best rise is left."""
         rewards = self.values("reward/mean")
         window = min(WINDOW, len(rewards) // 2)
         if window < 2:
             return True  # too early to say
-        first = rewards[:window]
-        last = rewards[-window:]
-        noise = 2 * ((variance(first) + variance(last)) / window) ** 0.5
+        early = rewards[:window]
+        late = rewards[-window:]
+        # Two standard errors of the difference of both means.
+        noise = 2 * ((variance(early) + variance(late)) / window) ** 0.5
         best = max(fmean(rewards[n : n + window]) for n in range(len(rewards) - window + 1))
-        return fmean(last) > fmean(first) + noise and fmean(last) > fmean(first) + 0.5 * (
-            best - fmean(first)
-        )
+        start = fmean(early)
+        end = fmean(late)
+        return end > start + noise and end > start + 0.5 * (best - start)
 
 
 def alarms(rows: Sequence[Row], restarts: Sequence[Row] = ()) -> list[Alarm]:
@@ -162,8 +158,7 @@ class AlarmWatch:
         self._reported: set[str] = set()
 
     def line(self) -> str:
-        """The first alarm that is new, with the names of the other new ones; "" if there is
-        none."""
+        """The first new alarm, with the names of the other new ones; "" if there is none."""
         now = self._clock()
         if now < self._next_s:
             return ""
@@ -192,28 +187,27 @@ class AlarmWatch:
 
 
 def _collapse(course: _Course) -> Iterator[str]:
-    """A single update that ends all learning: rewards below all earlier ones, and equal within
+    """A single update that ends all learning: rewards are below all earlier ones, and equal within
     every group."""
-    rows = [
-        row
-        for row in course.rows
-        if None not in (row.get("reward/mean"), row.get("reward/mixed_groups"))
-    ]
-    informative = [
-        number for number, row in enumerate(rows) if row["reward/mixed_groups"] >= FEW_MIXED
-    ]
-    if len(rows) < WINDOW or not informative:
+    rows = jsonl.rows_with(course.rows, "reward/mean")
+    rows = jsonl.rows_with(rows, "reward/mixed_groups")
+    collapse = 0  # the row after the last step that had informative groups
+    for number, row in enumerate(rows):
+        if row["reward/mixed_groups"] >= FEW_MIXED:
+            collapse = number + 1
+    if len(rows) < WINDOW or not collapse:
         return
-    before = rows[: informative[-1] + 1]
-    after = rows[informative[-1] + 1 :]
-    if len(after) < WINDOW // 2:
+    if len(rows) - collapse < WINDOW // 2:  # a few batches may be uninformative by chance
         return
-    reward_before = fmean(row["reward/mean"] for row in before[-WINDOW:])
-    reward_after = fmean(row["reward/mean"] for row in after)
-    if max(row["reward/mean"] for row in after) < min(row["reward/mean"] for row in before):
+    rewards = [row["reward/mean"] for row in rows]
+    old_rewards = rewards[:collapse]
+    new_rewards = rewards[collapse:]
+    if max(new_rewards) < min(old_rewards):
+        old_reward = fmean(old_rewards[-WINDOW:])
+        new_reward = fmean(new_rewards)
         yield (
-            f"The policy collapsed before step {after[0]['step']}: the mean reward fell from {reward_before:.2f} to "
-            f"{reward_after:.2f} and has stayed there, the same for all samples of a prompt. Updates were too large: "
+            f"The policy collapsed before step {rows[collapse]['step']}: the mean reward fell from {old_reward:.2f} to "
+            f"{new_reward:.2f} and has stayed there, the same for all samples of a prompt. Updates were too large: "
             f"lower trainer.policy.optimizer_config.lr (here by a factor of 10 or more), lengthen its warm-up "
             f"(trainer.policy.optimizer_config.num_warmup_steps), and start again from an earlier checkpoint."
         )
@@ -222,7 +216,9 @@ def _collapse(course: _Course) -> Iterator[str]:
 def _reward_flat(course: _Course) -> Iterator[str]:
     rewards = course.values("reward/mean")
     mixed = course.last("reward/mixed_groups")
-    if len(rewards) >= LONG and not course.reward_risen() and (mixed is None or mixed >= FEW_MIXED):
+    if mixed is not None and mixed < FEW_MIXED:  # another alarm
+        return
+    if len(rewards) >= LONG and not course.reward_risen():
         yield (
             f"The reward has not risen in {len(rewards)} steps ({fmean(rewards[:WINDOW]):.3f} in the first {WINDOW}, "
             f"{fmean(rewards[-WINDOW:]):.3f} in the last). Read some samples: are their rewards right? Then change "
@@ -254,14 +250,16 @@ def _groups_equal(course: _Course) -> Iterator[str]:
 
 def _entropy(course: _Course) -> Iterator[str]:
     values = course.values("policy/entropy")
-    if len(values) < WINDOW or max(values[:3]) <= 0:
+    if len(values) < WINDOW:
         return
-    # it may be gone within a few steps
-    first = max(values[:3])
-    last = median(values[-WINDOW:])
-    if last < NO_ENTROPY * first or (last < LOST_ENTROPY * first and not course.reward_risen()):
+    old = max(values[:3])  # of few steps: the entropy may be gone after them
+    new = median(values[-WINDOW:])
+    if old <= 0:
+        return
+    # A policy that learns a task loses much of its entropy, too.
+    if new < NO_ENTROPY * old or (new < LOST_ENTROPY * old and not course.reward_risen()):
         yield (
-            f"The entropy fell from {first:.3g} to {last:.3g} nats per token: the policy hardly explores. Lower "
+            f"The entropy fell from {old:.3g} to {new:.3g} nats per token: the policy hardly explores. Lower "
             f"trainer.policy.optimizer_config.lr, raise trainer.algorithm.entropy_loss_coef or the upper clip "
             f"(trainer.algorithm.eps_clip_high), or sample at temperature 1."
         )
@@ -279,22 +277,36 @@ def _divergence(course: _Course) -> Iterator[str]:
 
 
 def _difference(course: _Course) -> Iterator[str]:
-    both = course.first_and_last("gap/mean")
-    probes = [row for row in course.rows if row.get("sync/logprob_gap_mean") is not None][-3:]
-    limits = [NEAR_LIMIT * (row.get("sync/logprob_gap_limit") or 1.0) for row in probes]
-    differences = [row["sync/logprob_gap_mean"] for row in probes]
-    near = len(course.rows) >= WINDOW and len(probes) == 3
-    near = near and all(value > limit for value, limit in zip(differences, limits, strict=True))
-    if near or (both and both[1] > max(GAP, RISES * both[0])):
-        if near:
-            measured = f"{differences[-1]:.3g} nats on verification prompts"
-        else:
-            measured = f"gap/mean is {both[1] if both else 0:.3g} nats"
+    measured = _near_limit(course) or _difference_risen(course)
+    if measured:
         yield (
             f"The log-probabilities of trainer and engine differ too much under the same weights: {measured}. Use the "
             f"same precision on both sides (trainer.policy.model.dtype, generator.dtype), or correct for it with "
             f"trainer.algorithm.off_policy_correction=token_tis."
         )
+
+
+def _near_limit(course: _Course) -> str:
+    """The difference on verification prompts if the last three were near their limit, else ""."""
+    rows = jsonl.rows_with(course.rows, "sync/logprob_gap_mean")[-3:]
+    if len(course.rows) < WINDOW or len(rows) < 3:
+        return ""
+    for row in rows:
+        limit = row.get("sync/logprob_gap_limit") or 1.0
+        if row["sync/logprob_gap_mean"] <= NEAR_LIMIT * limit:
+            return ""
+    return f"{rows[-1]['sync/logprob_gap_mean']:.3g} nats on verification prompts"
+
+
+def _difference_risen(course: _Course) -> str:
+    """The difference on samples if it is large and has risen, else ""."""
+    medians = course.first_and_last("gap/mean")
+    if medians is None:
+        return ""
+    old, new = medians
+    if new > max(GAP, RISES * old):
+        return f"gap/mean is {new:.3g} nats"
+    return ""
 
 
 def _sample_size(course: _Course) -> Iterator[str]:
@@ -308,21 +320,26 @@ def _sample_size(course: _Course) -> Iterator[str]:
 
 
 def _truncation(course: _Course) -> Iterator[str]:
-    both = course.first_and_last("response/truncated")
-    if both and both[1] > CUT and both[1] >= both[0]:
-        start = next(row for row in course.rows if row.get("response/truncated") is not None)
+    medians = course.first_and_last("response/truncated")
+    if medians is None:
+        return
+    old, new = medians
+    if new > CUT and new >= old:  # a share that falls is being learned away
+        start = jsonl.rows_with(course.rows, "response/truncated")[0]
         yield (
-            f"{both[1]:.0%} of the responses are cut by their length ({start['response/truncated']:.0%} in step "
+            f"{new:.0%} of the responses are cut by their length ({start['response/truncated']:.0%} in step "
             f"{start['step']}). Raise generator.sampling_params.max_generate_length, or penalise length "
             f"(trainer.algorithm.overlong_buffer)."
         )
 
 
 def _engines_idle(course: _Course) -> Iterator[str]:
-    shares = [
-        share for share in course.values("idle/engines") if share < 1
-    ]  # 1: all is generated, as at the end
-    if len(shares) >= WINDOW and (share := median(shares[-WINDOW:])) > IDLE:
+    # At the end of a run all is generated: the share is 1.
+    shares = [share for share in course.values("idle/engines") if share < 1]
+    if len(shares) < WINDOW:
+        return
+    share = median(shares[-WINDOW:])
+    if share > IDLE:
         yield (
             f"The engines are idle {share:.0%} of the time: they wait for the trainer, environments or rewards. Give "
             f"the trainer more devices, raise environment.num_workers, or use an asynchronous plan."
@@ -358,23 +375,27 @@ def _score_fell(course: _Course) -> Iterator[str]:
 
 
 def _restarts(course: _Course) -> Iterator[str]:
-    counted = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
-    failures = round(sum(max(0.0, after - before) for before, after in pairwise(counted)))
+    # A counter that begins at 0 again after a resume; one row more than steps, for differences.
+    counts = [float(row.get("engines/deaths") or 0) for row in course.rows[-WINDOW - 1 :]]
+    failures = 0.0
+    for old_count, new_count in pairwise(counts):
+        failures += max(0.0, new_count - old_count)
+    since = 0
     if len(course.rows) >= WINDOW:
         since = course.rows[-WINDOW]["step"]
-    else:
-        since = 0
-    again = [str(row.get("what", "a process")) for row in course.restarts if row["step"] >= since]
-    if failures or again:
-        what = ([f"engines ({failures})"] if failures else []) + again
+    processes = [f"engines ({round(failures)})"] if round(failures) else []
+    for row in course.restarts:
+        if row["step"] >= since:
+            processes.append(str(row.get("what", "a process")))
+    if processes:
         yield (
-            f"Processes failed in the last {WINDOW} steps and were restarted: {', '.join(what)}. Their files "
+            f"Processes failed in the last {WINDOW} steps and were restarted: {', '.join(processes)}. Their files "
             f"in logs/ end with the reason. The most frequent one is lack of memory (skyasync plan estimates it)."
         )
 
 
-#: In the order in which one can be the cause of the next: what changes the policy or its samples, what then stops
-#: learning, its results, and last the speed.
+#: In the order in which one can be the cause of the next: changes of the policy or its samples,
+#: then the end of learning, its results, and the speed at the end.
 _CHECKS: Sequence[tuple[str, Callable[[_Course], Iterator[str]]]] = (
     ("collapse", _collapse),
     ("groups_equal", _reward_constant),

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
+AnyRow = TypeVar("AnyRow", bound=Mapping[str, Any])
 
 
 def encode(row: Row) -> str:
-    """One line of strict JSON; objects that JSON does not know become their text, and half a
-    surrogate pair "?".
+    """One line of strict JSON.
+
+    An object that JSON does not know becomes its text, half a surrogate pair becomes "?".
 
     Raises:
         ValueError: for NaN and infinities, which no strict reader accepts.
@@ -32,17 +34,26 @@ def read_rows(path: Path | str) -> list[Row]:
     if not path.exists():
         return []
     rows = []
-    with path.open(
-        encoding="utf-8", errors="replace", newline="\n"
-    ) as lines:  # JSON leaves U+2028, U+0085 as they are
+    # Only a line feed ends a line: JSON leaves other separators (U+2028, U+0085) as they are.
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
             try:
                 row = json.loads(line)
-            except json.JSONDecodeError:
+            except json.JSONDecodeError:  # torn by a crash
                 continue
             if isinstance(row, dict) and isinstance(row.get("step"), int):
                 rows.append(row)
     return rows
+
+
+def rows_with(rows: Iterable[AnyRow], name: str) -> list[AnyRow]:
+    """The rows in which the metric was logged and finite."""
+    return [row for row in rows if row.get(name) is not None]
+
+
+def values_of(rows: Iterable[AnyRow], name: str) -> list[float]:
+    """The finite values of a metric, in the order of the rows."""
+    return [float(row[name]) for row in rows_with(rows, name)]
 
 
 def write_rows(path: Path, rows: list[Row]) -> None:
@@ -57,19 +68,19 @@ def replace_text(path: Path, text: str) -> None:
         scratch.write_text(text, encoding="utf-8")
         os.replace(scratch, path)
     except OSError:
-        scratch.unlink(missing_ok=True)  # of a full disk's space
+        scratch.unlink(missing_ok=True)  # a full disk needs the space
         raise
 
 
 def append_rows(path: Path, rows: Iterable[Row]) -> None:
     """Add rows to the file: all of them, or, if the disk does not take them, none."""
     with path.open("ab", buffering=0) as file:
-        before = file.tell()
+        old_size = file.tell()
         try:
             written = 0
             data = "".join(map(encode, rows)).encode()
-            while written < len(data):
+            while written < len(data):  # an unbuffered write may take a part
                 written += file.write(data[written:])
         except OSError:
-            file.truncate(before)
+            file.truncate(old_size)
             raise

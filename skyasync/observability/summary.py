@@ -8,7 +8,7 @@ the whole run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +29,13 @@ WAITS = ("wait_data", "wait_generation")
 OVERHEADS = {"sync": "weight sync", "eval": "evaluation", "checkpoint": "saving checkpoints"}
 #: Phases that time/step_s leaves out, and their names in the line of the steps.
 BETWEEN_STEPS = {"eval": "evaluation", "checkpoint": "checkpoints", "export": "exports"}
-NO_PHASES = {"time/step_s", "time/interval_s", "time/start_s"}
+NO_PHASES = {"time/step_s", "time/interval_s", "time/start_s"}  # times that are no phase of a step
 RATES = ("throughput/samples_per_s", "throughput/tokens_per_s", "idle/trainer", "idle/engines")
 OVERHEAD_SHARE = 0.3  # an overhead is named as the limit when it takes more of the run than this
 BALANCED = 0.1  # idle shares closer than this are called equal
-MOSTLY_BUSY = 0.25  # a part that is idle for longer than this limits nothing
+MOSTLY_BUSY = 0.25  # the trainer or engines limit nothing if they are idle for longer than this
+TAKING_TURNS = 0.9  # idle shares that add up to this: one works while the other waits
+#: A mean, its label, and how it reads, in the order of the lines.
 FIGURES = (
     ("throughput/samples_per_s", "samples/s", "{:,.0f}"),
     ("throughput/tokens_per_s", "tokens/s", "{:,.0f}"),
@@ -45,6 +47,8 @@ FIGURES = (
 
 
 class Evaluation(NamedTuple):
+    """A score of the held-out prompts, after the training step ``step``."""
+
     value: float
     step: int
 
@@ -54,10 +58,11 @@ class Summary:
     """The figures of one run; None or missing where nothing was logged. Times in seconds.
 
     Attributes:
+        start_s: from the start of the program to the first step.
         total_s: of training: the steps, and the evaluations, checkpoints and exports between them.
         step_s: of a step, on average over steps without an evaluation in their time, or over all if
             there are none.
-        between: the parts of ``total_s`` that are no steps, by name.
+        between: the time in ``total_s`` outside of steps, by name.
         samples_per_s: without evaluations; None if there were none, or in all steps.
     """
 
@@ -78,58 +83,65 @@ class Summary:
 
 def summarise(rows: Sequence[Row]) -> Summary:
     """The summary of the rows of ``metrics.jsonl``; a step is a row that has ``time/step_s``."""
-    steps = [row for row in rows if row.get("time/step_s") is not None]
-    scores = [
-        Evaluation(float(row["eval/score"]), row["step"])
-        for row in rows
-        if row.get("eval/score") is not None
-    ]
+    steps = jsonl.rows_with(rows, "time/step_s")
+    scores = []
+    for row in jsonl.rows_with(rows, "eval/score"):
+        scores.append(Evaluation(float(row["eval/score"]), row["step"]))
     between = {}
     for name, label in BETWEEN_STEPS.items():
         seconds = _total(steps, f"time/{name}_s")
         if seconds:
             between[label] = seconds
-    starts = [row["time/start_s"] for row in steps if row.get("time/start_s") is not None]
     summary = Summary(
         steps=len(steps),
-        start_s=starts[0] if starts else None,
         total_s=_total(steps, "time/step_s") + sum(between.values()),
         between=between,
-        first=scores[0] if scores else None,
-        last=scores[-1] if scores else None,
-        best=max(scores, key=lambda score: score.value, default=None),
         phases=_phases(steps),
         means=_means(steps),
-        non_finite=int(sum(row.get("warnings/non_finite") or 0 for row in rows)),
+        non_finite=int(_total(rows, "warnings/non_finite")),
     )
+    if scores:
+        summary.first = scores[0]
+        summary.last = scores[-1]
+        summary.best = max(scores, key=lambda score: score.value)
+    starts = jsonl.rows_with(steps, "time/start_s")
+    if starts:
+        summary.start_s = starts[0]["time/start_s"]
     if steps:
         undisturbed = _undisturbed(rows)
-        counted = undisturbed or steps
-        summary.step_s = _total(counted, "time/step_s") / len(counted)
+        timed = undisturbed or steps
+        summary.step_s = _total(timed, "time/step_s") / len(timed)
         samples = _samples(steps)
+        # Samples per second are of the whole time of training, as its duration is.
         if samples and summary.total_s > 0:
             summary.means["throughput/samples_per_s"] = samples / summary.total_s
         if samples and undisturbed and "evaluation" in between:
-            summary.samples_per_s = _samples(undisturbed) / max(
-                sum(map(_interval_s, undisturbed)), 1e-9
-            )
+            seconds = max(sum(map(_interval_s, undisturbed)), 1e-9)
+            summary.samples_per_s = _samples(undisturbed) / seconds
     summary.limit = limit(summary)
     return summary
 
 
 def _total(rows: Sequence[Row], name: str) -> float:
-    return sum(float(row.get(name) or 0.0) for row in rows)
+    return sum(jsonl.values_of(rows, name))
 
 
 def _interval_s(row: Row) -> float:
     """The time in which the counters of a row counted."""
     seconds = row.get("time/interval_s")
-    return float(row["time/step_s"] if seconds is None else seconds)
+    if seconds is None:  # not logged: the time of the step is nearest to it
+        seconds = row["time/step_s"]
+    return float(seconds)
 
 
 def _samples(rows: Sequence[Row]) -> float:
-    """How many samples these steps trained."""
-    return sum((row.get("throughput/samples_per_s") or 0.0) * _interval_s(row) for row in rows)
+    """Number of samples that these steps trained."""
+    return _integral(jsonl.rows_with(rows, "throughput/samples_per_s"), "throughput/samples_per_s")
+
+
+def _integral(rows: Sequence[Row], rate: str) -> float:
+    """A rate times the seconds for which it was measured, summed over rows that all have it."""
+    return sum(row[rate] * _interval_s(row) for row in rows)
 
 
 def _undisturbed(rows: Sequence[Row]) -> list[Row]:
@@ -149,28 +161,32 @@ def _undisturbed(rows: Sequence[Row]) -> list[Row]:
 
 def _phases(steps: Sequence[Row]) -> dict[str, float]:
     """Mean seconds per step of each phase, the longest first."""
-    names = {
-        key for row in steps for key in row if key.startswith("time/") and key.endswith("_s")
-    } - NO_PHASES
-    phases = {name[5:-2]: _total(steps, name) / len(steps) for name in names}
+    names: set[str] = set()
+    for row in steps:
+        names.update(row)
+    phases = {}
+    for name in names - NO_PHASES:
+        if name.startswith("time/") and name.endswith("_s"):
+            phase = name.removeprefix("time/").removesuffix("_s")
+            phases[phase] = _total(steps, name) / len(steps)
     return dict(sorted(phases.items(), key=lambda item: (-item[1], item[0])))
 
 
 def _means(steps: Sequence[Row]) -> dict[str, float]:
-    """Rates and shares over time, staleness over steps; of log-probability differences the
-    largest."""
+    """Means of rates and shares over time and of the staleness over steps.
+
+    Of the log-probability differences it is the largest.
+    """
     means = {}
     for name in RATES:
-        measured = [row for row in steps if row.get(name) is not None]
+        measured = jsonl.rows_with(steps, name)
         seconds = sum(map(_interval_s, measured))
         if seconds > 0:
-            means[name] = sum(row[name] * _interval_s(row) for row in measured) / seconds
-    staleness = [row["staleness/mean"] for row in steps if row.get("staleness/mean") is not None]
+            means[name] = _integral(measured, name) / seconds
+    staleness = jsonl.values_of(steps, "staleness/mean")
     if staleness:
         means["staleness/mean"] = sum(staleness) / len(staleness)
-    differences = [
-        row["sync/logprob_gap"] for row in steps if row.get("sync/logprob_gap") is not None
-    ]
+    differences = jsonl.values_of(steps, "sync/logprob_gap")
     if differences:
         means["sync/logprob_gap"] = max(differences)
     return means
@@ -180,23 +196,24 @@ def limit(summary: Summary) -> str:
     """One sentence: what limits the speed, with the figures that say so."""
     if not summary.total_s:
         return "too few figures to say what limits the speed"
-    part = {
-        name: seconds * summary.steps / summary.total_s for name, seconds in summary.phases.items()
-    }
-    name = max(OVERHEADS, key=lambda name: part.get(name, 0.0))
+    phase_shares = {}
+    for name, seconds in summary.phases.items():
+        phase_shares[name] = seconds * summary.steps / summary.total_s
+    overhead = max(OVERHEADS, key=lambda name: phase_shares.get(name, 0.0))
+    overhead_share = phase_shares.get(overhead, 0.0)
     trainer = summary.means.get("idle/trainer")
     engines = summary.means.get("idle/engines")
-    # Episodes were played and no engine worked: environments and rewards did.
-    if engines is None:
-        environments = 0.0
-    else:
-        environments = max(min(part.get("generate", 0.0), 1.0) - (1 - engines), 0.0)
-    if OVERHEAD_SHARE < part.get(name, 0.0) >= environments:
-        return f"{OVERHEADS[name]} is the bottleneck: it took {part[name]:.0%} of the time"
-    overlapping = any(
-        name in part for name in WAITS
-    )  # the plan lets both work at once: its trainer waits for data
-    waits = sum(part.get(name, 0.0) for name in WAITS)
+    environments = 0.0
+    if engines is not None:
+        # Episodes were played and no engine worked: environments and rewards did.
+        generation = min(phase_shares.get("generate", 0.0), 1.0)
+        environments = max(generation - (1 - engines), 0.0)
+    if OVERHEAD_SHARE < overhead_share >= environments:
+        return f"{OVERHEADS[overhead]} is the bottleneck: it took {overhead_share:.0%} of the time"
+    wait_phases = [name for name in WAITS if name in phase_shares]
+    # The trainer of a plan that lets both work at once waits for data.
+    overlapping = bool(wait_phases)
+    waits = sum(phase_shares[name] for name in wait_phases)
     if trainer is None and overlapping:
         trainer = waits
     if trainer is None:
@@ -204,14 +221,17 @@ def limit(summary: Summary) -> str:
     if engines is None:
         bottleneck = "generation" if trainer > 0.5 else "training"
         return f"{bottleneck} is the bottleneck: the trainer waited {trainer:.0%} of the time"
-    if environments > max(1 - trainer, 1 - engines):
+    busier = max(1 - trainer, 1 - engines)
+    if environments > busier:
         return (
             f"environments and reward functions are the bottleneck: episodes waited for them in {environments:.0%} "
             f"of the time, the engines worked {1 - engines:.0%} of it, the trainer {1 - trainer:.0%}; faster ones, or "
             f"more processes for them (environment.num_workers), would help"
         )
     idle = f"the trainer waited {trainer:.0%} of the time, the engines {engines:.0%}"
-    if not overlapping and (neither := trainer + engines - 1) > max(1 - trainer, 1 - engines):
+    # Without overlap at most one works at a time: the rest of the time is of neither.
+    neither = trainer + engines - 1
+    if not overlapping and neither > busier:
         return (
             f"neither trainer nor engines worked for {neither:.0%} of the time ({idle}): the controller, environments "
             f"and reward functions did; an asynchronous plan would overlap them"
@@ -227,31 +247,35 @@ def limit(summary: Summary) -> str:
             f"trainer and engines wait for each other, though the plan lets them overlap: {idle}; "
             f"generating further ahead (trainer.max_staleness, trainer.async_queue_size) would help"
         )
-    if not overlapping and trainer + engines >= 0.9 and min(trainer, engines) > BALANCED:
+    if not overlapping and trainer + engines >= TAKING_TURNS and min(trainer, engines) > BALANCED:
         longer = "training" if engines > trainer else "generation"
         return f"trainer and engines take turns, {longer} longer: {idle}; an asynchronous plan would overlap them"
     if abs(trainer - engines) < BALANCED:
         return f"generation and training are balanced: {idle}"
-    bottleneck, cure = (
-        ("generation", "engines") if trainer > engines else ("training", "the trainer")
-    )
-    return f"{bottleneck} is the bottleneck: {idle}; more devices for {cure} would help"
+    if trainer > engines:
+        return f"generation is the bottleneck: {idle}; more devices for engines would help"
+    return f"training is the bottleneck: {idle}; more devices for the trainer would help"
 
 
 def course(summary: Summary) -> str:
     """``2:26 (evaluation 0:19, checkpoints 0:02), 1.60 s each without evaluations``."""
     assert summary.step_s is not None, "a run without steps has no course"
-    between = ", ".join(f"{name} {duration(seconds)}" for name, seconds in summary.between.items())
     words = duration(summary.total_s)
-    if between:
-        words += f" ({between})"
+    if summary.between:
+        words += f" ({_durations(summary.between.items())})"
     words += f", {summary.step_s:.2f} s each"
-    return words + (" without evaluations" if "evaluation" in summary.between else "")
+    if "evaluation" in summary.between:
+        words += " without evaluations"
+    return words
+
+
+def _durations(spans: Iterable[tuple[str, float]]) -> str:
+    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
 
 
 def _figure(summary: Summary, name: str, form: str) -> str:
-    """A mean as text. Samples per second are of all of training, with the rate without evaluations
-    after it."""
+    """A mean as text; after samples per second, which are of all of training, also the rate
+    without evaluations."""
     text = form.format(summary.means[name])
     if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
         text += f" ({form.format(summary.samples_per_s)} without evaluations)"
@@ -259,8 +283,7 @@ def _figure(summary: Summary, name: str, form: str) -> str:
 
 
 def run_times(rows: Sequence[Row], ended_s: float) -> str:
-    """``start 0:34, 30 steps 1:11, evaluation 0:14, finish 0:09``: the seconds of a run; "" if it
-    has no steps.
+    """``start 0:34, 30 steps 1:11, evaluation 0:14, finish 0:09``; "" for a run without steps.
 
     Args:
         rows: of one run of a program; without those before a resume.
@@ -273,43 +296,39 @@ def run_times(rows: Sequence[Row], ended_s: float) -> str:
     if summary.start_s is not None:
         spans.append(("start", summary.start_s))
     spans.append((f"{summary.steps} steps", summary.total_s - sum(summary.between.values())))
-    before_s = _total([row for row in rows if row.get("time/step_s") is None], "time/eval_s")
+    # The evaluation before the first step has a row of its own, which is no step.
+    baseline_rows = [row for row in rows if row.get("time/step_s") is None]
+    baseline_s = _total(baseline_rows, "time/eval_s")
     between = dict(summary.between)
-    if before_s:
-        between["evaluation"] = between.get("evaluation", 0.0) + before_s
+    if baseline_s:
+        between["evaluation"] = between.get("evaluation", 0.0) + baseline_s
     spans += between.items()
     spans.append(("finish", ended_s - rows[-1]["time"]))
-    return ", ".join(f"{name} {duration(seconds)}" for name, seconds in spans)
+    return _durations(spans)
 
 
 def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
-    """The summary for a terminal: figures, the breakdown of a step, alarms, and what limits the
-    speed.
+    """The summary for a terminal: figures, phases of a step, alarms, and the limit of the speed.
 
     The speed of a run that learns nothing is left out.
     """
     lines = []
     if summary.first and summary.last and summary.best:
-        first = summary.first
-        last = summary.last
-        best = summary.best
-        scores = f"{first.value:.2f} (step {first.step}) → {last.value:.2f} (step {last.step})"
-        lines.append(("held-out score", f"{scores}, best {best.value:.2f} (step {best.step})"))
+        scores = f"{_score(summary.first)} → {_score(summary.last)}, best {_score(summary.best)}"
+        lines.append(("held-out score", scores))
     if summary.start_s is not None:
         lines.append(("start", duration(summary.start_s)))
     if summary.step_s is not None:
         lines.append(("steps", f"{summary.steps} in {course(summary)}"))
-    lines += [
-        (label, _figure(summary, name, form))
-        for name, label, form in FIGURES
-        if name in summary.means
-    ]
+    for name, label, form in FIGURES:
+        if name in summary.means:
+            lines.append((label, _figure(summary, name, form)))
     if summary.non_finite:
         lines.append(("not finite", f"{summary.non_finite} values were NaN or infinite"))
     figures = Table.grid(padding=(0, 2))
-    for name, text in lines:
-        figures.add_row(Text(name, style="bold"), Text(text))
-    parts: list[Table | Text] = [figures]
+    for label, text in lines:
+        figures.add_row(Text(label, style="bold"), Text(text))
+    blocks: list[Table | Text] = [figures]
     if summary.phases and summary.total_s:
         # Phases nest (an update is a part of training), and in asynchronous plans they overlap.
         title = "where the time of training goes (phases nest and overlap: shares do not add up to 100%)"
@@ -320,12 +339,16 @@ def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
         for name, seconds in summary.phases.items():
             share = seconds * summary.steps / summary.total_s
             table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}")
-        parts += [Text(), table]
+        blocks += [Text(), table]
     for line in alarm_lines(run_alarms):
-        parts += [Text(), Text(line, style="bold yellow")]
+        blocks += [Text(), Text(line, style="bold yellow")]
     if not any(alarm.nothing_learned for alarm in run_alarms):
-        parts += [Text(), Text(summary.limit, style="bold cyan")]
-    return Group(*parts)
+        blocks += [Text(), Text(summary.limit, style="bold cyan")]
+    return Group(*blocks)
+
+
+def _score(evaluation: Evaluation) -> str:
+    return f"{evaluation.value:.2f} (step {evaluation.step})"
 
 
 def print_summary(metrics_path: Path | str) -> bool:
