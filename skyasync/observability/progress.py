@@ -1,4 +1,4 @@
-"""What is known of a run while it goes on.
+"""The state of a run while it goes on, from the controller's process to the terminal's.
 
 Training runs in another process than the terminal::
 
@@ -26,12 +26,12 @@ from skyasync.observability.summary import limit, summarise
 from skyasync.observability.trackers import Tracker, plain_metrics
 
 SAMPLE_CHARS = 2000  # of a prompt and of a response: no terminal shows more
-# a step's duration is averaged over so many: long enough to be calm, short enough to follow a
-# change
+#: Steps over which the duration of one is averaged: enough to be calm, few enough to follow changes.
 ETA_STEPS = 20
 
-SHOWN = {*(name for name, _ in FORMATS), "idle/trainer", "idle/engines", "time/step_s"}
-#: What the live view shows besides.
+#: Metrics of a step's line.
+SHOWN = {name for name, _ in FORMATS} | {"idle/trainer", "idle/engines", "time/step_s"}
+#: Metrics that the live view shows in addition.
 FIGURES = re.compile(
     r"staleness/max|response/truncated|throughput/samples_per_s|throughput/engine_\d+_tokens_per_s|memory/[a-z_]+|time/.+"
 )
@@ -49,9 +49,14 @@ class LatestSample:
     @classmethod
     def of(cls, step: int, record: Mapping[str, Any]) -> LatestSample:
         """From a record of ``samples.jsonl``."""
-        prompt, response = (str(record[name])[:SAMPLE_CHARS] for name in ("prompt", "response"))
+        reward = nan  # a sample that was not graded
+        if record["reward"] is not None:
+            reward = float(record["reward"])
         return cls(
-            step, prompt, response, nan if record["reward"] is None else float(record["reward"])
+            step,
+            str(record["prompt"])[:SAMPLE_CHARS],
+            str(record["response"])[:SAMPLE_CHARS],
+            reward,
         )
 
 
@@ -112,13 +117,18 @@ class ProgressRecorder(Tracker):
         self._phase = text
 
     def log(self, metrics: Metrics, step: int) -> None:
-        plain = plain_metrics(
-            {n: value for n, value in metrics.items() if n in SHOWN or FIGURES.fullmatch(n)}
-        )
+        viewed = {}
+        for name, value in metrics.items():
+            if name in SHOWN or FIGURES.fullmatch(name):
+                viewed[name] = value
+        plain = plain_metrics(viewed)
         self._newest.update(plain)
-        shown = {name: value for name, value in plain.items() if name in SHOWN}
-        self._rows.setdefault(step, {}).update(shown)
+        row = self._rows.setdefault(step, {})
+        for name, value in plain.items():
+            if name in SHOWN:
+                row[name] = value
         self._step = max(self._step, step)
+        # Several calls may log one step: the first one ends it.
         if not self._finished or step > self._finished[-1][0]:
             self._finished.append((step, self._clock()))
         if plain.get("time/step_s") is not None:
@@ -126,54 +136,58 @@ class ProgressRecorder(Tracker):
             self._limit = limit(summarise(list(self._recent)))
 
     def warn(self, text: str) -> None:
-        """Something was found wrong, and the run continues."""
-        self._warnings = self._warnings + 1
+        """A warning: something is wrong, and the run continues."""
+        self._warnings += 1
         self._warning = text
 
     def report(self, seen: int = -1) -> ProgressReport:
-        """The present state, with the rows of steps after ``seen``; rows up to ``seen`` are
-        forgotten."""
+        """The present state, with the rows of steps after ``seen``; earlier rows are dropped."""
         self._rows = {step: row for step, row in self._rows.items() if step > seen}
-        rows = [(step, dict(self._rows[step])) for step in sorted(self._rows)]
         now = self._clock()
-        eta_s = None
-        if len(self._finished) > 1:
-            (first, started), (last, ended) = self._finished[0], self._finished[-1]
-            eta_s = max(
-                0.0, (self.total - last) * (ended - started) / (last - first) - (now - ended)
-            )
         return ProgressReport(
             self._step,
             self.total,
-            self._phase,
-            dict(self._newest),
-            rows,
-            now - self._started,
-            eta_s,
-            self._limit,
-            self.sample,
-            self._warnings,
-            self._warning,
+            phase=self._phase,
+            # Copies: the recorder may add to its own before the report is sent.
+            metrics=dict(self._newest),
+            rows=[(step, dict(self._rows[step])) for step in sorted(self._rows)],
+            elapsed_s=now - self._started,
+            eta_s=self._eta_s(now),
+            limit=self._limit,
+            sample=self.sample,
+            warnings=self._warnings,
+            warning=self._warning,
         )
+
+    def _eta_s(self, now: float) -> float | None:
+        """Seconds to the end at the speed of the recent steps; None before two have ended."""
+        if len(self._finished) < 2:
+            return None
+        old_step, old_s = self._finished[0]
+        new_step, new_s = self._finished[-1]
+        left_s = (self.total - new_step) * (new_s - old_s) / (new_step - old_step)
+        return max(0.0, left_s - (now - new_s))
 
 
 class _Warnings(logging.Handler):
+    """Passes warnings on to a recorder."""
+
     def __init__(self, recorder: ProgressRecorder) -> None:
         super().__init__(logging.INFO)
         self._recorder = recorder
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Prints what no other handler does, as Python prints warnings that have no handler at
-        all."""
+        """Count a warning; print the record if no other handler does."""
         try:
             if record.levelno >= logging.WARNING:
                 self._recorder.warn(record.getMessage())
+            # The search of ``Logger.callHandlers``, without this handler.
             logger: logging.Logger | None = logging.getLogger(record.name)
             while logger is not None and all(handler is self for handler in logger.handlers):
                 logger = logger.parent if logger.propagate else None
             if logging.lastResort is not None and logger is None:
                 logging.lastResort.handle(record)
-        except Exception:
+        except Exception:  # logging must never raise into the code that logs
             self.handleError(record)
 
 
@@ -183,7 +197,7 @@ def warnings_to(recorder: ProgressRecorder) -> Iterator[None]:
     logger = logging.getLogger("skyasync")
     handler = _Warnings(recorder)
     former = logger.level
-    if former == logging.NOTSET:  # else the user has chosen
+    if former == logging.NOTSET:  # else the user has set a level
         logger.setLevel(logging.INFO)
     logger.addHandler(handler)
     try:

@@ -1,4 +1,4 @@
-"""What the user sees while a run goes on: a live panel below, and above it all that anybody prints.
+"""The terminal while a run goes on: a live panel below, and above it all that is printed.
 
 Invariant: nothing that is written to the terminal meanwhile is lost or torn by the panel. Standard
 output and standard error lead into a file of the run, for every writer (also libraries in C and
@@ -20,7 +20,7 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import TextIOWrapper
@@ -34,7 +34,7 @@ from rich.live import Live
 from rich.text import Text
 
 from skyasync.observability.lines import Metrics, duration, status_line, write_plainly
-from skyasync.observability.progress import ProgressReport
+from skyasync.observability.progress import LatestSample, ProgressReport
 
 log = logging.getLogger(__name__)
 
@@ -44,17 +44,17 @@ LEAST = (10, 3)  # columns and lines; a terminal that is smaller gets plain line
 BARS = "▁▂▃▄▅▆▇█"
 HOLDERS = ("controller", "workers", "engines", "environments")
 LABEL = 8  # columns of a row's name
-LEAST_WIDTH = 20  # below it names are left out
-FIRST_OUT = (
-    "memory",
-    "sample",
-    "stale",
-    "speed",
-    "waits",
-    "loss",
-    "reward",
-    "warning",
-)  # of a small terminal
+LEAST_WIDTH = 20  # columns; below it names are left out
+QUESTION = 40  # columns of a prompt, as a response is what the reader looks for
+REWARDS = 200  # steps in the sparkline, more than its columns
+#: Rows that a small terminal leaves out, in this order: what matters least is first.
+FIRST_OUT = ("memory", "sample", "stale", "speed", "waits", "loss", "reward", "warning")
+SPEEDS = (
+    ("time/step_s", "{:.1f} s/step"),
+    ("throughput/samples_per_s", "{:,.0f} samples/s"),
+    ("throughput/tokens_per_s", "{:,.0f} tokens/s"),
+)
+LOSSES = (("sft/loss", "{:.3f}"), ("eval/loss", "held-out {:.3f}"))
 _ENGINE = re.compile(r"throughput/engine_(\d+)_tokens_per_s")
 NEVER_FULL = 1  # a full last column makes some terminals wrap
 
@@ -70,7 +70,7 @@ class History:
     def add(self, step: int, row: Metrics) -> None:
         reward = row.get("reward/mean")
         if reward is not None:
-            self.rewards = [*self.rewards[-199:], reward]
+            self.rewards = [*self.rewards, reward][-REWARDS:]
         score = row.get("eval/score")
         if score is not None and (self.best is None or score > self.best):
             self.best = score
@@ -81,28 +81,29 @@ def sparkline(values: Sequence[float]) -> str:
     """The values as bars from their lowest to their highest."""
     low = min(values)
     high = max(values)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    scale = 0.0  # equal values are all lowest bars
+    if high > low:
+        scale = (len(BARS) - 1) / (high - low)
     return "".join(BARS[round((value - low) * scale)] for value in values)
 
 
 def panel(report: ProgressReport, history: History, width: int, height: int) -> list[Text]:
-    """The lines, at most ``height - 1`` of them: the cursor's line of a small terminal is left
-    alone."""
+    """The lines: at most ``height - 1``, as the cursor needs a line of a small terminal."""
     width = max(1, width - NEVER_FULL)
     rows = {"reward": _reward(report.metrics, history, width)}
-    rows |= {name: Text(text) for name, text in _rows(report).items()}
-    shown = [name for name, text in rows.items() if text.plain]
+    for name, text in _rows(report).items():
+        rows[name] = Text(text)
+    shown = [name for name, row in rows.items() if row.plain]
     for name in FIRST_OUT:
         if len(shown) > max(0, height - 2) and name in shown:
             shown.remove(name)
     lines = [_head(report, width)]
     for name in shown:
         style = "yellow" if name == "warning" else "dim"
+        line = Text()
         if width >= LEAST_WIDTH:
-            label = Text(f"{name:<{LABEL}}", style)
-        else:
-            label = Text()
-        lines.append(Text.assemble(label, rows[name]))
+            line.append(f"{name:<{LABEL}}", style)
+        lines.append(line.append_text(rows[name]))
     for line in lines:
         line.no_wrap = True
         line.overflow = "ellipsis"
@@ -112,115 +113,148 @@ def panel(report: ProgressReport, history: History, width: int, height: int) -> 
 
 def _head(report: ProgressReport, width: int) -> Text:
     """``step 12/80 ━━━━━━────── 0:42, 1:53 left, training``; the bar takes what the words leave."""
-    line = Text(
-        f"step {report.step}/{report.total}" if report.total else report.phase, style="bold"
-    )
-    if report.eta_s is None or report.step >= report.total:
-        left = ""
-    else:
-        left = f", {duration(report.eta_s)} left"
-    words = f" {duration(report.elapsed_s)}{left}"
-    phase = f", {report.phase}" if report.total and report.phase else ""
-    free = min(30, width - cell_len(line.plain) - cell_len(words + phase) - 1)
-    if report.total and free >= 8:
+    title = report.phase
+    phase = ""
+    if report.total:
+        title = f"step {report.step}/{report.total}"
+        phase = f", {report.phase}" if report.phase else ""
+    words = f" {duration(report.elapsed_s)}"
+    if report.eta_s is not None and report.step < report.total:
+        words += f", {duration(report.eta_s)} left"
+    line = Text(title, style="bold")
+    free = min(30, width - cell_len(title) - cell_len(words + phase) - 1)
+    if report.total and free >= 8:  # a shorter bar shows no progress
         done = round(free * min(1.0, report.step / report.total))
         line.append(" ")
         line.append("━" * done, style="green")
         line.append("─" * (free - done), style="dim")
-    return line.append(words).append(phase, style="dim")
+    line.append(words)
+    line.append(phase, style="dim")
+    return line
 
 
 def _reward(metrics: Metrics, history: History, width: int) -> Text:
     """The mean reward, its course, the score: the course takes what the words leave."""
-    value = metrics.get("reward/mean")
+    words = []
+    reward = metrics.get("reward/mean")
+    if reward is not None:
+        words.append(Text(f"{reward:.2f}"))
     score = metrics.get("eval/score")
-    words = [] if value is None else [Text(f"{value:.2f}")]
-    if history.best is None:
-        best = ""
-    else:
-        best = f", best {history.best:.2f} at step {history.best_step}"
-    if score is None:
-        evaluation = []
-    else:
-        evaluation = [Text(f"eval {score:.2f}{best}", style="green")]
-    free = min(60, width - LABEL - sum(cell_len(text.plain) + 2 for text in words + evaluation))
+    if score is not None:
+        evaluation = f"eval {score:.2f}"
+        if history.best is not None:
+            evaluation += f", best {history.best:.2f} at step {history.best_step}"
+        words.append(Text(evaluation, style="green"))
+    free = min(60, width - LABEL - sum(cell_len(text.plain) + 2 for text in words))
     if len(history.rewards) > 1 and free >= 4:
-        words.append(Text(sparkline(history.rewards[-free:]), style="cyan"))
-    return Text(" ").join([*words, *evaluation])
+        rewards = Text(sparkline(history.rewards[-free:]), style="cyan")
+        # After the reward, in front of the evaluation.
+        words.insert(0 if reward is None else 1, rewards)
+    return Text(" ").join(words)
 
 
 def _rows(report: ProgressReport) -> dict[str, str]:
-    """Each row's text, empty if nothing is known of it."""
-    metrics = report.metrics
-    speed = [
-        form.format(value)
-        for name, form in (
-            ("time/step_s", "{:.1f} s/step"),
-            ("throughput/samples_per_s", "{:,.0f} samples/s"),
-            ("throughput/tokens_per_s", "{:,.0f} tokens/s"),
-        )
-        if (value := metrics.get(name)) is not None
-    ]
-    engines = {
-        int(match[1]): v
-        for name, v in metrics.items()
-        if (match := _ENGINE.fullmatch(name)) and v is not None
-    }
-    if engines and speed:
-        speed[-1] += (
-            f" (engines {', '.join(f'{engines[number]:,.0f}' for number in sorted(engines))})"
-        )
-    shares = [(who, metrics.get(f"idle/{who}")) for who in ("trainer", "engines")]
-    idle = ", ".join(f"{who} {value:.0%}" for who, value in shares if value is not None)
-    if idle:
-        waits = [f"{idle} idle", report.limit.partition(":")[0]]
-    else:
-        waits = []
-    stale = []
-    value = metrics.get("staleness/mean")
-    if value is not None:
-        most = metrics.get("staleness/max")
-        stale.append(f"{value:.2f} versions" + ("" if most is None else f", at most {most:.0f}"))
-    value = metrics.get("response/length_mean")
-    if value is not None:
-        cut = metrics.get("response/truncated")
-        stale.append(f"responses of {value:.1f} tokens" + ("" if not cut else f", {cut:.0%} cut"))
-    holders = [
-        f"{who} {value:.1f}"
-        for who in HOLDERS
-        if (value := metrics.get(f"memory/{who}_gib")) is not None
-    ]
-    memory = ", ".join(holders) + " GiB" if holders else ""
-    free = metrics.get("memory/free_gib")
-    sample = ""
-    if report.sample is not None:
-        prompt, response = (
-            " ".join(text.split()) for text in (report.sample.prompt, report.sample.response)
-        )
-        # the question stands at the end
-        if cell_len(prompt) <= 40:
-            prompt = prompt
-        else:
-            prompt = f"…{prompt[-39:]}"
-        sample = f"{report.sample.reward:.2f}: {prompt} → {response}"
-    count = f"({report.warnings}) " if report.warnings > 1 else ""
-    losses = (("sft/loss", "{:.3f}"), ("eval/loss", "held-out {:.3f}"))
+    """The text of each row by its name, "" if there is nothing to show."""
     return {
-        "loss": ", ".join(
-            form.format(v) for name, form in losses if (v := metrics.get(name)) is not None
-        ),
-        "speed": ", ".join(speed),
-        "waits": "; ".join(part for part in waits if part),
-        "stale": "; ".join(stale),
-        "memory": memory + (f"; {free:.1f} GiB free" if free is not None else ""),
-        "sample": printable(sample),
-        "warning": printable(count + " ".join(report.warning.split())) if report.warnings else "",
+        "loss": ", ".join(_figures(report.metrics, LOSSES)),
+        "speed": _speed(report.metrics),
+        "waits": _waits(report),
+        "stale": _staleness(report.metrics),
+        "memory": _memory(report.metrics),
+        "sample": printable(_sample(report.sample)),
+        "warning": printable(_warning(report)),
     }
+
+
+def _figures(metrics: Metrics, formats: Iterable[tuple[str, str]]) -> list[str]:
+    """The metrics that have a value, as text."""
+    figures = []
+    for name, form in formats:
+        value = metrics.get(name)
+        if value is not None:
+            figures.append(form.format(value))
+    return figures
+
+
+def _speed(metrics: Metrics) -> str:
+    speeds = ", ".join(_figures(metrics, SPEEDS))
+    engine_speeds: dict[int, float] = {}
+    for name, value in metrics.items():
+        match = _ENGINE.fullmatch(name)
+        if match and value is not None:
+            engine_speeds[int(match[1])] = value
+    if speeds and engine_speeds:
+        engines = ", ".join(f"{engine_speeds[number]:,.0f}" for number in sorted(engine_speeds))
+        speeds += f" (engines {engines})"
+    return speeds
+
+
+def _waits(report: ProgressReport) -> str:
+    """The idle shares, and the limit of the speed without its figures."""
+    formats = (("idle/trainer", "trainer {:.0%}"), ("idle/engines", "engines {:.0%}"))
+    idle = ", ".join(_figures(report.metrics, formats))
+    if not idle:
+        return ""
+    limit = report.limit.partition(":")[0]
+    if limit:
+        return f"{idle} idle; {limit}"
+    return f"{idle} idle"
+
+
+def _staleness(metrics: Metrics) -> str:
+    """The staleness and the lengths of the responses, which are its main cause."""
+    texts = []
+    staleness = metrics.get("staleness/mean")
+    if staleness is not None:
+        text = f"{staleness:.2f} versions"
+        largest = metrics.get("staleness/max")
+        if largest is not None:
+            text += f", at most {largest:.0f}"
+        texts.append(text)
+    length = metrics.get("response/length_mean")
+    if length is not None:
+        text = f"responses of {length:.1f} tokens"
+        truncated = metrics.get("response/truncated")
+        if truncated:
+            text += f", {truncated:.0%} cut"
+        texts.append(text)
+    return "; ".join(texts)
+
+
+def _memory(metrics: Metrics) -> str:
+    formats = [(f"memory/{holder}_gib", f"{holder} {{:.1f}}") for holder in HOLDERS]
+    memory = ", ".join(_figures(metrics, formats))
+    if memory:
+        memory += " GiB"
+    free = metrics.get("memory/free_gib")
+    if free is not None:
+        memory += f"; {free:.1f} GiB free"
+    return memory
+
+
+def _sample(sample: LatestSample | None) -> str:
+    if sample is None:
+        return ""
+    prompt = " ".join(sample.prompt.split())
+    response = " ".join(sample.response.split())
+    if cell_len(prompt) > QUESTION:
+        prompt = f"…{prompt[1 - QUESTION :]}"  # the question stands at the end
+    return f"{sample.reward:.2f}: {prompt} → {response}"
+
+
+def _warning(report: ProgressReport) -> str:
+    """The newest warning on one line, with the number of warnings if there are several."""
+    if not report.warnings:
+        return ""
+    warning = " ".join(report.warning.split())
+    if report.warnings > 1:
+        return f"({report.warnings}) {warning}"
+    return warning
 
 
 def printable(text: str) -> str:
     """Without control characters: a model may generate anything."""
-    return "".join(each if each.isprintable() else "·" for each in text)
+    return "".join(letter if letter.isprintable() else "·" for letter in text)
 
 
 class ScreenConsole(Console):
@@ -278,15 +312,7 @@ class ProgressView:
         self.seen = -1
 
     def __enter__(self) -> ProgressView:
-        size = self._console.size
-        console = self._console
-        able = (
-            console.is_terminal
-            and not console.is_dumb_terminal
-            and size.width >= LEAST[0]
-            and size.height >= LEAST[1]
-        )
-        if self._mode == "live" or (self._mode == "auto" and able):
+        if self._mode == "live" or (self._mode == "auto" and self._fits_terminal()):
             if self._folder is not None and self._console.file is sys.stdout:
                 force = self._mode == "live"
                 with suppress(OSError):  # no room for the file: then the panel may be torn
@@ -296,13 +322,22 @@ class ProgressView:
                     )
             self._live = Live(
                 console=self._console,
-                auto_refresh=False,
+                auto_refresh=False,  # only ``update`` draws, under its lock
                 transient=True,
+                # Streams that are captured already lead into the file.
                 redirect_stdout=self._captured is None,
                 redirect_stderr=self._captured is None,
             )
             self._live.start()
         return self
+
+    def _fits_terminal(self) -> bool:
+        """Whether standard output is a terminal with room for a panel."""
+        console = self._console
+        if not console.is_terminal or console.is_dumb_terminal:
+            return False
+        columns, lines = LEAST
+        return console.size.width >= columns and console.size.height >= lines
 
     def __exit__(
         self,
@@ -311,8 +346,9 @@ class ProgressView:
         tb: TracebackType | None,
     ) -> None:
         try:
+            # Restored before the panel ends, which may fail: the user's output then reaches the
+            # terminal all the same.
             if self._captured is not None:
-                # first: whatever happens now, the user's own output is where it belongs
                 self._captured.restore()
         finally:
             if self._live is not None:
@@ -330,32 +366,28 @@ class ProgressView:
             finally:
                 self._live = None
                 live.stop()
-            if self._steps and self._report.step > self._printed:
-                self._print(
-                    [
-                        status_line(
-                            self._report.step, self._report.metrics, self._report.total or None
-                        )
-                    ]
-                )
+            report = self._report
+            if self._steps and report.step > self._printed:
+                self._print([status_line(report.step, report.metrics, report.total or None)])
             if self._captured is not None:
                 self._captured.close()
 
     def update(self, report: ProgressReport) -> None:
         """Show the report. Rows that were shown before are left out."""
         with self._lock:
-            fresh = [(step, row) for step, row in report.rows if step > self.seen]
-            for step, row in fresh:
+            for step, row in report.rows:
+                if step <= self.seen:
+                    continue
                 self._history.add(step, row)
+                # Above a panel only evaluations stay as lines: the panel shows the steps.
                 if self._steps and (self._live is None or row.get("eval/score") is not None):
                     self._print([status_line(step, row, report.total)])
                     self._printed = step
                 self.seen = step
             if self._live:
                 self._draw(report)
-            elif (
-                self.seen < 0 and report.phase != self._phase
-            ):  # before the first step there is nothing else to see
+            elif self.seen < 0 and report.phase != self._phase:
+                # Before the first step there is nothing else to see.
                 self._print([report.phase])
             self._phase = report.phase
             self._report = report
@@ -364,11 +396,11 @@ class ProgressView:
         """Draw the panel. If the terminal is gone or drawing fails, only the panel ends."""
         assert self._live is not None
         try:
-            self._print(self._captured.lines() if self._captured else [])
-            if self._live is not None:
-                lines = panel(
-                    report, self._history, *self._console.size
-                )  # of the terminal as it is now
+            if self._captured is not None:
+                self._print(self._captured.lines())
+            if self._live is not None:  # else printing has lost the terminal
+                width, height = self._console.size  # now: the user may have resized the terminal
+                lines = panel(report, self._history, width, height)
                 self._live.update(Group(*lines), refresh=True)
         except OSError:
             self._lose_terminal()
@@ -382,10 +414,11 @@ class ProgressView:
 
     def say(self, lines: Sequence[str], error: bool) -> None:
         """Show what another process has written; may be called from any thread."""
+        stream = 2 if error else 1
         with self._lock:
-            # With captured streams: those that lead to the panel's terminal.
+            # A captured stream is one that led to the panel's terminal.
             if self._live is not None and (
-                self._captured is None or (2 if error else 1) in self._captured.streams
+                self._captured is None or stream in self._captured.streams
             ):
                 self._print(lines)
                 return
@@ -395,12 +428,14 @@ class ProgressView:
     def _print(self, lines: Sequence[str]) -> None:
         try:
             for line in lines:
-                if line or self._live is not None:
-                    if self._live is not None:
-                        text = Text.from_ansi(line)
-                    else:
-                        text = Text(line)
-                    self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+                # Above a panel stands what was captured: with colours, and empty lines as written.
+                if self._live is not None:
+                    text = Text.from_ansi(line)
+                elif line:
+                    text = Text(line)
+                else:
+                    continue
+                self._console.print(text, markup=False, highlight=False, soft_wrap=True)
         except OSError:
             self._lose_terminal()
 
@@ -414,8 +449,7 @@ class ProgressView:
 
 
 class _Captured:
-    """Standard output and error, as far as they are terminals, lead into a file; the terminal is at
-    hand.
+    """Leads standard output and error into a file, if they are terminals; ``tty`` is the terminal.
 
     A file and no pipe: a writer never waits for the reader, and the lines before a crash remain.
     """
@@ -423,8 +457,10 @@ class _Captured:
     def __init__(self, path: Path, *, force: bool) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         sink = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        taken = [number for number in (1, 2) if os.isatty(number) or (force and number == 1)]
-        self.streams = {number: os.dup(number) for number in taken}
+        self.streams: dict[int, int] = {}  # stream -> a descriptor of what it was
+        for number in (1, 2):
+            if os.isatty(number) or (force and number == 1):
+                self.streams[number] = os.dup(number)
         raw = os.fdopen(os.dup(1), "wb")
         self.tty: IO[str] = TextIOWrapper(
             raw, encoding=sys.stdout.encoding or "utf-8", errors="replace"
@@ -432,7 +468,7 @@ class _Captured:
         self._source = os.open(path, os.O_RDONLY)
         os.lseek(self._source, 0, os.SEEK_END)
         self._torn = b""
-        self._flush()
+        self._flush()  # what was written until now belongs to the terminal
         for number in self.streams:
             os.dup2(sink, number)
         os.close(sink)
@@ -442,22 +478,27 @@ class _Captured:
         self._flush()
         while chunk := os.read(self._source, 1 << 16):
             self._torn += chunk
-        *whole, self._torn = self._torn.split(b"\n")
-        # Each as a terminal would leave it: what follows its last carriage return.
-        return [line.decode(errors="replace").rstrip("\r").rpartition("\r")[2] for line in whole]
+        *complete, self._torn = self._torn.split(b"\n")
+        return [self._as_shown(line) for line in complete]
 
     def rest(self) -> list[str]:
         """As ``lines``, with the unfinished last line."""
-        whole = self.lines()
-        if not self._torn.strip():
-            return whole
-        return [*whole, self._torn.decode(errors="replace").rstrip("\r").rpartition("\r")[2]]
+        lines = self.lines()
+        if self._torn.strip():
+            lines.append(self._as_shown(self._torn))
+        return lines
+
+    @staticmethod
+    def _as_shown(line: bytes) -> str:
+        """The line as a terminal would leave it: the text after its last carriage return."""
+        text = line.decode(errors="replace").rstrip("\r")
+        return text.rpartition("\r")[2]
 
     def restore(self) -> None:
         """The streams are the terminal again. Safe to call twice."""
         self._flush()
-        for number, before in self.streams.items():
-            os.dup2(before, number)
+        for number, terminal in self.streams.items():
+            os.dup2(terminal, number)
 
     def close(self) -> None:
         for number in [self._source, *self.streams.values()]:
@@ -468,7 +509,6 @@ class _Captured:
     def _flush() -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                with suppress(
-                    OSError, ValueError
-                ):  # the disk is full, and what is left comes later; or it is closed
+                # The disk is full, and the rest comes later; or the stream is closed.
+                with suppress(OSError, ValueError):
                     stream.flush()

@@ -1,26 +1,32 @@
-"""Which pictures a report has: metrics, what they mean together, and what would fill a picture that
-has none.
+"""The charts of a report: their metrics, what these say together, and what an empty one needs.
 
-Invariant: data only; a metric that a run does not log leaves its line out, a picture without lines
-its sentence.
+Invariant: data only. A metric that a run does not log has no line; a chart without lines is a
+sentence about what would fill it.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from skyasync.observability.jsonl import values_of
+
 Row = Mapping[str, Any]
-MOST_OWN = 6  # charts of environments' own metrics
+MOST_OWN = 6  # charts of environments' own metrics, and lines in one of them
+#: The disjoint phases of time/train_s.
 TRAINING = (
     "time/update_s",
     "time/logprobs_s",
     "time/reference_s",
     "time/teacher_s",
     "time/values_s",
-)  # of time/train_s
+)
+_RATIO = re.compile(r"off_policy/staleness_(\d+)/ratio_mean")
+_TOKENS = re.compile(r"staleness/tokens_(-?\d+)")
+_WAIT = re.compile(r"time/wait_\w+_s")
+NEGLIGIBLE = 0.005  # share of a step that is not shown: rounding of its phases
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,8 @@ class Chart:
 
 @dataclass(frozen=True)
 class Section:
+    """Charts under one heading; ``name`` is its anchor in the page."""
+
     name: str
     title: str
     charts: tuple[Chart, ...]
@@ -190,110 +198,153 @@ _STEP = Chart("Seconds per step", (Line("time/step_s", "seconds", smooth=True),)
 
 
 def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
-    """The sections of a report on these rows: of one run, or of ``several`` together, with fewer
-    lines of each."""
-    names = {name for row in rows for name, value in row.items() if value is not None}
-    rewarded = sorted(name for name in names if name.startswith("reward/mean/"))
-    evaluated = sorted(name for name in names if name.startswith("eval/score/"))
-    stale = sorted(
-        int(m[1])
-        for name in names
-        if (m := re.fullmatch(r"off_policy/staleness_(\d+)/ratio_mean", name))
-    )
-    reported = sorted(name for name in names if name.startswith("env/"))
-    shares = [
-        n for n in reported if all(0 <= row[n] <= 1 for row in rows if row.get(n) is not None)
-    ]
+    """The sections of a report on these rows.
+
+    Args:
+        several: the rows are of several runs, whose charts have fewer lines.
+    """
+    names: set[str] = set()  # of metrics with a value
+    for row in rows:
+        for name, value in row.items():
+            if value is not None:
+                names.add(name)
+    control = []
+    if "staleness_control/lr_scale" in names:
+        control.append(_CONTROL)
+    if "staleness_control/max_staleness" in names:
+        control.append(_BOUND)
+    goal = _SUPERVISED if "sft/loss" in names else _REWARD
     rewards = Chart(
         "Reward by domain",
-        tuple(Line(name, name.removeprefix("reward/mean/"), smooth=True) for name in rewarded),
+        _lines_below("reward/mean/", names, smooth=True),
         missing="Needs rows with a domain (data.domain_key).",
     )
     scores = Chart(
         "Score by domain",
-        tuple(Line(name, name.removeprefix("eval/score/"), markers=True) for name in evaluated),
+        _lines_below("eval/score/", names, markers=True),
         missing="Needs held-out rows with a domain (data.domain_key).",
     )
-    by_staleness = Chart(
-        "Log-ratio by staleness",
-        tuple(
-            Line(f"off_policy/staleness_{n}/abs_log_ratio", f"{n} version{'s'[: n != 1]} old")
-            for n in stale
-        ),
-        says="Mean |log(trainer / engine)| of the tokens of each staleness, before the correction.",
-        missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
-    )
-    decided = {"staleness_control/lr_scale": _CONTROL, "staleness_control/max_staleness": _BOUND}
-    control = [chart for name, chart in decided.items() if name in names]
-    own = [
-        *(shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)),
-        *([name] for name in reported if name not in shares),
-    ][:MOST_OWN]
-    environments = [
-        Chart(
-            f"Environments' own metrics: {group[0].removeprefix('env/')}"
-            if len(group) == 1
-            else "Environments' own metrics",
-            tuple(Line(name, name.removeprefix("env/")) for name in group),
-        )
-        for group in own
-    ]
-    parts = dict.fromkeys(part for row in rows for part in step_parts(row))
-    steps = Chart(
-        "Seconds per step",
-        tuple(Line(part, part) for part in parts),
-        says="What the trainer does or waits for; the parts add up to the step.",
-        kind="stack",
-    )
-    aim = _SUPERVISED if "sft/loss" in names else _REWARD
     return [
-        Section("reward", "Reward and evaluation", (aim, rewards, scores)),
+        Section("reward", "Reward and evaluation", (goal, rewards, scores)),
         Section(
             "policy", "The policy's updates", (_KL, _CLIPPED, _ENTROPY, _GRADIENT, _RATE, _CRITIC)
         ),
         Section(
             "staleness",
             "Staleness and correction",
-            (_STALENESS, _HISTOGRAM, by_staleness, _ESS, *control, _GAP),
+            (_STALENESS, _HISTOGRAM, _log_ratios(names), _ESS, *control, _GAP),
         ),
         Section(
-            "responses", "Responses and groups", (_LENGTHS, _TRUNCATED, _SIGNAL, *environments)
+            "responses",
+            "Responses and groups",
+            (_LENGTHS, _TRUNCATED, _SIGNAL, *_environments(rows, names)),
         ),
-        Section("speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else steps)),
+        Section(
+            "speed", "Speed", (_THROUGHPUT, _IDLE, _STEP if several else _step_components(rows))
+        ),
     ]
 
 
+def _lines_below(
+    prefix: str, names: Iterable[str], *, smooth: bool = False, markers: bool = False
+) -> tuple[Line, ...]:
+    """A line for each metric that begins with the prefix, labelled with the rest of its name."""
+    lines = []
+    for name in sorted(names):
+        if name.startswith(prefix):
+            label = name.removeprefix(prefix)
+            lines.append(Line(name, label, smooth=smooth, markers=markers))
+    return tuple(lines)
+
+
+def _log_ratios(names: Iterable[str]) -> Chart:
+    versions = []
+    for name in names:
+        match = _RATIO.fullmatch(name)
+        if match:
+            versions.append(int(match[1]))
+    lines = []
+    for count in sorted(versions):
+        label = f"{count} version old" if count == 1 else f"{count} versions old"
+        lines.append(Line(f"off_policy/staleness_{count}/abs_log_ratio", label))
+    return Chart(
+        "Log-ratio by staleness",
+        tuple(lines),
+        says="Mean |log(trainer / engine)| of the tokens of each staleness, before the correction.",
+        missing="Needs the engine's log-probabilities: a generator that returns rollout_logprobs.",
+    )
+
+
+def _environments(rows: Sequence[Row], names: Iterable[str]) -> list[Chart]:
+    """Charts of environments' own metrics: shares have one scale and are drawn together."""
+    shares: list[Line] = []
+    amounts: list[Line] = []
+    for line in _lines_below("env/", names):
+        if all(0 <= value <= 1 for value in values_of(rows, line.metric)):
+            shares.append(line)
+        else:
+            amounts.append(line)
+    groups = [shares[start : start + MOST_OWN] for start in range(0, len(shares), MOST_OWN)]
+    groups += [[line] for line in amounts]
+    charts = []
+    for group in groups[:MOST_OWN]:
+        title = "Environments' own metrics"
+        if len(group) == 1:
+            title += f": {group[0].label}"
+        charts.append(Chart(title, tuple(group)))
+    return charts
+
+
+def _step_components(rows: Sequence[Row]) -> Chart:
+    names: dict[str, None] = {}  # a set in the order in which components first appear
+    for row in rows:
+        names |= dict.fromkeys(step_parts(row))
+    return Chart(
+        "Seconds per step",
+        tuple(Line(name, name) for name in names),
+        says="What the trainer does or waits for; the parts add up to the step.",
+        kind="stack",
+    )
+
+
 def tokens_by_staleness(rows: Sequence[Row]) -> dict[int, float]:
-    """Over all rows."""
+    """Trained tokens of all rows by their staleness in versions, which ascends."""
     totals: dict[int, float] = {}
     for row in rows:
         for name, value in row.items():
-            if value is not None and (match := re.fullmatch(r"staleness/tokens_(-?\d+)", name)):
-                totals[int(match[1])] = totals.get(int(match[1]), 0.0) + float(value)
+            match = _TOKENS.fullmatch(name)
+            if match and value is not None:
+                staleness = int(match[1])
+                totals[staleness] = totals.get(staleness, 0.0) + float(value)
     return dict(sorted(totals.items()))
 
 
 def step_parts(row: Row) -> dict[str, float]:
-    """Seconds of a step by what its trainer did or waited for: disjoint parts, which add up to
-    ``time/step_s``."""
-    step = row.get("time/step_s")
-    if step is None:
+    """Seconds of a step by what its trainer did or waited for.
+
+    Components are disjoint and add up to ``time/step_s``; none for a row that is no step.
+    """
+    step_s = row.get("time/step_s")
+    if step_s is None:
         return {}
-    waits = [name for name in row if re.fullmatch(r"time/wait_\w+_s", name)] or ["time/generate_s"]
-    training = {name: row.get(name) or 0.0 for name in TRAINING}
-    rest = (row.get("time/train_s") or 0.0) - sum(training.values())
-    seconds = {**training, "training, the rest": rest}
-    seconds |= {name: row.get(name) or 0.0 for name in ("time/sync_s", "time/counters_s")}
-    seconds |= {
-        name: row.get(name) or 0.0 for name in waits
-    }  # last: what overlaps with training is no wait
-    parts = {}
-    left = float(step)
-    for name, value in seconds.items():
-        taken = min(max(value, 0.0), left)
-        if taken > 0:
-            parts[re.sub(r"^time/(.*)_s$", r"\1", name).replace("_", " ")] = taken
-            left -= taken
-    if left > 0.005 * step:
-        return {**parts, "other": left}
-    return parts
+
+    def seconds(name: str) -> float:
+        return float(row.get(name) or 0.0)
+
+    phases = {name: seconds(name) for name in TRAINING}
+    phases["training, the rest"] = seconds("time/train_s") - sum(phases.values())
+    # Waits are at the end: a wait that overlaps with training takes what training leaves.
+    waits = [name for name in row if _WAIT.fullmatch(name)] or ["time/generate_s"]
+    for name in ("time/sync_s", "time/counters_s", *waits):
+        phases[name] = seconds(name)
+    components = {}
+    left_s = float(step_s)
+    for name, phase_s in phases.items():
+        component_s = min(max(phase_s, 0.0), left_s)
+        if component_s > 0:
+            label = name.removeprefix("time/").removesuffix("_s").replace("_", " ")
+            components[label] = component_s
+            left_s -= component_s
+    if left_s > NEGLIGIBLE * step_s:
+        components["other"] = left_s
+    return components

@@ -1,8 +1,7 @@
 """Pictures as SVG for a page: matplotlib draws, the page's style sheet colours.
 
-Invariant: a picture holds no colour of its own but variables of the page (``--ink``, ``--c0``,
-...), so light and dark are the page's business; text stays text. Nothing is drawn of data that is
-not there.
+Invariant: the colours of a picture are variables of the page (``--ink``, ``--c0``, ...), which
+sets them for light and dark; text stays text. A metric that was not logged is not drawn.
 """
 
 from __future__ import annotations
@@ -15,12 +14,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from html import escape
+from operator import add
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from skyasync.observability.plots import Row, plot_style, series, smooth
-from skyasync.observability.report.charts import Chart, step_parts, tokens_by_staleness
+from skyasync.observability.report.charts import Chart, Line, step_parts, tokens_by_staleness
 from skyasync.observability.timeline import END, IDLE, Span
 
 if TYPE_CHECKING:
@@ -34,14 +34,16 @@ LineStyle = str | tuple[int, tuple[float, ...]]
 
 SIZE = (5.4, 3.1)  # inches: wide enough for a phone's column, and read there without zooming
 LARGE = (7.4, 3.3)
-MOST_BARS = 40
-MOST_POINTS = 500
-COLOURS = 8
-STEPS = 5  # of a timeline, that are shown
-MOST_SPANS = 4000  # that are read
-MOST_LANES = 9
+MOST_BARS = 40  # more would be too thin to read
+MOST_POINTS = 500  # about as many as a picture has columns of pixels
+COLOURS = 8  # more are not told apart; further lines begin with the first colour again
+STEPS = 5  # steps that the timeline shows
+MOST_SPANS = 4000  # spans of a trace that are read: enough for some steps
+MOST_LANES = 9  # lanes of the timeline, which then fits a screen
+_NO_WORK = (f'"name": "{IDLE}"', f'"name": "{END}"')  # in the line of a span
+_OUTER = 50  # spans of a lane, the longest, that others may be nested in: drawing stays linear
 _STYLES: tuple[LineStyle, ...] = ("-", (0, (4, 2)), (0, (1, 1.5)), (0, (6, 2, 1, 2)))
-_LARGE = 5000  # numbers of this size have their thousands apart
+_LARGE = 5000  # axes that reach this have separators of thousands
 _LONG = 22  # characters of a label that needs a line of the legend to itself
 
 # Colours that stand for the page's variables; a picture has no others.
@@ -74,114 +76,113 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
         return _histogram(chart, runs)
     if chart.kind == "stack":
         return _stack(chart, next(iter(runs.values())))
-    several = len(runs) > 1
-    logged = [
-        (run, line, number)
-        for number, (run, rows) in enumerate(runs.items())
-        for line in chart.lines
-        if series(rows, line.metric)[0]
-    ]
+    logged: list[tuple[str, Line]] = []
+    for run, rows in runs.items():
+        for line in chart.lines:
+            if series(rows, line.metric)[0]:
+                logged.append((run, line))
     if not logged:
         return ""
-    shown = list(dict.fromkeys(line for _, line, _ in logged))
+    lines = list(dict.fromkeys(line for _, line in logged))
     with canvas(chart.title, LARGE if chart.large else SIZE) as (figure, ax, out):
-        for count, (run, line, number) in enumerate(logged):
-            if several:
-                label = run if len(shown) == 1 else ""
-            else:
-                label = line.label
-            if several:
-                style = _STYLES[shown.index(line) % len(_STYLES)]
-            else:
-                style = "-"
-            colour = colour_of(number if several else count)
-            steps, values = thinned(*series(runs[run], line.metric))
-            if line.low and line.high:
-                low_at, lows = thinned(*series(runs[run], line.low))
-                high_at, highs = thinned(*series(runs[run], line.high))
-                if low_at == high_at and low_at:
-                    ax.fill_between(low_at, lows, highs, color=colour, alpha=0.2, linewidth=0)
-            if line.smooth and len(values) > 8:
-                ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
-                values = smooth(values)
-            dots: Any = (
-                {"marker": "o", "markersize": 4.5} if line.markers or len(values) == 1 else {}
-            )
-            ax.plot(
-                steps,
-                values,
-                color=colour,
-                linestyle=style,
-                linewidth=1.7,
-                label=_literal(label) or "_",
-                **dots,
-            )
-        if several and len(shown) > 1:  # colours are runs, as the page says; styles are lines
-            for line, style in zip(shown, itertools.cycle(_STYLES), strict=False):
-                ax.plot(
-                    [], [], color=_INK, linestyle=style, linewidth=1.5, label=_literal(line.label)
-                )
+        if len(runs) == 1:
+            for number, (run, line) in enumerate(logged):
+                _draw_line(ax, line, runs[run], colour_of(number), "-", line.label)
+        else:
+            # Colours are runs, as the page says; styles are lines.
+            run_names = list(runs)
+            for run, line in logged:
+                colour = colour_of(run_names.index(run))
+                style = _STYLES[lines.index(line) % len(_STYLES)]
+                _draw_line(ax, line, runs[run], colour, style, run if len(lines) == 1 else "")
+        if len(runs) > 1 and len(lines) > 1:
+            # Empty lines for the legend, which names the styles.
+            for line, style in zip(lines, itertools.cycle(_STYLES), strict=False):
+                label = _literal(line.label)
+                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=label)
         _finish(figure, ax, chart, len(logged), "training step")
     return out.getvalue()
 
 
+def _draw_line(
+    ax: Axes, line: Line, rows: Sequence[Row], colour: str, style: LineStyle, label: str
+) -> None:
+    """One metric of one run, with its band; "" as ``label`` leaves it out of the legend."""
+    steps, values = thinned(*series(rows, line.metric))
+    if line.low and line.high:
+        low_steps, lows = thinned(*series(rows, line.low))
+        high_steps, highs = thinned(*series(rows, line.high))
+        if low_steps == high_steps and low_steps:
+            ax.fill_between(low_steps, lows, highs, color=colour, alpha=0.2, linewidth=0)
+    if line.smooth and len(values) > 8:
+        ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        values = smooth(values)
+    (curve,) = ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7)
+    curve.set_label(_literal(label) or "_")  # Matplotlib's legend leaves out names like "_"
+    if line.markers or len(values) == 1:  # a line through one point is invisible
+        curve.set_marker("o")
+        curve.set_markersize(4.5)
+
+
 def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
-    counts = {run: tokens for run, rows in runs.items() if (tokens := tokens_by_staleness(rows))}
+    counts: dict[str, dict[int, float]] = {}  # run -> staleness -> tokens
+    for run, rows in runs.items():
+        tokens = tokens_by_staleness(rows)
+        if tokens:
+            counts[run] = tokens
     if not counts:
         return ""
+    run_names = list(runs)
+    ticks: set[int] = set()
     with canvas(chart.title) as (figure, ax, out):
-        width = 0.8 / len(counts)
+        width = 0.8 / len(counts)  # the bars of one staleness stand side by side
         for number, (run, tokens) in enumerate(counts.items()):
+            ticks.update(tokens)
             total = sum(tokens.values()) or 1.0
-            at = [staleness + (number - (len(counts) - 1) / 2) * width for staleness in tokens]
+            offset = (number - (len(counts) - 1) / 2) * width
+            centres = [staleness + offset for staleness in tokens]
             shares = [count / total for count in tokens.values()]
-            bars = ax.bar(
-                at,
-                shares,
-                width * 0.92,
-                color=colour_of(list(runs).index(run)),
-                label=_literal(run),
-            )
-            if len(counts) == 1 and len(tokens) <= 12:
-                ax.bar_label(
-                    bars,
-                    [f"{share:.0%}" if share >= 0.005 else "" for share in shares],
-                    fontsize=10.5,
-                )
-        ax.set_xticks(sorted({staleness for tokens in counts.values() for staleness in tokens}))
+            colour = colour_of(run_names.index(run))
+            bars = ax.bar(centres, shares, width * 0.92, color=colour, label=_literal(run))
+            if len(counts) == 1 and len(tokens) <= 12:  # labels of more bars overlap
+                texts = [f"{share:.0%}" if share >= 0.005 else "" for share in shares]
+                ax.bar_label(bars, texts, fontsize=10.5)
+        ax.set_xticks(sorted(ticks))
         ax.grid(visible=False, axis="x")
-        _finish(
-            figure,
-            ax,
-            Chart(chart.title, (), percent=True),
-            len(counts) if len(runs) > 1 else 1,
-            "versions",
-        )
+        lines = len(counts) if len(runs) > 1 else 1
+        _finish(figure, ax, Chart(chart.title, (), percent=True), lines, "versions")
     return out.getvalue()
 
 
 def _stack(chart: Chart, rows: Sequence[Row]) -> str:
-    """A bar for each step, or for neighbouring ones the mean."""
-    steps = [(row["step"], parts) for row in rows if (parts := step_parts(row))]
+    """A bar for each step, or the mean of neighbouring steps."""
+    steps = []
+    seconds = []  # of a step, by what they were for
+    for row in rows:
+        components = step_parts(row)
+        if components:
+            steps.append(row["step"])
+            seconds.append(components)
     if not steps:
         return ""
-    size = -(-len(steps) // MOST_BARS)
-    slices = [steps[start : start + size] for start in range(0, len(steps), size)]
-    at = [fmean(step for step, _ in part) for part in slices]
+    slices = _slices(len(steps), MOST_BARS)
+    size = slices[0].stop
+    centres = [fmean(steps[neighbours]) for neighbours in slices]
     with canvas(chart.title) as (figure, ax, out):
-        bottom = [0.0] * len(at)
+        bottoms = [0.0] * len(centres)
         for number, line in enumerate(chart.lines):
-            heights = [fmean(parts.get(line.metric, 0.0) for _, parts in part) for part in slices]
+            values = [components.get(line.metric, 0.0) for components in seconds]
+            heights = [fmean(values[neighbours]) for neighbours in slices]
             ax.bar(
-                at,
+                centres,
                 heights,
                 0.9 * size,
-                bottom=bottom,
+                bottom=bottoms,
                 color=colour_of(number),
                 label=line.label,
                 linewidth=0,
             )
-            bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+            bottoms = list(map(add, bottoms, heights))
         ax.grid(visible=False, axis="x")
         _finish(figure, ax, chart, len(chart.lines), "training step")
     return out.getvalue()
@@ -193,25 +194,43 @@ def colour_of(number: int) -> str:
 
 
 def _literal(label: str) -> str:
-    """The label as it is: Matplotlib hides one that begins with an underscore, and reads dollars as
-    formulas."""
-    return " " * label.startswith("_") + label.replace("$", r"\$")
+    """The label as Matplotlib shows it unchanged.
+
+    It hides a label that begins with an underscore, and reads dollars as formulas.
+    """
+    label = label.replace("$", r"\$")
+    if label.startswith("_"):
+        return f" {label}"
+    return label
 
 
 def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most ``MOST_POINTS`` points: means of neighbours, where there are more."""
-    size = -(-len(steps) // MOST_POINTS)
-    if size <= 1:
+    """At most ``MOST_POINTS`` points: means of neighbours, if there are more."""
+    if len(steps) <= MOST_POINTS:
         return list(map(float, steps)), list(values)
-    slices = [slice(start, start + size) for start in range(0, len(steps), size)]
-    return [fmean(steps[part]) for part in slices], [fmean(values[part]) for part in slices]
+    slices = _slices(len(steps), MOST_POINTS)
+    thin_steps = [fmean(steps[neighbours]) for neighbours in slices]
+    return thin_steps, [fmean(values[neighbours]) for neighbours in slices]
+
+
+def _slices(count: int, most: int) -> list[slice]:
+    """At most ``most`` slices of equal size (the last one may be shorter) of ``count`` items."""
+    size = -(-count // most)
+    return [slice(start, start + size) for start in range(0, count, size)]
 
 
 def _finish(figure: Figure, ax: Axes, chart: Chart, lines: int, below: str) -> None:
+    """Scales, number formats and the legend: set when the data is drawn, on which they depend.
+
+    Args:
+        lines: number of lines or bars that a legend would name.
+        below: label of the horizontal axis.
+    """
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
     ax.set_xlabel(below)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=7))
+    # A logarithmic axis would leave out values that are not positive.
     if chart.log and ax.dataLim.minposy == ax.dataLim.y0 > 0:
         ax.set_yscale("log")
     if not chart.log and ax.get_ylim()[1] >= _LARGE:
@@ -219,13 +238,15 @@ def _finish(figure: Figure, ax: Axes, chart: Chart, lines: int, below: str) -> N
     if chart.percent:
         ax.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=None))
         low, high = ax.get_ylim()
+        # Shares begin at 0, with a little room below: a line at 0 is not hidden by the axis.
         if low > -0.1 and high < 1.1:
             ax.set_ylim(min(0.0, max(low, -0.02)), max(high, 0.02))
     if lines > 1 or (ax.lines and not ax.patches):
-        texts = ax.get_legend_handles_labels()[1]
+        handles, texts = ax.get_legend_handles_labels()
         columns = 1 if max(map(len, texts)) > _LONG or lines < 2 else 2
         figure.legend(
-            *ax.get_legend_handles_labels(),
+            handles,
+            texts,
             loc="outside upper left",
             ncols=columns,
             handlelength=1.6,
@@ -238,16 +259,15 @@ def canvas(
     title: str, size: tuple[float, float] = SIZE
 ) -> Iterator[tuple[Figure, Axes, io.StringIO]]:
     """A figure, its axes, and a buffer that holds the SVG after the block."""
-    # Without pyplot: no window system is looked for and no figure outlives the call. Imported here:
-    # it takes a second.
+    # Without pyplot: no window system is looked for and no figure outlives the call.
+    # Imported here: it takes a second.
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     out = io.StringIO()
-    with rc_context(
-        {**_STYLE, "svg.hashsalt": title}
-    ):  # pictures of one page must not share the names of their parts
+    # The salt: pictures of one page must not share the ids of their elements.
+    with rc_context({**_STYLE, "svg.hashsalt": title}):
         figure = Figure(figsize=size, layout="constrained")
         FigureCanvasSVG(figure)
         yield figure, figure.subplots(), out
@@ -259,7 +279,7 @@ def canvas(
         )
     # The ``<svg>`` alone, as wide as its column, with the page's colours.
     svg = raw.getvalue()
-    svg = svg[svg.index("<svg") :]
+    svg = svg[svg.index("<svg") :]  # without XML's declaration, which HTML does not allow
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
@@ -274,34 +294,37 @@ def canvas(
 def read_spans(path: Path) -> list[Span]:
     """The last spans of the trace's last part, by lane; none if there is no trace."""
     lanes: dict[tuple[int, int], str] = {}
-    newest: deque[str] = deque(maxlen=MOST_SPANS)
+    newest_lines: deque[str] = deque(maxlen=MOST_SPANS)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             for line in file:
-                if '"ph": "X"' in line and not any(
-                    f'"name": "{name}"' in line for name in (IDLE, END)
-                ):
-                    newest.append(line)
-                elif '"thread_name"' in line and (event := _event(line)):
-                    lanes[event["pid"], event["tid"]] = str(event["args"]["name"])
+                if '"ph": "X"' in line and not any(name in line for name in _NO_WORK):
+                    # Parsed later: of a long trace only the last lines are needed.
+                    newest_lines.append(line)
+                elif '"thread_name"' in line:
+                    event = _event(line)
+                    if event:
+                        lanes[event["pid"], event["tid"]] = str(event["args"]["name"])
     except OSError:
         return []
-    events = [event for line in newest if (event := _event(line))]
-    part = max((event["pid"] for event in events), default=0)
-    return [
-        Span(
-            event["name"],
-            lanes.get((part, event["tid"]), "?"),
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-            event.get("args", {}).get("step"),
-        )
-        for event in events
-        if event["pid"] == part
-    ]
+    spans: list[Span] = []
+    part = 0
+    for line in newest_lines:
+        event = _event(line)
+        if not event or event["pid"] < part:
+            continue
+        if event["pid"] > part:  # the run was resumed: only its newest part is shown
+            part = event["pid"]
+            spans = []
+        lane = lanes.get((part, event["tid"]), "?")
+        start_s = event["ts"] / 1e6
+        end_s = (event["ts"] + event["dur"]) / 1e6
+        spans.append(Span(event["name"], lane, start_s, end_s, event.get("args", {}).get("step")))
+    return spans
 
 
 def _event(line: str) -> dict[str, Any] | None:
+    """The event of a line of a trace; None if the line is no complete event."""
     try:
         event = json.loads(line.strip().strip(","))
     except json.JSONDecodeError:  # torn by a crash, or being written
@@ -313,39 +336,40 @@ def _event(line: str) -> dict[str, Any] | None:
 
 def last_steps(spans: Sequence[Span], steps: int = STEPS) -> list[Span]:
     """The spans from the beginning of the last so many training steps on."""
-    trained = sorted({s.step for s in spans if s.name == "train" and s.step is not None})[-steps:]
-    if not trained:
+    starts: dict[int, float] = {}  # of training, by step
+    for span in spans:
+        if span.name == "train" and span.step is not None:
+            starts[span.step] = min(span.start_s, starts.get(span.step, span.start_s))
+    if not starts:
         return list(spans)
-    first = min(s.start_s for s in spans if s.step == trained[0] and s.name == "train")
-    return [s for s in spans if s.end_s > first]
+    newest_steps = sorted(starts)[-steps:]
+    start_s = starts[newest_steps[0]]
+    return [span for span in spans if span.end_s > start_s]
 
 
 def draw_timeline(spans: Sequence[Span]) -> str:
     """The spans as an ``<svg>``, a lane below the other; "" if there are none."""
     if not spans:
         return ""
-    start = min(s.start_s for s in spans)
-    order = {"trainer": 0, "evaluation": 1}  # then the other tracks' lanes in their order
-
-    def position(track: str) -> tuple[int, int, str]:
-        name, _, lane = track.partition(" (")
-        return order.get(name, 2), int(lane.rstrip(")")) if lane else 1, name
-
-    tracks = sorted({s.track for s in spans}, key=position)[:MOST_LANES]
-    names = sorted({s.name for s in spans if s.track in tracks})
+    start_s = min(span.start_s for span in spans)
+    tracks = sorted({span.track for span in spans}, key=_lane_order)[:MOST_LANES]
+    names = sorted({span.name for span in spans if span.track in tracks})
     with canvas("timeline", (15.0, 1.0 + 0.28 * len(tracks))) as (figure, ax, out):
         for row, track in enumerate(tracks):
-            own = sorted((s for s in spans if s.track == track), key=lambda s: s.start_s - s.end_s)
-            for span in own:  # the longest first: what lies within it is drawn on it, and less high
-                inside = any(
-                    o is not span and o.start_s <= span.start_s and span.end_s <= o.end_s
-                    for o in own[:50]
+            lane = [span for span in spans if span.track == track]
+            # The longest first: a span inside another is drawn on it, and less high.
+            lane.sort(key=lambda span: span.start_s - span.end_s)
+            for span in lane:
+                height = 0.5 if _is_nested(span, lane) else 0.8
+                width_s = max(span.end_s - span.start_s, 1e-4)  # else a short one is not drawn
+                ax.broken_barh(
+                    [(span.start_s - start_s, width_s)],
+                    (row - height / 2, height),
+                    color=colour_of(names.index(span.name)),
+                    linewidth=0,
                 )
-                height = 0.5 if inside else 0.8
-                width_s = max(span.end_s - span.start_s, 1e-4)
-                bar = [(span.start_s - start, width_s)], (row - height / 2, height)
-                ax.broken_barh(*bar, color=colour_of(names.index(span.name)), linewidth=0)
         for number, name in enumerate(names):
+            # A bar outside of the picture, for the legend.
             ax.barh([-1], [0], color=colour_of(number), label=name.replace("_", " "))
         ax.set_yticks(range(len(tracks)), tracks)
         ax.set_ylim(len(tracks) - 0.4, -0.6)
@@ -355,3 +379,18 @@ def draw_timeline(spans: Sequence[Span]) -> str:
             loc="outside upper left", ncols=min(len(names), 8), handlelength=1, columnspacing=1.2
         )
     return out.getvalue()
+
+
+def _lane_order(track: str) -> tuple[int, int, str]:
+    """A sort key: the trainer, the evaluation, then the other tracks, all first lanes first."""
+    name, _, lane = track.partition(" (")
+    number = int(lane.rstrip(")")) if lane else 1  # ``Timeline`` names the second lane "x (2)"
+    return {"trainer": 0, "evaluation": 1}.get(name, 2), number, name
+
+
+def _is_nested(span: Span, lane: Sequence[Span]) -> bool:
+    """Whether the span lies inside another of its lane, the longest of which come first."""
+    return any(
+        outer is not span and outer.start_s <= span.start_s and span.end_s <= outer.end_s
+        for outer in lane[:_OUTER]
+    )

@@ -1,8 +1,7 @@
-"""From runs' folders to one page, findings first: how the run ended, and figures that rarely are as
-they should be.
+"""One page about the folders of runs, findings first: how a run ended, and its alarms.
 
-Then what the run wrote: its first, a middle and its last samples, token by token where they are
-recorded.
+Then the samples that the run wrote: of its first, a middle and its last step, token by token if
+tokens are recorded.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from skyasync.observability.alarms import RESTARTS, alarms
 from skyasync.observability.lines import duration
 from skyasync.observability.plots import Row, labels, series
 from skyasync.observability.report import figures, settings
-from skyasync.observability.report.charts import sections
+from skyasync.observability.report.charts import Chart, Section, sections
 from skyasync.observability.run_dir import FAILED, LOST, RUNNING, STOPPED, Status, read_status
 from skyasync.observability.summary import FIGURES, course, summarise
 
@@ -41,46 +40,53 @@ _WARNINGS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """``grave`` for what ended the run, or spoils it; ``nothing_learned`` for an alarm after which
-    speed is nothing."""
+    """A problem of a run, in words."""
 
     text: str
-    grave: bool = False
-    nothing_learned: bool = False
+    grave: bool = False  # it ended the run, or spoils it
+    nothing_learned: bool = False  # an alarm after which the speed does not matter
 
 
 def findings(folder: Path, rows: Sequence[Row], status: Status) -> list[Finding]:
     """The gravest first: how the run ended, its warnings, and the alarms of its last steps."""
     result: list[Finding] = []
     if status.state == FAILED:
-        try:
-            text = (folder / "error.txt").read_text(encoding="utf-8", errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
-            last_line = lines[-1] if lines else "error.txt is empty"
-        except OSError:
-            last_line = "error.txt is missing"
-        result.append(Finding(f"The run failed: {last_line}", grave=True))
+        result.append(Finding(f"The run failed: {_error(folder)}", grave=True))
     elif status.state == LOST:
         message = "The run's process ended without a reason: it was killed, or its machine stopped."
         result.append(Finding(message, grave=True))
     elif status.state == STOPPED:
         result.append(Finding("The run was stopped before its end."))
-    for name in sorted(
-        {name for row in rows for name in row if name.startswith("warnings/") and row[name]}
-    ):
-        steps = [row["step"] for row in rows if row.get(name)]
+    for name, steps in sorted(_warning_steps(rows).items()):
         if len(steps) == 1:
             when = f"step {steps[0]}"
         else:
             when = f"{len(steps)} steps, from {steps[0]} to {steps[-1]}"
         result.append(Finding(f"{_WARNINGS.get(name, name)} ({name}: {when})"))
-
-    restarts = jsonl.read_rows(folder / RESTARTS)
-    result += [
-        Finding(alarm.text, nothing_learned=alarm.nothing_learned)
-        for alarm in alarms(rows, restarts)
-    ]
+    for alarm in alarms(rows, jsonl.read_rows(folder / RESTARTS)):
+        result.append(Finding(alarm.text, nothing_learned=alarm.nothing_learned))
+    # The sort is stable: alarms stay in the order of causes.
     return sorted(result, key=lambda finding: not finding.grave)
+
+
+def _error(folder: Path) -> str:
+    """The last line of the traceback, which is the error itself."""
+    try:
+        text = (folder / "error.txt").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return "error.txt is missing"
+    lines = text.strip().splitlines()
+    return lines[-1].strip() if lines else "error.txt is empty"
+
+
+def _warning_steps(rows: Sequence[Row]) -> dict[str, list[int]]:
+    """The steps with each warning, by the name of its metric."""
+    steps: dict[str, list[int]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("warnings/") and value:
+                steps.setdefault(name, []).append(row["step"])
+    return steps
 
 
 class Run:
@@ -99,18 +105,19 @@ class Run:
         rewards = series(self.rows, "reward/mean")[1]
         self.last_reward = f"{rewards[-1]:.3f}" if rewards else "–"
 
-    @property
-    def drawn(self) -> list[Row]:
+    def chart_rows(self) -> list[Row]:
         """The rows, without the idle engines of a last step that had nothing left to generate."""
-        *before, last = self.rows or [{}]
-        if last.get("throughput/tokens_per_s") == 0:
-            last = {k: v for k, v in last.items() if not k.startswith(("throughput/", "idle/"))}
-        if self.rows:
-            return [*before, last]
-        return []
+        rows = list(self.rows)
+        if rows and rows[-1].get("throughput/tokens_per_s") == 0:
+            last_row: dict[str, Any] = {}
+            for name, value in rows[-1].items():
+                if not name.startswith(("throughput/", "idle/")):
+                    last_row[name] = value
+            rows[-1] = last_row
+        return rows
 
     def tiles(self) -> list[tuple[str, str, str]]:
-        """Name, figure, and a word about it."""
+        """The tiles of the page: name, figure, and a word about it."""
         summary = self.summary
         means = self.summary.means
         rewards = series(self.rows, "reward/mean")[1]
@@ -123,7 +130,7 @@ class Run:
         if summary.step_s is not None:
             tiles.append(("steps", f"{summary.steps:,}", course(summary)))
         for name, label, form in FIGURES:
-            if name not in means or name == "sync/logprob_gap":
+            if name not in means or name == "sync/logprob_gap":  # a chart shows it
                 continue
             word = ""
             if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
@@ -134,27 +141,28 @@ class Run:
 
 @dataclass(frozen=True)
 class Token:
-    """``version`` is the number of a colour, -1 for text of the environment; ``gap`` is trainer
-    minus engine."""
+    """A token of a response, with its log-probabilities in nats."""
 
     text: str
-    version: int
-    gap: float | None
+    version: int  # of the policy, which is the number of a colour; -1: text of the environment
+    gap: float | None  # trainer minus engine
     says: str
     engine: float | None = None
     trainer: float | None = None
 
     @property
     def strength(self) -> float:
-        """Strength of the gap's colour, from 0 to 1: a square root, so that small gaps are
-        visible."""
+        """Strength of the gap's colour, from 0 to 1."""
         if self.gap is None or abs(self.gap) < NEGLIGIBLE:
             return 0.0
-        return round(min(1.0, math.sqrt(abs(self.gap) / FULL_GAP)), 2)
+        root = math.sqrt(abs(self.gap) / FULL_GAP)  # a root makes small gaps visible
+        return round(min(1.0, root), 2)
 
 
 @dataclass(frozen=True)
 class PageSample:
+    """A sample as the page shows it."""
+
     name: str
     prompt: str
     response: str
@@ -173,59 +181,84 @@ class PageSample:
 
 @dataclass(frozen=True)
 class Step:
+    """A column of the page: the samples of one step."""
+
     number: int
     samples: list[PageSample]
 
 
-def chosen(rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False) -> list[Step]:
-    """The samples of the first, the last, and steps evenly between; or of the newest steps, the
-    last one first."""
-    steps = sorted({row["step"] for row in rows})
-    if not steps:
-        return []
+def sample_steps(
+    rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False
+) -> list[Step]:
+    """The samples of the first, the last, and steps evenly between.
+
+    Args:
+        columns: most steps.
+        newest: the newest steps instead, the last one first.
+    """
+    samples: dict[int, list[Row]] = {}  # by step
+    for row in rows:
+        samples.setdefault(row["step"], []).append(row)
+    steps = sorted(samples)
     if newest:
         shown = steps[: -columns - 1 : -1]
+    elif len(steps) <= columns:
+        shown = steps
     else:
-        shown = sorted(
-            {steps[round(n * (len(steps) - 1) / max(columns - 1, 1))] for n in range(columns)}
-        )
-    return [Step(step, [sample_of(row) for row in rows if row["step"] == step]) for step in shown]
+        shown = []
+        for column in range(columns):
+            index = round(column * (len(steps) - 1) / max(columns - 1, 1))
+            shown.append(steps[index])
+    return [Step(step, list(map(sample_of, samples[step]))) for step in shown]
 
 
 def sample_of(row: Row) -> PageSample:
     """The sample of a row of ``samples.jsonl`` or ``eval_samples.jsonl``."""
-    columns = row.get("tokens") or {}
-    texts = columns.get("text") or []
-    versions = columns.get("versions") or []
-    engine = columns.get("logprobs") or [None] * len(texts)
-    trainer = columns.get("trainer_logprobs") or [None] * len(texts)
-    tokens = []
-    for text, version, theirs, ours in zip(texts, versions, engine, trainer, strict=False):
-        staleness = row["step"] - 1 - version
-        words = [f"version {version}" + (f", {staleness} old" if staleness > 0 else "")]
-        words += [f"engine {theirs:.3f}"] if theirs is not None else []
-        words += [f"trainer {ours:.3f}"] if ours is not None else []
-        if ours is not None and theirs is not None:
-            gap = ours - theirs
-        else:
-            gap = None
-        if version < 0:
-            title = "from the environment"
-        else:
-            title = " · ".join(words)
-        tokens.append(Token(text, version, gap, title, theirs, ours))
+    label = row.get("label")
+    reward = row.get("reward")
+    tokens = _tokens(row)
+    gaps = [abs(token.gap) for token in tokens if token.gap is not None]
     return PageSample(
         name=" ".join(str(row[key]) for key in ("eval_set", "prompt_id") if key in row),
         prompt=str(row.get("prompt", "")),
         response=str(row.get("response", "")),
-        label="" if row.get("label") is None else str(row["label"]),
-        reward=math.nan if row.get("reward") is None else float(row["reward"]),
+        label="" if label is None else str(label),
+        reward=math.nan if reward is None else float(reward),
         stop_reason=str(row.get("stop_reason", "")),
         versions=list(row.get("versions") or []),
         tokens=tokens,
-        gap=max((abs(token.gap) for token in tokens if token.gap is not None), default=None),
+        gap=max(gaps, default=None),
+        # A browser would fetch other URLs: the page needs no network.
         images=[url for url in row.get("images") or [] if str(url).startswith("data:image/")],
     )
+
+
+def _tokens(row: Row) -> list[Token]:
+    """The tokens of a row's sample; none if they were not recorded."""
+    columns = row.get("tokens") or {}
+    texts = columns.get("text") or []
+    versions = columns.get("versions") or []
+    engine_logprobs = columns.get("logprobs") or [None] * len(texts)
+    trainer_logprobs = columns.get("trainer_logprobs") or [None] * len(texts)
+    tokens = []
+    for text, version, engine, trainer in zip(
+        texts, versions, engine_logprobs, trainer_logprobs, strict=False
+    ):
+        gap = None
+        if engine is not None and trainer is not None:
+            gap = trainer - engine
+        title = "from the environment"
+        if version >= 0:
+            title = f"version {version}"
+            staleness = row["step"] - 1 - version  # step n trains the policy of version n - 1
+            if staleness > 0:
+                title += f", {staleness} old"
+            if engine is not None:
+                title += f" · engine {engine:.3f}"
+            if trainer is not None:
+                title += f" · trainer {trainer:.3f}"
+        tokens.append(Token(text, version, gap, title, engine, trainer))
+    return tokens
 
 
 def write_report(folder: Path) -> bool:
@@ -249,48 +282,53 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     runs = [Run(folder, label) for folder, label in zip(folders, labels(folders), strict=True)]
-    drawn = {run.label: run.drawn for run in runs}
-    every = [row for run in runs for row in run.rows]
+    running = any(run.status.state == RUNNING for run in runs)
     context: dict[str, Any] = {
         "runs": runs,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "sections": [
-            (part, [(chart, figures.draw(chart, drawn)) for chart in part.charts])
-            for part in sections(every, several=len(runs) > 1)
-        ],
+        "sections": _drawn_sections(runs),
         "live_script": LIVE_SCRIPT if live else "",
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
-        "refresh_s": refresh_s if any(run.status.state == RUNNING for run in runs) else 0,
-        "colours": [f"var(--c{n % figures.COLOURS})" for n in range(len(runs))],
+        "refresh_s": refresh_s if running else 0,
+        "colours": [f"var(--c{number % figures.COLOURS})" for number in range(len(runs))],
         "findings": {run.label: findings(run.folder, run.rows, run.status) for run in runs},
         "full_gap": FULL_GAP,
     }
     if len(runs) == 1:
         folder = runs[0].folder
         spans = figures.last_steps(figures.read_spans(folder / "timeline.json"))
-        context |= {
-            "timeline": figures.draw_timeline(spans),
-            "samples": {
-                kind: chosen(jsonl.read_rows(folder / name), newest=live)
-                for kind, name in (
-                    ("training", "samples.jsonl"),
-                    ("evaluation", "eval_samples.jsonl"),
-                )
-            },
-            "changed": settings.changed(
-                runs[0].settings, settings.read_origins(folder / "origins.json")
-            ),
-            "all_settings": runs[0].settings,
+        samples = jsonl.read_rows(folder / "samples.jsonl")
+        eval_samples = jsonl.read_rows(folder / "eval_samples.jsonl")
+        origins = settings.read_origins(folder / "origins.json")
+        context["timeline"] = figures.draw_timeline(spans)
+        context["samples"] = {
+            "training": sample_steps(samples, newest=live),
+            "evaluation": sample_steps(eval_samples, newest=live),
         }
+        context["changed"] = settings.changed(runs[0].settings, origins)
+        context["all_settings"] = runs[0].settings
     else:
         context["differing"] = settings.differing([run.settings for run in runs])
-    loader = FileSystemLoader(Path(__file__).parent)
     templates = Environment(
-        loader=loader,
-        autoescape=True,
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,  # the page shows what a model has generated
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     templates.filters["written"] = written
     return templates.get_template("page.html.j2").render(context)
+
+
+def _drawn_sections(runs: Sequence[Run]) -> list[tuple[Section, list[tuple[Chart, str]]]]:
+    """The sections about these runs, each chart with its SVG ("" if it has no data)."""
+    rows: list[Row] = []
+    chart_rows: dict[str, Sequence[Row]] = {}
+    for run in runs:
+        rows += run.rows
+        chart_rows[run.label] = run.chart_rows()
+    result = []
+    for section in sections(rows, several=len(runs) > 1):
+        charts = [(chart, figures.draw(chart, chart_rows)) for chart in section.charts]
+        result.append((section, charts))
+    return result

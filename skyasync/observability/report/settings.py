@@ -17,47 +17,38 @@ from skyasync.config.values import dotted, written
 
 Values = dict[str, Any]
 MODEL = "trainer.policy.model.path"
-_WHERE = {
-    "trainer.run_name",
-    "trainer.runs_dir",
-    "trainer.terminal",
-}  # where a run is, not what it does
-_SETTLED = {"trainer.resume_mode"}  # settings that the program resolves if they are not given
+#: Settings that say where a run is, not what it does.
+_LOCATIONS = {"trainer.run_name", "trainer.runs_dir", "trainer.terminal"}
+_RESOLVED = {"trainer.resume_mode"}  # the program sets it if the user does not
 
 
 @dataclass(frozen=True)
 class Setting:
-    """``values`` as one would write them, of each run; ``default`` is "" for a key of the user's
-    own.
-
-    ``origin`` is who has set it, "" where that is not known.
-    """
+    """A setting of one or several runs, as text."""
 
     key: str
-    values: list[str]
-    default: str
+    values: list[str]  # as one would write them, of each run
+    default: str  # "" for a key that the user has added
     doc: str = ""
-    origin: str = ""
+    origin: str = ""  # who has set it, "" if unknown
 
 
 def read(config: Path) -> Values:
-    """A run's ``config.yaml`` by dotted key; empty where it cannot be read."""
+    """A run's ``config.yaml`` by dotted key; empty if it cannot be read."""
+    loader = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader  # in C: far faster
     try:
-        if yaml.__with_libyaml__:
-            loader = yaml.CSafeLoader
-        else:
-            loader = yaml.SafeLoader
-        whole = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
+        tree = yaml.load(config.read_text(encoding="utf-8"), Loader=loader)
     except (OSError, yaml.YAMLError):
         return {}
+    if not isinstance(tree, Mapping):
+        return {}
     keys = Keys.of(Config)
-    if isinstance(whole, Mapping):
-        return dict(dotted(whole, lambda path, group: path not in keys))
-    return {}
+    # A setting whose value is a mapping is one key.
+    return dict(dotted(tree, lambda path, group: path not in keys))
 
 
 def read_origins(file: Path) -> dict[str, str]:
-    """Key -> who has set it; empty where it cannot be read."""
+    """Key -> who has set it; empty if it cannot be read."""
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -65,53 +56,62 @@ def read_origins(file: Path) -> dict[str, str]:
 
 
 def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
-    """The keys that differ from their defaults, in the schema's order; keys of the user's own; then
-    the recipe's."""
+    """The keys that differ from their defaults, in the schema's order, and keys that the user added.
+
+    The recipe's are at the end.
+    """
     keys = Keys.of(Config)
-    model = values.get(MODEL)
+    settings = []
+    for key in keys:
+        if key.path not in values or not _is_choice(key.path, values, origins):
+            continue
+        value = values[key.path]
+        if value != key.default:
+            origin = _origin(key.path, origins)
+            default = written(key.default)
+            settings.append(Setting(key.path, [written(value)], default, key.doc, origin))
+    for path, value in values.items():
+        if path not in keys:
+            settings.append(Setting(path, [written(value)], "", origin=_origin(path, origins)))
+    return sorted(settings, key=lambda setting: setting.origin == RECIPE)
 
-    def is_users(path: str) -> bool:
-        """Not the run's location, nor a model that defaults to the policy's."""
-        is_model = path.endswith(".model.path") and path != MODEL
-        settled = path in _SETTLED and not _origin(path, origins)
-        return path not in _WHERE and not settled and not (is_model and values[path] == model)
 
-    differ = [
-        Setting(
-            key.path,
-            [written(values[key.path])],
-            written(key.default),
-            key.doc,
-            _origin(key.path, origins),
-        )
-        for key in keys
-        if key.path in values and values[key.path] != key.default and is_users(key.path)
-    ] + [
-        Setting(path, [written(value)], "", origin=_origin(path, origins))
-        for path, value in values.items()
-        if path not in keys
-    ]
-    return sorted(differ, key=lambda setting: setting.origin == RECIPE)
+def _is_choice(path: str, values: Values, origins: Mapping[str, str]) -> bool:
+    """Whether a setting is a choice: no location of the run, and no value that another implies."""
+    if path in _LOCATIONS:
+        return False
+    if path in _RESOLVED and not _origin(path, origins):
+        return False
+    # The model of another role is the policy's by default.
+    is_model = path.endswith(".model.path") and path != MODEL
+    return not (is_model and values[path] == values.get(MODEL))
 
 
 def _origin(path: str, origins: Mapping[str, str]) -> str:
     """Who has set a key; the entries of a mapping may have been set in several places."""
-    mine = (
-        origin for name, origin in origins.items() if name == path or name.startswith(f"{path}.")
-    )
-    return ", ".join(dict.fromkeys(mine))
+    distinct: dict[str, None] = {}  # a set in the order of the entries
+    for name, origin in origins.items():
+        if name == path or name.startswith(f"{path}."):
+            distinct[origin] = None
+    return ", ".join(distinct)
 
 
 def differing(runs: list[Values]) -> list[Setting]:
     """The keys in which the runs differ from each other."""
     keys = Keys.of(Config)
-    paths = dict.fromkeys([*keys.by_path, *(path for values in runs for path in values)])
+    paths = dict.fromkeys(keys.by_path)
+    for values in runs:
+        paths |= dict.fromkeys(values)
     settings = []
     for path in paths:
-        values_of = [written(values[path]) if path in values else "(not set)" for values in runs]
-        if len(set(values_of)) > 1 and path not in _WHERE:
-            default, doc = (
-                (written(keys[path].default), keys[path].doc) if path in keys else ("", "")
-            )
-            settings.append(Setting(path, values_of, default, doc))
+        if path in _LOCATIONS:
+            continue
+        texts = [written(values[path]) if path in values else "(not set)" for values in runs]
+        if len(set(texts)) < 2:
+            continue
+        if path in keys:
+            key = keys[path]
+            settings.append(Setting(path, texts, written(key.default), key.doc))
+        else:
+            settings.append(Setting(path, texts, ""))
     return settings

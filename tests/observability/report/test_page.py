@@ -12,7 +12,7 @@ import pytest
 from skyasync.__main__ import command
 from skyasync.observability.report.charts import Chart, Line, sections, tokens_by_staleness
 from skyasync.observability.report.figures import draw, last_steps, read_spans
-from skyasync.observability.report.page import chosen, page, write_report
+from skyasync.observability.report.page import page, sample_steps, write_report
 from skyasync.observability.run_dir import status_file
 from tests.observability.report.folders import make_run, sample
 
@@ -228,8 +228,12 @@ def test_wrong_arguments_are_one_line(
 
 
 def test_samples_are_the_first_a_middle_and_the_last() -> None:
-    assert [step.number for step in chosen([sample(step) for step in range(1, 10)])] == [1, 5, 9]
-    (only,) = chosen([sample(4)])
+    assert [step.number for step in sample_steps([sample(step) for step in range(1, 10)])] == [
+        1,
+        5,
+        9,
+    ]
+    (only,) = sample_steps([sample(4)])
     assert only.samples[0].gap == pytest.approx(0.4)
     assert [token.strength for token in only.samples[0].tokens] == [0.0, pytest.approx(0.63), 0.0]
 
