@@ -1,8 +1,7 @@
-"""Watching a run: metrics, trackers, the run's folder, timeline, progress, plots and the final
-summary.
+"""Metrics, trackers, the run's folder, timeline, progress, plots and the summary of a run.
 
 Invariant: importing this package imports neither torch nor matplotlib nor rich, and nothing in it
-decides how training goes: a part of it that fails costs a picture or a line, never the run.
+decides how training goes: if it fails, a picture or a line is missing, and the run continues.
 """
 
 from skyasync.registry import Registry
@@ -11,10 +10,8 @@ from skyasync.registry import Registry
 TRACKERS = Registry(
     "tracker",
     ["skyasync.observability.trackers"],
-    capabilities={
-        "extra": "",
-        "package": "",
-    },  # what it needs: an extra of this library, or another package
+    # What it needs: an extra of this library, or another package.
+    capabilities={"extra": "", "package": ""},
 )
 
 from skyasync.observability.run_dir import RunDirectory, default_run_name  # noqa: E402

@@ -1,4 +1,4 @@
-"""Metrics as words: the one place that decides how a figure reads in a line.
+"""Metrics as words: how a figure reads in a line.
 
 Invariant: a metric that is absent leaves no trace, one that is ``None`` (it was NaN or infinite)
 shows as nan.
@@ -25,23 +25,23 @@ FORMATS: tuple[tuple[str, str], ...] = (
 
 def status_line(step: int, metrics: Metrics, total: int | None = None) -> str:
     """``step 12/60  reward 0.63  eval 0.61  ...  idle trainer 12% engines 31%  1.4 s/step``."""
-    if total is None:
-        of = f"step {step}"
-    else:
-        of = f"step {step:>{len(str(total))}}/{total}"
-    return "  ".join([of, *words(metrics)])
+    position = f"step {step}"
+    if total is not None:
+        digits = len(str(total))  # so that the lines of a run are aligned
+        position = f"step {step:>{digits}}/{total}"
+    return "  ".join([position, *words(metrics)])
 
 
 def words(metrics: Metrics) -> Iterator[str]:
-    """The parts of the line; absent metrics are left out."""
+    """The figures of the line; absent metrics are left out."""
     for name, text in FORMATS:
         if name in metrics:
             yield text.format(_number(metrics[name]))
-    idle = [
-        f"{who} {_number(metrics[key]):.0%}"
-        for who in ("trainer", "engines")
-        if (key := f"idle/{who}") in metrics
-    ]
+    idle = []
+    for process in ("trainer", "engines"):
+        name = f"idle/{process}"
+        if name in metrics:
+            idle.append(f"{process} {_number(metrics[name]):.0%}")
     if idle:
         yield "idle " + " ".join(idle)
     if "time/step_s" in metrics:
@@ -70,5 +70,5 @@ def write_plainly(lines: Sequence[str], error: bool) -> None:
         OSError: if the reader is gone.
     """
     stream = sys.stderr if error else sys.stdout
-    stream.write("".join(f"{line}\n" for line in lines))
+    stream.write("".join(f"{line}\n" for line in lines))  # one write, for whole lines
     stream.flush()

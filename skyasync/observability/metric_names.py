@@ -1,7 +1,8 @@
-"""What the metrics of a run mean, ``metrics.tsv``:
+"""Meanings of the metrics of a run, ``metrics.tsv``.
+
 ``python -m skyasync.observability.metric_names`` prints ``docs/metrics.md``.
 
-Invariant: every metric that a run logs by itself has an entry there (a test holds it); a name in
+Invariant: every metric that a run logs by itself has an entry there (a test checks it); a name in
 angle brackets stands for what differs from run to run.
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Metric:
-    """``unit`` is "" for plain numbers."""
+    """An entry of the table; ``unit`` is "" for plain numbers."""
 
     name: str
     meaning: str
@@ -23,15 +24,17 @@ class Metric:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(
-            re.sub(r"<n>", r"-?\\d+", re.sub(r"<(?!n>)\w+>", r".+", re.escape(self.name)))
-        )
+        """Matches the names of the entry: ``<n>`` is a number, other brackets are any text."""
+        pattern = re.escape(self.name)  # leaves angle brackets as they are
+        pattern = re.sub(r"<(?!n>)\w+>", r".+", pattern)
+        pattern = re.sub(r"<n>", r"-?\\d+", pattern)
+        return re.compile(pattern)
 
 
 with Path(__file__).with_name("metrics.tsv").open(encoding="utf-8", newline="") as _file:
-    METRICS = tuple(
-        Metric(**row) for row in csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
-    )
+    # Quotes in a meaning are text.
+    _rows = csv.DictReader(_file, delimiter="\t", quoting=csv.QUOTE_NONE)
+    METRICS = tuple(Metric(**row) for row in _rows)
 
 _INTRODUCTION = """\
 # Metrics
@@ -48,12 +51,21 @@ that was NaN or infinite is null. Algorithms and callbacks of your own add their
 
 def entry_of(name: str) -> Metric | None:
     """The entry that a metric's name belongs to; exact names come before those with brackets."""
-    exact = next((metric for metric in METRICS if metric.name == name), None)
-    return exact or next((metric for metric in METRICS if metric.pattern.fullmatch(name)), None)
+    for metric in METRICS:
+        if metric.name == name:
+            return metric
+    for metric in METRICS:
+        if metric.pattern.fullmatch(name):
+            return metric
+    return None
 
 
 def markdown() -> str:
-    return _INTRODUCTION + "".join(f"| `{m.name}` | {m.meaning} | {m.unit} |\n" for m in METRICS)
+    """The page ``docs/metrics.md``."""
+    page = _INTRODUCTION
+    for metric in METRICS:
+        page += f"| `{metric.name}` | {metric.meaning} | {metric.unit} |\n"
+    return page
 
 
 if __name__ == "__main__":

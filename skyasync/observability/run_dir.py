@@ -1,5 +1,4 @@
-"""The folder of one run, its files, the lock of the one command that trains in it, and how the run
-ended.
+"""The folder of one run: its files, the lock of the command that trains in it, and its status.
 
 Invariant: two runs never share a folder unless the second one resumes the first. A resumed run
 replaces what the interrupted run had written after the point of resuming; nothing is doubled. A
@@ -35,16 +34,12 @@ log = logging.getLogger(__name__)
 
 OWNER_ALONE = 0o700  # prompts, samples and weights are private to the user
 LOCK = "lock"  # held by the one command that trains in the folder
-WITHOUT_LOCKS = (
-    errno.ENOLCK,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-    errno.EINVAL,
-)  # raised by file systems without locks
+#: Errors of file systems without locks.
+WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
-_locked: dict[
-    Path, int
-] = {}  # descriptors of this process: closing a lock file anywhere would release the lock
+#: Descriptors of the lock files, by folder. POSIX releases the lock of a process when it closes any
+#: descriptor of the file, so that a folder is opened once.
+_locked: dict[Path, int] = {}
 
 
 def default_run_name(plan: str) -> str:
@@ -55,7 +50,9 @@ def default_run_name(plan: str) -> str:
 def shown(path: Path) -> str:
     """The path relative to the working folder if it is inside, else absolute."""
     path = path.absolute()
-    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    if path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    return str(path)
 
 
 def check_name(root: Path | str, name: str) -> Path:
@@ -65,11 +62,8 @@ def check_name(root: Path | str, name: str) -> Path:
         UserError: for a name that is empty or leads out of it.
     """
     root = Path(root).expanduser().resolve()
-    if (
-        not name.strip()
-        or not (root / name).resolve().is_relative_to(root)
-        or (root / name).resolve() == root
-    ):
+    folder = (root / name).resolve()  # follows "..", absolute names and symbolic links
+    if not name.strip() or folder == root or not folder.is_relative_to(root):
         raise UserError(f"run name {name!r} must name a folder inside {root}")
     return root
 
@@ -79,7 +73,7 @@ class RunDirectory:
 
     Args:
         root: the folder that holds the runs.
-        name: the run's name; where it is taken, ``-2``, ``-3``, ... is added.
+        name: the run's name; if it is taken, ``-2``, ``-3``, ... is added.
         resume: use exactly ``name``, whether it exists or not.
 
     Attributes:
@@ -95,7 +89,8 @@ class RunDirectory:
     """
 
     def __init__(self, root: Path | str, name: str, *, resume: bool = False) -> None:
-        first = path = check_name(root, name) / name
+        requested = check_name(root, name) / name
+        path = requested
         self._new = not (resume and path.exists())
         numbers = itertools.count(2)
         while not resume:
@@ -103,7 +98,7 @@ class RunDirectory:
                 path.mkdir(OWNER_ALONE, parents=True)  # safe if two runs start at once
                 break
             except FileExistsError:
-                path = first.with_name(f"{first.name}-{next(numbers)}")
+                path = requested.with_name(f"{requested.name}-{next(numbers)}")
         path.mkdir(OWNER_ALONE, parents=True, exist_ok=True)
         self.path = path
         self.name = path.name
@@ -119,21 +114,18 @@ class RunDirectory:
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.secrets = Secrets()
-        self._rewound: set[Path] = (
-            set()
-        )  # files already cut back to the step at which this run began
-        self._unwritten: list[
-            tuple[int, Mapping[str, Any]]
-        ] = []  # rows of the ledger, in step order
+        # Files already cut back to the step at which this run began.
+        self._rewound: set[Path] = set()
+        # Rows of the ledger, in step order.
+        self._unwritten: list[tuple[int, Mapping[str, Any]]] = []
 
     def save_error(self, traceback: str) -> None:
-        """Write ``error.txt``. A full disk is only a warning, so that the user still sees the error
-        itself."""
+        """Write ``error.txt``; a full disk is only a warning."""
         try:
             self.error.write_text(self.secrets.hide_all(traceback), encoding="utf-8")
-        except OSError as problem:
+        except OSError as problem:  # the user must see the error of the run, not this one
             with suppress(OSError):
-                self.error.unlink(missing_ok=True)
+                self.error.unlink(missing_ok=True)  # half a traceback misleads
             log.warning("%s was not written: %s", shown(self.error), problem)
 
     def discard(self) -> None:
@@ -145,28 +137,35 @@ class RunDirectory:
         self, step: int, records: Iterable[Mapping[str, Any]], *, evaluation: bool = False
     ) -> None:
         """Append one line per record, ``step`` first."""
-        hide = self.secrets.hide
-        hidden = (
-            {k: hide(v) if isinstance(v, str) else v for k, v in record.items()}
-            for record in records
-        )
-        self._append(self.eval_samples if evaluation else self.samples, step, hidden)
+        rows = []
+        for record in records:
+            row = dict(record)
+            for name, value in record.items():
+                if isinstance(value, str):
+                    row[name] = self.secrets.hide(value)
+            rows.append(row)
+        self._append(self.eval_samples if evaluation else self.samples, step, rows)
 
     def write_ledger(self, step: int, ended: Mapping[str, Any]) -> None:
-        """Append how the prompts of a step ended. Rows that a full disk rejects are written with a
-        later step."""
+        """Append how the prompts of a step ended.
+
+        Rows that a full disk rejects are written with a later step.
+        """
         self._unwritten.append((step, ended))
         while self._unwritten:
-            first, row = self._unwritten[0]
-            self._append(self.ledger, first, [row])
-            self._unwritten.pop(0)
+            oldest_step, row = self._unwritten[0]
+            self._append(self.ledger, oldest_step, [row])
+            self._unwritten.pop(0)  # only now: an error leaves the row for a later call
 
     def _append(self, file: Path, step: int, records: Iterable[Mapping[str, Any]]) -> None:
-        """The first call of a resumed run drops the lines of ``step`` and later ones: those steps
-        are redone."""
+        """Append to a file.
+
+        The first call of a resumed run drops the lines from ``step`` on, as these steps are redone.
+        """
         if file not in self._rewound:
             if file.exists():
-                jsonl.write_rows(file, [row for row in jsonl.read_rows(file) if row["step"] < step])
+                old_rows = [row for row in jsonl.read_rows(file) if row["step"] < step]
+                jsonl.write_rows(file, old_rows)
             self._rewound.add(file)
         jsonl.append_rows(file, ({"step": step, **record} for record in records))
 
@@ -184,7 +183,7 @@ def lock_run(folder: Path) -> None:
         return
     try:
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-    except OSError as problem:  # a full disk: reported by whatever needs it
+    except OSError as problem:  # a full disk, which the run will report
         log.warning("%s is not guarded against a second command: %s", folder, problem)
         return
     try:
@@ -199,15 +198,8 @@ def lock_run(folder: Path) -> None:
                 problem,
             )
             return
-        try:
-            holder = json.loads(content)
-            who = (
-                f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
-            )
-        except (ValueError, KeyError, TypeError):  # it has only just locked it
-            who = "another process trains there"
         raise UserError(
-            f"{folder} is in use: {who}; wait for it, end it, or give this run another trainer.run_name"
+            f"{folder} is in use: {_holder(content)}; wait for it, end it, or give this run another trainer.run_name"
         ) from None
     _locked[folder] = file
     holder = {
@@ -215,9 +207,18 @@ def lock_run(folder: Path) -> None:
         "host": socket.gethostname(),
         "since": time.strftime("%Y-%m-%d %H:%M:%S"),
     }
-    with suppress(OSError):
+    with suppress(OSError):  # a full disk: the lock holds without its text
         os.ftruncate(file, 0)
         os.pwrite(file, json.dumps(holder).encode(), 0)
+
+
+def _holder(content: bytes) -> str:
+    """The process that holds a lock, by the content of the lock file."""
+    try:
+        holder = json.loads(content)
+        return f"process {holder['pid']} on {holder['host']} trains there since {holder['since']}"
+    except (ValueError, KeyError, TypeError):  # it has only just locked it
+        return "another process trains there"
 
 
 def unlock_run(folder: Path) -> None:
@@ -225,7 +226,7 @@ def unlock_run(folder: Path) -> None:
     file = _locked.pop(folder, None)
     if file is not None:
         with suppress(OSError):
-            os.ftruncate(file, 0)
+            os.ftruncate(file, 0)  # before the lock is released: the next holder writes its text
         os.close(file)
 
 
@@ -240,18 +241,16 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Status:
-    """``began`` and ``ended`` are seconds since 1970, 0 if unknown; ``born``: which process of this
-    ``pid`` it is; ``reason``: why it ended before its last step; ``engine``: the inference engine,
-    and why it was chosen."""
+    """The content of ``status.json``; times are seconds since 1970, 0 if unknown."""
 
     state: str = UNKNOWN
     began: float = 0.0
     ended: float = 0.0
     pid: int = 0
-    born: str = ""
+    born: str = ""  # tells the process from others that have the same number before or after it
     host: str = ""
-    reason: str = ""
-    engine: str = ""
+    reason: str = ""  # why it ended before its last step
+    engine: str = ""  # the inference engine, and why it was chosen
 
     @property
     def over(self) -> bool:
@@ -278,12 +277,12 @@ def status_file(folder: Path, engine: str = "", began_s: float | None = None) ->
         state = STOPPED
         raise
     finally:
-        reason = read_status(folder).reason
+        reason = read_status(folder).reason  # of ``give_reason``, in another process
         _write(folder, replace(status, state=state, ended=round(time.time(), 3), reason=reason))
 
 
 def give_reason(folder: Path, reason: str) -> None:
-    """Why the run ends before its last step."""
+    """Write why the run ends before its last step."""
     _write(folder, replace(read_status(folder), reason=reason))
 
 
@@ -291,19 +290,22 @@ def read_status(folder: Path) -> Status:
     """The content of ``status_file``; for a folder without one, what its other files show."""
     try:
         values = json.loads((folder / STATUS).read_text(encoding="utf-8"))
-        status = Status(
-            **{name: values[name] for name in Status.__dataclass_fields__ if name in values}
-        )
+        # A newer version may have written more fields.
+        fields = {name: values[name] for name in Status.__dataclass_fields__ if name in values}
+        status = Status(**fields)
     except (OSError, ValueError, TypeError):
         return Status(FAILED if (folder / "error.txt").exists() else UNKNOWN)
-    if status.state == RUNNING and status.host == socket.gethostname() and not _goes_on(status):
+    # Processes of another machine cannot be seen.
+    if status.state == RUNNING and status.host == socket.gethostname() and not _exists(status):
         return replace(status, state=LOST)
     return status
 
 
-def _goes_on(status: Status) -> bool:
-    """Whether the run's process exists, and is no later one with the same number, as after a
-    restart of a container."""
+def _exists(status: Status) -> bool:
+    """Whether the run's process exists, and is not a later one with the same number.
+
+    Numbers return after the restart of a container, for example.
+    """
     now = born(status.pid)
     if now:
         return status.born == now
@@ -312,7 +314,8 @@ def _goes_on(status: Status) -> bool:
     except PermissionError:  # of another user, whose processes are hidden
         return True
     except ProcessLookupError:
-        pass
+        return False
+    # Not readable any more, though it exists: a process that has ended, and waits for its parent.
     return False
 
 

@@ -1,4 +1,4 @@
-"""What ran when, as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+"""A trace of what ran when, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
 Invariant: the file is usable at any moment. It is a JSON array with one event per line and the
 comma in front. So every line but the last brackets a valid array, and both viewers accept an array
@@ -28,7 +28,8 @@ from typing import Any, NamedTuple, TextIO
 logger = logging.getLogger(__name__)
 
 IDLE = "idle"  # nothing was done: a span that fills a gap
-END = "end"  # the parts are shut down, the last figures are written
+END = "end"  # the run's processes end, the last figures are written
+#: Added to a clock that never steps back; read once, so that all spans have the same offset.
 _WALL_MINUS_MONOTONIC = time.time() - time.perf_counter()
 
 Clock = Callable[[], float]
@@ -36,8 +37,7 @@ Interval = tuple[float, float]
 
 
 class Span(NamedTuple):
-    """``[start_s, end_s)`` on one track (a trainer, an engine), on whatever clock all spans
-    share."""
+    """``[start_s, end_s)`` on one track (a trainer, an engine), by a clock that all spans share."""
 
     name: str
     track: str
@@ -54,7 +54,7 @@ class Lanes:
     more, a row has no holes.
     """
 
-    MEMORY = 1024
+    MEMORY = 1024  # outermost spans of a row
     SETTLED = 64  # outermost spans of a row after which its gaps are final
 
     def __init__(self) -> None:
@@ -71,15 +71,17 @@ class Lanes:
             )
             if inside and span.start_s >= self._forgotten[number]:
                 break
-        else:
+        else:  # no row can take it
             number = len(self._rows)
             self._rows.append([])
             self._forgotten.append(float("-inf"))
             self._reported.append(float("-inf"))
         row = self._rows[number]
+        # Replaces the spans inside it, which are outermost no more.
         row[_overlap(row, span)] = [(span.start_s, span.end_s)]
         if len(row) > self.MEMORY:
-            self._forgotten[number] = row.pop(0)[1]
+            _, end_s = row.pop(0)
+            self._forgotten[number] = end_s
         return number
 
     def gaps(
@@ -95,43 +97,43 @@ class Lanes:
         row = self._rows[number]
         reported = max(since, self._reported[number])
         gaps = list[Interval]()
-        if until is not None:
-            stop = len(row)
-        else:
-            stop = len(row) - self.SETTLED
+        stop = len(row)
+        if until is None:
+            stop = max(0, len(row) - self.SETTLED)
         settled = 0
-        for start, end in row[: max(0, stop)]:
+        for start, end in row[:stop]:
+            # An open span may turn out to lie over this one, in the same row.
             if until is None and end > open_since:
                 break
             if start > reported:
                 gaps.append((reported, start))
             reported = max(reported, end)
-            settled = settled + 1
+            settled += 1
         del row[:settled]
         if until is not None and until > reported:
             gaps.append((reported, until))
             reported = until
         if settled or until is not None:
-            self._reported[number], self._forgotten[number] = (
-                reported,
-                max(self._forgotten[number], reported),
-            )
+            self._reported[number] = reported
+            # A later span must not cover a gap that has been reported.
+            self._forgotten[number] = max(self._forgotten[number], reported)
         return gaps
 
     def __len__(self) -> int:
         return len(self._rows)
 
 
-def _overlap(row: Sequence[tuple[float, float]], span: Span) -> slice:
-    """Which of the disjoint ascending intervals share more than a border with the span."""
-    stop = start = bisect_left(row, (span.end_s, float("-inf")))
+def _overlap(row: Sequence[Interval], span: Span) -> slice:
+    """The disjoint ascending intervals that share more than a border with the span."""
+    stop = bisect_left(row, (span.end_s, float("-inf")))
+    start = stop
     while start > 0 and row[start - 1][1] > span.start_s:
         start -= 1
     return slice(start, stop)
 
 
 def wall_clock() -> float:
-    """Seconds since 1970 that never step back while the process lives."""
+    """Seconds since 1970 that never step back while the process runs."""
     return _WALL_MINUS_MONOTONIC + time.perf_counter()
 
 
@@ -156,43 +158,43 @@ class Timeline:
         self._clock = clock
         self._began = clock() if began is None else began
         self._recent: deque[Span] = deque(maxlen=memory)
-        self._open: dict[int, Span] = {}
+        self._open: dict[int, Span] = {}  # by ticket
         self._tickets = itertools.count()
         self._lock = threading.RLock()
-        self._lanes: dict[str, Lanes] = {}
-        self._threads: dict[tuple[str, int], int] = {}
+        self._lanes: dict[str, Lanes] = {}  # by track
+        self._threads: dict[tuple[str, int], int] = {}  # (track, lane) -> thread id
         self._file: TextIO | None = None
-        self._first = True
-        self._part = 1
+        self._separator = ""  # in front of the next event
+        self._part = 1  # process id of the events: a run and its resumptions are parts
         if path is not None:
-            # Of earlier parts (of a resumed run) the closing bracket and a torn last line are cut
-            # off.
-            path = Path(path)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            content = path.read_bytes() if path.exists() else b""
-            complete = content[: content.rfind(b"\n") + 1].removesuffix(b"]\n")
-            parts = complete.count(b'"name": "process_name"')
-            self._file = path.open("r+" if content else "w", encoding="utf-8")
-            self._file.truncate(len(complete) if parts else 0)
-            self._file.seek(0, 2)
-            if not parts:
-                self._file.write("[\n")
-            self._first = not parts
-            self._part = parts + 1
-            if self._first:
-                name = "skyasync"
-            else:
-                name = f"skyasync (resumed, part {self._part})"
-            self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
+            self._open_file(Path(path))
+
+    def _open_file(self, path: Path) -> None:
+        """Begin the trace, or a new part of it after those of the interrupted run."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = path.read_bytes() if path.exists() else b""
+        # Without a torn last line, and without the closing bracket.
+        complete = content[: content.rfind(b"\n") + 1].removesuffix(b"]\n")
+        old_parts = complete.count(b'"name": "process_name"')
+        self._file = path.open("r+" if content else "w", encoding="utf-8")
+        self._file.truncate(len(complete) if old_parts else 0)
+        self._file.seek(0, 2)
+        name = "skyasync"
+        if old_parts:
+            self._separator = ","
+            self._part = old_parts + 1
+            name = f"skyasync (resumed, part {self._part})"
+        else:
+            self._file.write("[\n")
+        self._emit({"ph": "M", "name": "process_name", "args": {"name": name}})
 
     @contextmanager
     def span(
         self, name: str, track: str, step: int | None = None, **args: object
     ) -> Iterator[dict[str, Any]]:
-        """Record the time inside ``with``, awaits included; what is put into the yielded dict
-        becomes args.
+        """Record the time inside ``with``, awaits included.
 
-        An exception is recorded as ``error`` and goes on.
+        Entries of the yielded dict become args. An exception is recorded as ``error`` and raised.
         """
         start = self._clock()
         ticket = next(self._tickets)
@@ -217,25 +219,27 @@ class Timeline:
         step: int | None = None,
         **args: object,
     ) -> None:
-        """Record a span that is measured already; spans that overlap on a track are drawn in lanes
-        below each other."""
+        """Record a span that has ended; spans of a track that overlap are drawn in several lanes."""
         span = Span(name, track, start_s, max(start_s, end_s), step)
+        if step is not None:
+            args = {"step": step, **args}
         with self._lock:
             self._recent.append(span)
             lanes = self._lanes.setdefault(track, Lanes())
             lane = lanes.place(span)
-            more = args if step is None else {"step": step, **args}
-            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, more)
-            open_since = min(
-                (s.start_s for s in self._open.values() if s.track == track), default=float("inf")
-            )
+            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, args)
+            running = [s for s in self._open.values() if s.track == track]
+            open_since = min((s.start_s for s in running), default=float("inf"))
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
 
     def spans(self) -> list[Span]:
         """The recent spans, and those still open as if they ended now."""
         with self._lock:
             now = self._clock()
-            return [*self._recent, *(span._replace(end_s=now) for span in self._open.values())]
+            spans = list(self._recent)
+            for span in self._open.values():
+                spans.append(span._replace(end_s=now))
+            return spans
 
     def now(self) -> float:
         """The timeline's clock."""
@@ -253,8 +257,9 @@ class Timeline:
                 now = self._clock()
                 for track, lanes in self._lanes.items():
                     for lane in range(len(lanes)):
-                        self._emit_gaps(track, lane, lanes.gaps(lane, self._began, now, until=now))
-            if self._file is not None:
+                        gaps = lanes.gaps(lane, self._began, now, until=now)
+                        self._emit_gaps(track, lane, gaps)
+            if self._file is not None:  # else the disk was full
                 with suppress(OSError):
                     self._file.write("]\n")
                     self._file.close()
@@ -283,31 +288,24 @@ class Timeline:
         """The thread id of a lane; its name and place in the picture are written on first use."""
         key = (track, lane)
         if key not in self._threads:
-            number = self._threads[key] = len(self._threads) + 1
+            thread = len(self._threads) + 1
+            self._threads[key] = thread
             name = track if lane == 0 else f"{track} ({lane + 1})"
-            if track in self._lanes:
-                order = list(self._lanes).index(track) * 1000 + lane
-            else:
-                order = number
-            self._emit({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": name}})
-            self._emit(
-                {
-                    "ph": "M",
-                    "name": "thread_sort_index",
-                    "tid": number,
-                    "args": {"sort_index": order},
-                }
-            )
+            self._emit({"ph": "M", "name": "thread_name", "tid": thread, "args": {"name": name}})
+            # The lanes of a track are neighbours, in the order in which tracks first appeared.
+            order = list(self._lanes).index(track) * 1000 + lane
+            args = {"sort_index": order}
+            self._emit({"ph": "M", "name": "thread_sort_index", "tid": thread, "args": args})
         return self._threads[key]
 
     def _emit(self, event: Mapping[str, Any]) -> None:
         """One line, on disk when this returns. A full disk ends the trace, not the run."""
         if self._file is None:
             return
-        comma = "" if self._first else ","
-        self._first = False
+        line = _encode({"pid": self._part, "tid": 0, **event})
         try:
-            self._file.write(comma + _encode({"pid": self._part, "tid": 0, **event}) + "\n")
+            self._file.write(f"{self._separator}{line}\n")
+            self._separator = ","
             self._file.flush()
         except OSError as error:
             logger.warning("timeline: no more events are written: %s", error)
@@ -316,8 +314,7 @@ class Timeline:
 
 @contextmanager
 def to_the_end(path: Path) -> Iterator[None]:
-    """Extend the trace to the end of the block (``prolong``); a trace that cannot be written stays
-    as it is."""
+    """Extend the trace to the end of the block (``prolong``), unless the disk refuses."""
     try:
         yield
     finally:
@@ -326,11 +323,13 @@ def to_the_end(path: Path) -> Iterator[None]:
 
 
 def prolong(path: Path, until_s: float) -> None:
-    """Fill the lanes of a closed trace's last part up to here, which goes on after the trainer's
-    end."""
-    # by thread
+    """Fill the lanes of a closed trace's last part, which the trainer has ended, up to a time.
+
+    Args:
+        until_s: seconds by the trace's clock.
+    """
     part = 0
-    full_until = dict[int, int]()
+    full_until = dict[int, int]()  # microseconds, by thread
     line = ""
     with path.open(encoding="utf-8") as file:
         for line in file:
@@ -346,23 +345,23 @@ def prolong(path: Path, until_s: float) -> None:
     if line != "]\n":  # the run ended without closing it
         return
     until = _micros(until_s)
-    more: list[dict[str, object]] = [
-        {
-            "pid": part,
-            "tid": thread,
-            "ph": "X",
-            "name": END,
-            "ts": end,
-            "dur": until - end,
-            "args": {},
-        }
-        for thread, end in full_until.items()
-        if end < until
-    ]
+    text = ""
+    for thread, end in full_until.items():
+        if end < until:
+            event = {
+                "pid": part,
+                "tid": thread,
+                "ph": "X",
+                "name": END,
+                "ts": end,
+                "dur": until - end,
+                "args": {},
+            }
+            text += f",{_encode(event)}\n"
     with path.open("r+", encoding="utf-8") as file:
         file.truncate(path.stat().st_size - len("]\n"))
         file.seek(0, 2)
-        file.write("".join(f",{_encode(event)}\n" for event in more) + "]\n")
+        file.write(f"{text}]\n")
 
 
 def _micros(seconds: float) -> int:
@@ -374,6 +373,5 @@ def _encode(event: Mapping[str, Any]) -> str:
     try:
         return json.dumps(event, allow_nan=False, default=str)
     except (ValueError, TypeError):
-        return json.dumps(
-            {**event, "args": {str(key): str(value) for key, value in event["args"].items()}}
-        )
+        texts = {str(key): str(value) for key, value in event["args"].items()}
+        return json.dumps({**event, "args": texts})

@@ -1,4 +1,4 @@
-"""Where metrics go.
+"""Trackers: the files and services that a run's metrics go to.
 
 Invariant: ``metrics.jsonl`` has one line per step, in ascending order, however many calls logged
 parts of it, and is complete on disk after every call. A tracker that fails is reported once, until
@@ -6,9 +6,9 @@ it works again, and does not stop the run. Rows that a full disk refuses are wri
 there is room.
 
 A tracker of a service imports its package when a run names it. A resumed run continues the same run
-there: where the service makes up an id, it is kept in the run's folder. MLflow, trackio and SwanLab
-are installed by the user: as extras of this library they would hold back the versions of other
-packages.
+there: an id that is made up for the service is stored in the run's folder. MLflow, trackio and
+SwanLab are installed by the user: as extras of this library they would hold back the versions of
+other packages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Protocol
@@ -39,14 +40,13 @@ Metrics = Mapping[str, float | None]
 
 
 class Tracker(Protocol):
-    """Receives metrics. A value is a finite number, or ``None`` where it was NaN or infinite."""
+    """Receives metrics. A value is a finite number, or ``None`` if it was NaN or infinite."""
 
     def log(self, metrics: Metrics, step: int) -> None:
         """Take the metrics that belong to ``step``; later calls for the same step add to them."""
 
     def close(self) -> None:
-        """Everything logged is where it belongs when this returns. Safe to call twice. By default
-        nothing is left."""
+        """Write or send what is left. Safe to call twice. By default nothing is left."""
         return
 
 
@@ -60,10 +60,9 @@ class TrackerContext:
 
 
 def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Python floats from numbers, NumPy scalars and one-element tensors; ``None`` for what is not
-    finite.
+    """Python floats from numbers, NumPy scalars and one-element tensors.
 
-    If there is such a value, ``warnings/non_finite`` counts them.
+    A value that is not finite becomes ``None``, and ``warnings/non_finite`` counts such values.
 
     Raises:
         TypeError: for a value that is no number, naming the metric.
@@ -77,9 +76,9 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float | None]:
         except (TypeError, ValueError, RuntimeError) as error:
             raise TypeError(f"metric {name!r} is {value!r}, not a number") from error
         plain[name] = number if math.isfinite(number) else None
-    non_finite = sum(value is None for value in plain.values())
+    non_finite = list(plain.values()).count(None)
     if non_finite:
-        return {**plain, NON_FINITE: float(non_finite)}
+        plain[NON_FINITE] = float(non_finite)
     return plain
 
 
@@ -104,97 +103,112 @@ class MultiTracker:
         extra: Iterable[Tracker] = (),
     ) -> None:
         context = TrackerContext(run_dir, config or {}, project_name)
-        self._trackers: list[tuple[str, Tracker]] = [
-            (name, TRACKERS[name](context)) for name in names
-        ]
-        self._trackers += [(type(tracker).__name__, tracker) for tracker in extra]
+        self._trackers: list[tuple[str, Tracker]] = []
+        for name in names:
+            self._trackers.append((name, TRACKERS[name](context)))
+        for tracker in extra:
+            self._trackers.append((type(tracker).__name__, tracker))
         self._failed: set[str] = set()
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         plain = plain_metrics(metrics)
-        self._each(lambda tracker: tracker.log(plain, step))
+        for name, tracker in self._trackers:
+            with self._reported(name):
+                tracker.log(plain, step)
 
     def keep(self, metrics: Mapping[str, Any], step: int) -> None:
-        """What is known of a step that a checkpoint is about to have, for trackers in the run's own
-        folder: ``log`` follows."""
+        """Log the metrics of a step before its checkpoint is written, in the run's own folder.
+
+        ``log`` follows, from which services get the step.
+        """
         plain = plain_metrics(metrics)
-        self._each(
-            lambda tracker: tracker.log(plain, step) if isinstance(tracker, JsonlTracker) else None
-        )
+        for name, tracker in self._trackers:
+            with self._reported(name):
+                if isinstance(tracker, JsonlTracker):
+                    tracker.log(plain, step)
 
     def close(self) -> None:
-        self._each(lambda tracker: tracker.close())
-
-    def _each(self, call: Callable[[Tracker], None]) -> None:
         for name, tracker in self._trackers:
-            try:
-                call(tracker)
-                self._failed.discard(name)
-            except Exception as error:  # whatever a tracker's service raises, training goes on
-                if name not in self._failed:
-                    logger.warning(
-                        "tracker %s failed, the run continues: %s: %s",
-                        name,
-                        type(error).__name__,
-                        error,
-                    )
-                self._failed.add(name)
+            with self._reported(name):
+                tracker.close()
+
+    @contextmanager
+    def _reported(self, name: str) -> Iterator[None]:
+        """An error in the block is a warning, once until the tracker works again."""
+        try:
+            yield
+            self._failed.discard(name)
+        except Exception as error:  # of any type: services raise their own
+            if name not in self._failed:
+                problem = f"{type(error).__name__}: {error}"
+                logger.warning("tracker %s failed, the run continues: %s", name, problem)
+            self._failed.add(name)
 
 
 @TRACKERS.register("jsonl")
 class JsonlTracker(Tracker):
     """``metrics.jsonl``: ``{"step": k, "time": seconds since 1970, "reward/mean": ..., ...}``.
 
-    The last line is written again whenever its step gets more metrics. The first step that is
-    logged says where a resumed run goes on: lines of later steps, from the interrupted run, are
-    dropped, and that of this step too if it has one of the same metrics.
+    The newest line is written again whenever its step gets more metrics. The first step that is
+    logged says where a resumed run continues: lines of later steps, from the interrupted run, are
+    dropped. The line of this step is dropped, too, if it has one of the same metrics.
     """
 
     def __init__(self, context: TrackerContext) -> None:
         self._path = context.run_dir.metrics
-        self._last: jsonl.Row | None = None
-        self._before: list[jsonl.Row] = []  # rows before the last that the disk has not taken
-        self._taken = True  # the last row
-        self._offset = 0  # in bytes: where the last line begins, or the first of those
+        self._newest: jsonl.Row | None = None
+        self._unwritten: list[jsonl.Row] = []  # rows before the newest that a full disk refused
+        self._written = True  # the newest row
+        self._offset = 0  # bytes: where the first unwritten line begins, else the newest
 
     def log(self, metrics: Metrics, step: int) -> None:
-        if self._last is None:
+        if self._newest is None:
             rows = jsonl.read_rows(self._path)
-            repeats = any(row["step"] == step and metrics.keys() & row.keys() for row in rows)
-            earlier = [row for row in rows if row["step"] <= step - repeats]
-            self._last = self._settle([*earlier, {"step": step}])
+            end_step = step
+            if any(row["step"] == step and metrics.keys() & row.keys() for row in rows):
+                end_step = step - 1  # the step is made again
+            rows = [row for row in rows if row["step"] <= end_step]
+            self._newest = self._rewrite([*rows, {"step": step}])
         row = {"step": step, "time": round(time.time(), 3), **metrics}
-        if step < self._last["step"]:
-            self._last = self._settle([*jsonl.read_rows(self._path), row])
-        elif step == self._last["step"]:
-            self._write_last({**self._last, **row})
+        if step < self._newest["step"]:  # rare, so that all rows may be written again
+            self._newest = self._rewrite([*jsonl.read_rows(self._path), row])
+        elif step == self._newest["step"]:
+            self._write_newest({**self._newest, **row})
         else:
-            if self._taken:
-                self._before, self._offset = [], self._path.stat().st_size
+            if self._written:
+                self._unwritten = []
+                self._offset = self._path.stat().st_size
             else:
-                self._before.append(self._last)
-            self._write_last(row)
+                self._unwritten.append(self._newest)
+            self._write_newest(row)
 
     keep = log  # the row is complete on disk after every call
 
-    def _settle(self, rows: list[jsonl.Row]) -> jsonl.Row:
-        """Rewrite the rows, one per step and in order; returns the last."""
+    def _rewrite(self, rows: list[jsonl.Row]) -> jsonl.Row:
+        """Write all rows again, one per step and in order.
+
+        Returns:
+            The newest row.
+        """
         by_step: dict[int, jsonl.Row] = {}
         for row in rows:
-            by_step[row["step"]] = {**by_step.get(row["step"], {}), **row}
-        settled = [by_step[step] for step in sorted(by_step)]
-        jsonl.write_rows(self._path, settled)
-        self._offset = self._path.stat().st_size - len(jsonl.encode(settled[-1]).encode())
-        return settled[-1]
+            by_step.setdefault(row["step"], {}).update(row)
+        ordered = [by_step[step] for step in sorted(by_step)]
+        newest = ordered[-1]
+        jsonl.write_rows(self._path, ordered)
+        self._offset = self._path.stat().st_size - len(jsonl.encode(newest).encode())
+        return newest
 
-    def _write_last(self, row: jsonl.Row) -> None:
-        self._last = row
-        self._taken = False
+    def _write_newest(self, row: jsonl.Row) -> None:
+        """Write the row over the newest line, after the rows that the disk refused before."""
+        self._newest = row
+        self._written = False
+        text = "".join(map(jsonl.encode, [*self._unwritten, row]))
         with self._path.open("r+b") as file:
             file.seek(self._offset)
-            file.write("".join(map(jsonl.encode, [*self._before, row])).encode())
-            file.truncate()
-        self._taken = True
+            file.write(text.encode())
+            file.truncate()  # what a write that failed has left behind the text
+        self._written = True
 
 
 @TRACKERS.register("console")
@@ -219,8 +233,10 @@ def need(package: str) -> ModuleType:
 
 @TRACKERS.register("tensorboard", extra="tensorboard")
 class TensorboardTracker:
-    """Event files in ``<run folder>/tensorboard``; steps that are made again hide those of the
-    interrupted run."""
+    """Event files in ``<run folder>/tensorboard``.
+
+    Steps that are made again hide those of the interrupted run.
+    """
 
     def __init__(self, context: TrackerContext) -> None:
         need("tensorboard")
@@ -229,6 +245,7 @@ class TensorboardTracker:
 
     def log(self, metrics: Metrics, step: int) -> None:
         if self._writer is None:
+            # Imported here: importing this package must not import torch.
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(self._folder, purge_step=step)
@@ -248,9 +265,8 @@ class _ServiceRun:
     _run: Any
 
     def log(self, metrics: Metrics, step: int) -> None:
-        self._run.log(
-            {name: value for name, value in metrics.items() if value is not None}, step=step
-        )
+        finite = {name: value for name, value in metrics.items() if value is not None}
+        self._run.log(finite, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -258,8 +274,7 @@ class _ServiceRun:
 
 @TRACKERS.register("wandb", extra="wandb")
 class WandbTracker(_ServiceRun):
-    """Weights & Biases; a resumed run goes on in the same W&B run (its id is kept in the run's
-    folder)."""
+    """Weights & Biases; a resumed run continues the same W&B run, by an id in the run's folder."""
 
     def __init__(self, context: TrackerContext) -> None:
         wandb = need("wandb")
@@ -270,7 +285,7 @@ class WandbTracker(_ServiceRun):
             project=context.project_name,
             name=context.run_dir.name,
             id=id_file.read_text(),
-            resume="allow",
+            resume="allow",  # continue a run of this id, or begin it
             dir=str(context.run_dir.path),
             config=dict(context.config),
         )
@@ -289,27 +304,26 @@ class MlflowTracker:
             self._run = id_file.read_text()
             self._client.update_run(self._run, "RUNNING")
             return
-        known = self._client.get_experiment_by_name(context.project_name)
-        if known:
-            experiment = known.experiment_id
+        experiment = self._client.get_experiment_by_name(context.project_name)
+        if experiment:
+            experiment_id = experiment.experiment_id
         else:
-            experiment = self._client.create_experiment(context.project_name)
-        self._run = self._client.create_run(experiment, run_name=context.run_dir.name).info.run_id
+            experiment_id = self._client.create_experiment(context.project_name)
+        run = self._client.create_run(experiment_id, run_name=context.run_dir.name)
+        self._run = run.info.run_id
         id_file.write_text(self._run)
-        params = [
-            self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS])
-            for name, value in dotted(context.config, lambda path, group: bool(group))
-        ]
+        params = []
+        for name, value in _flat(context.config).items():
+            params.append(self._entities.Param(name, str(value)[:MLFLOW_VALUE_CHARS]))
         for start in range(0, len(params), MLFLOW_BATCH):
             self._client.log_batch(self._run, params=params[start : start + MLFLOW_BATCH])
 
     def log(self, metrics: Metrics, step: int) -> None:
-        now = int(time.time() * 1000)
-        rows = [
-            self._entities.Metric(name, value, now, step)
-            for name, value in metrics.items()
-            if value is not None
-        ]
+        now_ms = int(time.time() * 1000)
+        rows = []
+        for name, value in metrics.items():
+            if value is not None:
+                rows.append(self._entities.Metric(name, value, now_ms, step))
         self._client.log_batch(self._run, metrics=rows)
 
     def close(self) -> None:
@@ -325,23 +339,25 @@ class TrackioTracker(_ServiceRun):
         self._run = trackio.init(
             project=context.project_name,
             name=context.run_dir.name,
-            config=dict(dotted(context.config, lambda path, group: bool(group))),
+            config=_flat(context.config),
             resume="allow",
         )
 
 
+def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings by dotted key; an empty mapping is a value."""
+    return dict(dotted(config, lambda path, group: bool(group)))
+
+
 @TRACKERS.register("swanlab", package="swanlab")
 class SwanlabTracker(_ServiceRun):
-    """SwanLab; its files are in the run's folder, and SWANLAB_MODE says whether they go to the
-    service."""
+    """SwanLab; its files are in the run's folder. SWANLAB_MODE says if they go to the service."""
 
     def __init__(self, context: TrackerContext) -> None:
         swanlab = need("swanlab")
         id_file = context.run_dir.path / "swanlab_id"
         if not id_file.exists():
-            id_file.write_text(
-                secrets.token_hex(11)[:21]
-            )  # of the length that the service asks for
+            id_file.write_text(secrets.token_hex(11)[:21])  # the service's ids have 21 characters
         self._run = swanlab.init(
             project=context.project_name,
             name=context.run_dir.name,

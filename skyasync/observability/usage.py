@@ -1,7 +1,7 @@
-"""How busy the engines and the trainer were, by their own clocks.
+"""Shares of the time in which the engines and the trainer worked, by their own clocks.
 
 Invariant: the shares are measured where the work is done (wall time with work in progress), not
-inferred from who waited; overlapping phases are therefore not counted twice.
+inferred from waits; overlapping phases are therefore not counted twice.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-NAMED = 8  # with more engines than this each one's speed is no metric of its own
+NAMED = 8  # with more engines the speed of one is no metric
 
 
 @dataclass
 class Usage:
-    """Counters since start: of each engine seconds of work and tokens generated, and the trainer's
-    seconds.
+    """Counters since the start of the run.
 
     Attributes:
+        engines: seconds of work and tokens generated, by engine.
+        trainer_busy_s: seconds in which the trainer worked.
         read_s: when the counters had been read.
         between_steps_s: seconds of evaluation, checkpoints and exports until then.
     """
@@ -70,47 +71,54 @@ class UsageMeter:
         self._client = client
         self._dispatch = dispatch
         self._clock = clock
-        self._last: Usage | None = None
+        self._reading: Usage | None = None  # at the beginning of the step
 
     async def start(self) -> None:
         """The first step begins."""
-        self._last = await self._read()
+        self._reading = await self._read()
 
     async def lap(self, samples: int) -> dict[str, float]:
         """Metrics of the step that ends now, in which ``samples`` were trained."""
-        assert self._last is not None, "start() comes first"
-        before = self._last
-        now = self._last = await self._read()
-        interval_s = now.read_s - before.read_s
-        step_s = interval_s - (now.between_steps_s - before.between_steps_s)
+        assert self._reading is not None, "start() comes first"
+        begin = self._reading
+        end = await self._read()
+        self._reading = end
+        interval_s = end.read_s - begin.read_s
+        step_s = interval_s - (end.between_steps_s - begin.between_steps_s)
         metrics = {"time/step_s": step_s, "time/interval_s": interval_s}
-        return metrics | _rates(before, now, samples, max(interval_s, 1e-9))
+        # A simulated step may take no time.
+        return metrics | _rates(begin, end, samples, max(interval_s, 1e-9))
 
     async def _read(self) -> Usage:
         engines, trainer = await asyncio.gather(self._client.stats(), self._dispatch.stats())
         busy_s = float(trainer["busy_s"])
+        # The clock is read after the counters: they have counted until about now.
         return Usage(list(engines), busy_s, self._clock.now(), self._clock.between_steps_s)
 
 
-def _rates(before: Usage, now: Usage, samples: int, interval_s: float) -> dict[str, float]:
-    """Rates and idle shares of the time between two readings, from the counters of the same
-    time."""
+def _rates(begin: Usage, end: Usage, samples: int, interval_s: float) -> dict[str, float]:
+    """Rates and idle shares of the time between two readings.
+
+    The counters are read with that time: they may have counted during evaluations.
+    """
     busy_s = 0.0
     tokens: dict[int, float] = {}
-    for number, new in enumerate(now.engines):
-        if new.gone:
+    for number, engine in enumerate(end.engines):
+        if engine.gone:
             continue
-        if number < len(before.engines):
-            old = before.engines[number]
-        else:
-            old = None
-        busy_s += _since(old.busy_s if old else 0.0, new.busy_s)
-        tokens[number] = _since(old.generated_tokens if old else 0, new.generated_tokens)
+        old_busy_s = 0.0
+        old_tokens = 0
+        if number < len(begin.engines):  # else the engine is new
+            old_busy_s = begin.engines[number].busy_s
+            old_tokens = begin.engines[number].generated_tokens
+        busy_s += _increase(old_busy_s, engine.busy_s)
+        tokens[number] = _increase(old_tokens, engine.generated_tokens)
+    trainer_busy_s = end.trainer_busy_s - begin.trainer_busy_s
     metrics = {
-        "idle/trainer": _idle((now.trainer_busy_s - before.trainer_busy_s) / interval_s),
+        "idle/trainer": _idle(trainer_busy_s / interval_s),
         "throughput/samples_per_s": samples / interval_s,
     }
-    if now.engines:  # else the run has none
+    if end.engines:  # else the run has none
         metrics["idle/engines"] = _idle(busy_s / max(len(tokens), 1) / interval_s)
         metrics["throughput/tokens_per_s"] = sum(tokens.values()) / interval_s
     if 1 < len(tokens) <= NAMED:
@@ -119,13 +127,16 @@ def _rates(before: Usage, now: Usage, samples: int, interval_s: float) -> dict[s
     return metrics
 
 
-def _since(before: float, now: float) -> float:
-    """The increase of a counter; one that has fallen belongs to a replacement engine."""
-    if now >= before:
-        return now - before
-    return now
+def _increase(old: float, new: float) -> float:
+    """The increase of a counter; one that has fallen is of a replacement engine, from 0."""
+    if new >= old:
+        return new - old
+    return new
 
 
 def _idle(busy: float) -> float:
-    """The rest; clocks of other processes may have counted a little too much, or restarted."""
+    """The idle share for a share of work.
+
+    Clocks of other processes may have counted a little too much, or restarted.
+    """
     return 1.0 - min(max(busy, 0.0), 1.0)

@@ -213,9 +213,9 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float],
     return thin_steps, [fmean(values[neighbours]) for neighbours in slices]
 
 
-def _slices(count: int, most: int) -> list[slice]:
-    """At most ``most`` slices of equal size (the last one may be shorter) of ``count`` items."""
-    size = -(-count // most)
+def _slices(count: int, limit: int) -> list[slice]:
+    """At most ``limit`` slices of equal size (the last one may be shorter) of ``count`` items."""
+    size = -(-count // limit)
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
