@@ -12,11 +12,12 @@
 Other systems' names for the same (``/rl/start_session``, ``/rl/set_reward``, ``/rl/end_session``)
 work too.
 
-Invariant: a session is given out only for a trajectory that the plan has requested, so that what
-arrives is trained under its admission and its staleness; a trajectory is played by one session. One
-that is not ended within ``generator.episode_timeout_s`` fails, as an agent program would; so do the
-free slots of a task if no session is opened for them in that time. The run's key opens sessions and
-reads none; a session's key reads its own. A wrong request changes nothing: the session goes on.
+Invariant: a session is given out only for a trajectory that the plan has requested, so that its
+samples are trained under the plan's admission and staleness; a trajectory is played by one session.
+One that is not ended within ``generator.episode_timeout_s`` fails, as an agent program would. So do
+the free slots of a task if no session is opened for them in that time. The run's key opens sessions
+and reads none; a session's key reads its own. A wrong request changes nothing: the session
+continues.
 
 | who waits           | for what             | woken by                                                            |
 |---------------------|----------------------|---------------------------------------------------------------------|
@@ -46,12 +47,17 @@ from skyasync.agents.server import Endpoint, key_of, same_key
 from skyasync.config.keys import Key
 from skyasync.errors import UserError
 
-KEY_VARIABLE = (
-    "SKYASYNC_SESSIONS_KEY"  # the key that opens sessions, if it is to be the same in every run
-)
+#: The key that opens sessions, if it is to be the same in every run.
+KEY_VARIABLE = "SKYASYNC_SESSIONS_KEY"
 FILE = "endpoint.json"  # in the run's folder: the endpoint's address, and this key
 WAIT_S = 30.0  # of a request for a session, by default
 _WAIT = Key("", float, low=0.0, high=600.0)
+#: Fields for the id of an answer: OpenAI's, and those of other systems.
+_ID_FIELDS = ("id", "interaction_id", "completion_id")
+
+
+def _future() -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
 
 
 @dataclass(eq=False)
@@ -63,18 +69,14 @@ class SessionSlot:
     api_key: str
     is_eval: bool
     timeout_s: float
-    taken: asyncio.Future[None] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    score: asyncio.Future[AgentScore] = field(
-        default_factory=lambda: asyncio.get_running_loop().create_future()
-    )
-    rewards: dict[str, float] = field(
-        default_factory=dict
-    )  # by answer; "" is that of the whole session
+    taken: asyncio.Future[None] = field(default_factory=_future)
+    score: asyncio.Future[AgentScore] = field(default_factory=_future)
+    # By answer; "" is the reward of the whole session.
+    rewards: dict[str, float] = field(default_factory=dict)
 
     @property
     def group(self) -> str:
+        """The episode's id without the number of the sample."""
         return self.episode.rpartition("-r")[0]
 
 
@@ -89,11 +91,11 @@ class SessionBroker:
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        known = os.environ.get(KEY_VARIABLE)
-        if not known and folder is None:
+        user_key = os.environ.get(KEY_VARIABLE)
+        if not user_key and folder is None:
             problem = f"there is no run folder for the key of sessions: set {KEY_VARIABLE}"
             raise UserError(f"generator.agent_program=online: {problem}")
-        self.key = known or secrets.token_urlsafe(32)
+        self.key = user_key or secrets.token_urlsafe(32)
         self._file = folder / FILE if folder else None
         self._free: dict[str, SessionSlot] = {}  # by episode
         self._playing: dict[str, SessionSlot] = {}  # by the session's key
@@ -118,11 +120,12 @@ class SessionBroker:
             AgentError: if the session fails or is not ended in time; or if the other slots of its
                 task were played, and no session was opened for this one.
         """
-        row = json.loads(json.dumps(data, default=str))  # dates, for example, which JSON lacks
+        # The row as JSON has it: dates, for example, become text.
+        row = json.loads(json.dumps(data, default=str))
         slot = SessionSlot(episode, row, api_key, is_eval, timeout_s)
         self._free[episode] = slot
         self._groups.setdefault(slot.group, set()).add(episode)
-        if self._tasks.get(slot.group):
+        if self._tasks.get(slot.group):  # a session has begun the group: the time of others runs
             self._expire_later(slot)
         try:
             async with self._offered:
@@ -139,13 +142,12 @@ class SessionBroker:
             self._playing.pop(api_key, None)
             episodes = self._groups.get(slot.group, set())
             episodes.discard(episode)
-            if not episodes:
+            if not episodes:  # the group has ended
                 self._groups.pop(slot.group, None)
                 self._tasks.pop(slot.group, None)
 
     async def close(self) -> None:
-        """End the run: requests for a session are answered that there is none, and the keys of
-        sessions are invalid."""
+        """End the run: requests for a session get an error, and sessions' keys are invalid."""
         self._closed = True
         async with self._offered:
             self._offered.notify_all()
@@ -153,17 +155,23 @@ class SessionBroker:
             self._file.unlink(missing_ok=True)
 
     def routes(self, endpoint: Endpoint) -> Sequence[web.RouteDef]:
+        """The routes of the endpoint's server that are the broker's."""
         self._endpoint = endpoint
         paths = {
             self._open_session: ("/v1/sessions", "/v1/rl/start_session", "/rl/start_session"),
             self._score_session: ("/v1/sessions/score", "/v1/rl/set_reward", "/rl/set_reward"),
             self._end_session: ("/v1/sessions/end", "/v1/rl/end_session", "/rl/end_session"),
         }
-        return [web.post(path, handler) for handler, aliases in paths.items() for path in aliases]
+        routes = []
+        for handler, aliases in paths.items():
+            for path in aliases:
+                routes.append(web.post(path, handler))
+        return routes
 
     def publish_address(self, base_url: str) -> None:
         """Tell the programs where the endpoint listens."""
         if self._file is not None:
+            # A new file, readable by this user alone from its beginning.
             self._file.unlink(missing_ok=True)
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
@@ -174,14 +182,17 @@ class SessionBroker:
         )
 
     def _next(self, task: str) -> SessionSlot | None:
-        """The first free slot of the task's group; else the first of a group without a task."""
+        """The first free slot of the task's group; else the first of a group without a task.
+
+        Sessions without a task share the groups that no task has.
+        """
+        slots = self._free.values()  # oldest first
         if not task:
-            return next(
-                (slot for slot in self._free.values() if not self._tasks.get(slot.group)), None
-            )
-        own = (slot for slot in self._free.values() if self._tasks.get(slot.group) == task)
-        new = (slot for slot in self._free.values() if slot.group not in self._tasks)
-        return next(own, None) or next(new, None)
+            return next((slot for slot in slots if not self._tasks.get(slot.group)), None)
+        for slot in slots:
+            if self._tasks.get(slot.group) == task:
+                return slot
+        return next((slot for slot in slots if slot.group not in self._tasks), None)
 
     def _expire_later(self, slot: SessionSlot) -> None:
         """Fail a free slot of a group that has a task, unless a session takes it in time."""
@@ -194,7 +205,7 @@ class SessionBroker:
                     AgentError(f"{slot.episode}: {problem} (generator.episode_timeout_s)")
                 )
 
-        if slot.timeout_s:
+        if slot.timeout_s:  # 0: no limit
             asyncio.get_running_loop().call_later(slot.timeout_s, expire)
 
     # ------------------------------------------------------------ over HTTP
@@ -210,13 +221,16 @@ class SessionBroker:
             )
         task = given(body, "task", str, "a name", "") or given(body, "task_id", str, "a name", "")
         wait_s = number(body, "wait_s", _WAIT)
+        if wait_s is None:
+            wait_s = WAIT_S
         slot = None
         async with self._offered:
             with suppress(TimeoutError):
-                async with asyncio.timeout(WAIT_S if wait_s is None else wait_s):
+                async with asyncio.timeout(wait_s):
                     await self._offered.wait_for(
                         lambda: self._closed or self._next(task) is not None
                     )
+                # Under the lock of the condition: no other request can take it in between.
                 slot = self._next(task)
             if slot is None:
                 problem = "the trainer asks for no trajectory at present: try again"
@@ -226,30 +240,39 @@ class SessionBroker:
             slot.taken.set_result(None)
             if slot.group not in self._tasks:
                 self._tasks[slot.group] = task
-                for other in self._free.values() if task else ():
-                    if other.group == slot.group:
-                        self._expire_later(other)
-        about: Body = {"id": slot.episode, "session_id": slot.episode, "api_key": slot.api_key}
-        about |= {"base_url": self._endpoint.base_url, "data": slot.data}
-        return web.json_response({**about, "is_eval": slot.is_eval, "timeout_s": slot.timeout_s})
+                if task:
+                    # The group waits for all of its slots: those that no session takes must fail.
+                    for free_slot in self._free.values():
+                        if free_slot.group == slot.group:
+                            self._expire_later(free_slot)
+        return web.json_response(
+            {
+                "id": slot.episode,
+                "session_id": slot.episode,
+                "api_key": slot.api_key,
+                "base_url": self._endpoint.base_url,
+                "data": slot.data,
+                "is_eval": slot.is_eval,
+                "timeout_s": slot.timeout_s,
+            }
+        )
 
     async def _score_session(self, request: web.Request) -> web.Response:
         with self._played(request) as (session, slot):
-            body = await _body(request, {"reward", "id", "interaction_id", "completion_id"})
-            names = [
-                body[name]
-                for name in ("id", "interaction_id", "completion_id")
-                if body.get(name) is not None
-            ]
-            answer = str(names[0]) if names else ""
-            _check_answers(session, [answer] if answer else [])
+            body = await _body(request, {"reward", *_ID_FIELDS})
+            answer = ""  # the whole session
+            for name in reversed(_ID_FIELDS):
+                if body.get(name) is not None:
+                    answer = str(body[name])
+            if answer:
+                _check_answers(session, [answer])
             slot.rewards[answer] = _checked({"reward": body.get("reward")}).reward
             return web.json_response({"id": slot.episode, "calls": len(session.recorder.calls)})
 
     async def _end_session(self, request: web.Request) -> web.Response:
         with self._played(request) as (session, slot):
             body = await _body(request, {"reward", "rewards", "metrics", "error"})
-            session.settle()
+            session.settle()  # streams that are still open are calls that may have a reward
             error: AgentError | None = None
             score = AgentScore()
             if body.get("error") is not None:
@@ -282,10 +305,10 @@ class SessionBroker:
 
 
 def _scored(body: Body, slot: SessionSlot) -> AgentScore:
-    """What the session has been given, at its end or before."""
-    by_answer = given(body, "rewards", dict, "an object of an answer's id -> its reward", {})
-    rewards = {**{name: value for name, value in slot.rewards.items() if name}, **by_answer}
-    reward = body.get("reward", slot.rewards.get(""))
+    """The score of a session, from the request that ends it and those that came before."""
+    rewards: dict[Any, Any] = dict(slot.rewards)
+    reward = body.get("reward", rewards.pop("", None))
+    rewards.update(given(body, "rewards", dict, "an object of an answer's id -> its reward", {}))
     if reward is not None and rewards:
         raise RequestError(
             "the session has both a reward and rewards of its answers: give one of them", "reward"
@@ -294,12 +317,15 @@ def _scored(body: Body, slot: SessionSlot) -> AgentScore:
         raise RequestError(
             "the session has no reward: give reward, or rewards by the answers' ids", "reward"
         )
-    whole = _checked({"reward": 0.0 if reward is None else reward, "metrics": body.get("metrics")})
+    if reward is None:  # rewards of answers take its place
+        reward = 0.0
+    score = _checked({"reward": reward, "metrics": body.get("metrics")})
     checked = {str(name): _checked({"reward": value}).reward for name, value in rewards.items()}
-    return AgentScore(whole.reward, whole.metrics, checked)
+    return AgentScore(score.reward, score.metrics, checked)
 
 
 def _checked(result: object) -> AgentScore:
+    """The result as ``check_score`` reads it. Raises ``RequestError`` instead of its error."""
     try:
         return check_score(result)
     except ValueError as error:
@@ -309,20 +335,22 @@ def _checked(result: object) -> AgentScore:
 
 
 def _check_answers(session: Session, names: Iterable[str]) -> None:
-    known = {call.id for call in session.recorder.calls}
+    """Raises ``RequestError`` for a name that is not the id of an answer."""
+    answers = {call.id for call in session.recorder.calls}
     for name in names:
-        if name not in known:
+        if name not in answers:
             raise RequestError(
-                f"{name} is the id of none of the session's {len(known)} answers", "id"
+                f"{name} is the id of none of the session's {len(answers)} answers", "id"
             )
 
 
-async def _body(request: web.Request, known: set[str]) -> Body:
+async def _body(request: web.Request, fields: set[str]) -> Body:
+    """The body of a request. Raises ``RequestError`` if it has another field."""
     body = await read_json(request) if request.can_read_body else {}
     for name in body:
-        if name not in known:
+        if name not in fields:
             raise RequestError(
-                f"unknown field {name}; known are {', '.join(sorted(known))}",
+                f"unknown field {name}; known are {', '.join(sorted(fields))}",
                 name,
                 "unknown_parameter",
             )

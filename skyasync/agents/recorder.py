@@ -1,4 +1,4 @@
-"""The calls of one episode: recorded, continued, and as training sequences.
+"""Calls of one episode: recorded, continued, and as training sequences.
 
 Invariant: what is trained is what was sampled. The tokens, log-probabilities and versions of every
 call are in exactly one sequence, as one action, after exactly the tokens that the engine had read;
@@ -25,6 +25,7 @@ from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from skyasync.agents.api import Message
 from skyasync.arrays import Ints, ints, joined, splitmix
@@ -33,22 +34,23 @@ from skyasync.rollout.chat import Tools, knows_tools, template_tokens, tokens_af
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Segment
 
+#: In front of a reply whose tokens are counted: templates expect a message of the user there.
 _QUESTION: Message = {"role": "user", "content": "x"}
 
 
 @dataclass(frozen=True, eq=False)
 class RecordedCall:
-    """One answered request: what the engine read (tokens and the images in them), what it wrote,
-    why it stopped, and the ``id`` of the answer."""
+    """One answered request, as the engine has read and written it."""
 
-    prompt: Ints
+    prompt: Ints  # [prompt length]
     action: Segment
     stop_reason: str = "stop"
-    id: str = ""
-    images: Images = ()
+    id: str = ""  # of the answer
+    images: Images = ()  # of the prompt
 
     @cached_property
     def tokens(self) -> Ints:
+        """Tokens of the prompt and the reply: ``[prompt length + reply length]``."""
         return joined(self.prompt, self.action.tokens)
 
 
@@ -61,7 +63,7 @@ class Recorder:
     """The calls in the order of their answers, and the conversation that each of them leads to."""
 
     calls: list[RecordedCall] = field(default_factory=list)
-    #: By a digest of the conversation.
+    #: By a digest of the conversation that ends with the reply.
     _led_to: dict[bytes, list[tuple[RecordedCall, Thoughts]]] = field(default_factory=dict)
 
     def record(
@@ -82,26 +84,33 @@ class Recorder:
     def extended_by(
         self, conversation: Sequence[str], thoughts: Thoughts = NO_THOUGHTS
     ) -> tuple[RecordedCall, int] | None:
-        """The call whose conversation is the longest beginning of this one, and the length of that
-        beginning.
+        """The call whose conversation is the longest prefix of this one.
 
         Reasoning may be left out of a later request; if it is sent back, it must be the same.
+
+        Returns:
+            The call and the length of the prefix, or None.
         """
         digests = list(_digests(conversation))
         for length in range(len(conversation), 0, -1):
-            for call, known in reversed(self._led_to.get(digests[length - 1], [])):
-                if all(
-                    known.get(place, "") == thought
-                    for place, thought in thoughts.items()
-                    if place < length
-                ):
+            # The newest first: equal texts may have been sampled as different tokens.
+            for call, recorded in reversed(self._led_to.get(digests[length - 1], [])):
+                if _agree(recorded, thoughts, length):
                     return call, length
         return None
 
 
+def _agree(recorded: Thoughts, sent: Thoughts, length: int) -> bool:
+    """Whether the reasoning that was sent back in a prefix is that which was recorded."""
+    return all(
+        recorded.get(position, "") == thought
+        for position, thought in sent.items()
+        if position < length
+    )
+
+
 def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
-    """A digest of each prefix of a conversation, in time and memory that grow linearly with its
-    length."""
+    """A digest of each prefix of a conversation, in time and memory linear in its length."""
     digest = b""
     for item in conversation:
         digest = sha256(digest + item.encode()).digest()
@@ -119,26 +128,29 @@ def conversation(messages: list[Message], tools: Tools) -> list[str]:
     return [json.dumps(tools, sort_keys=True), *(comparable(message) for message in messages)]
 
 
-def thoughts(messages: list[Message], first: int = 1) -> dict[int, str]:
-    """Digests of the reasoning of the messages, by their places in the conversation, whose first
-    item is the tools."""
-    return {
-        place: sha256(json.dumps(message["reasoning_content"]).encode()).hexdigest()
-        for place, message in enumerate(messages, first)
-        if message.get("reasoning_content")
-    }
+def thoughts(messages: list[Message], start: int = 1) -> dict[int, str]:
+    """Digests of the reasoning of the messages, by their positions in the conversation.
+
+    Args:
+        start: position of the first message; by default after the tools, which are the first item.
+    """
+    digests = {}
+    for position, message in enumerate(messages, start):
+        reasoning = message.get("reasoning_content")
+        if reasoning:
+            digests[position] = sha256(json.dumps(reasoning).encode()).hexdigest()
+    return digests
 
 
 def comparable(message: Message) -> str:
-    seen = {
-        name: value
-        for name, value in message.items()
-        if name not in ("tool_call_id", "reasoning_content")
-    }
-    calls = seen.get("tool_calls")
+    """The message as text that is equal if templates read it alike."""
+    compared = dict(message)
+    compared.pop("tool_call_id", None)
+    compared.pop("reasoning_content", None)
+    calls = compared.get("tool_calls")
     if calls:
-        seen["tool_calls"] = [call["function"] for call in calls]
-    return json.dumps(seen, sort_keys=True, default=repr)  # an image by its digest
+        compared["tool_calls"] = [call["function"] for call in calls]
+    return json.dumps(compared, sort_keys=True, default=repr)  # an image by its digest
 
 
 class AgentChat:
@@ -153,31 +165,37 @@ class AgentChat:
         self.knows_tools = knows_tools(tokenizer)
 
     def prompt(self, messages: list[Message], tools: Tools, recorder: Recorder) -> Ints:
-        """The tokens that the model continues, from the recorded ones as far as those go."""
-        earlier = recorder.extended_by(conversation(messages, tools), thoughts(messages))
-        if earlier is not None:
-            call, known = earlier  # the tools are the first item, so that ``known`` counts them too
-            # The reply of the call ends with an end-of-sequence token, if the template ends
-            # messages with one.
-            eos = self.tokenizer.eos_token_id
-            reply = messages[known - 2]
-            further = messages[known - 1 :]
-            count = template_tokens(
+        """The tokens that the model continues, ``[prompt length]``.
+
+        They begin with the tokens of the recorded call that the conversation extends, if any.
+        """
+        extended = recorder.extended_by(conversation(messages, tools), thoughts(messages))
+        if extended is not None:
+            call, length = extended
+            # The tools are the first item of the conversation: messages[length - 2] is the reply.
+            reply = messages[length - 2]
+            framed_reply = template_tokens(
                 self.tokenizer, [_QUESTION, reply], None, generation=False
-            ).count(eos)
-            framed = template_tokens(
-                self.tokenizer, [_QUESTION, reply, *further], None, generation=True
             )
+            framed = template_tokens(
+                self.tokenizer, [_QUESTION, *messages[length - 2 :]], None, generation=True
+            )
+            # The new tokens are those after the end-of-sequence token of the reply. A template that
+            # ends messages in another way, or drops the reply, gives no place to continue at.
+            eos = self.tokenizer.eos_token_id
+            count = framed_reply.count(eos)
             if count and framed.count(eos) >= count:
-                new = tokens_after(framed, eos, count)
+                new_tokens = tokens_after(framed, eos, count)
                 complete = len(call.action.tokens) > 0 and call.action.tokens[-1] == eos
-                return joined(call.tokens, ints(new if complete else [eos, *new]))
+                if not complete:  # cut by its length, or by a stop string
+                    new_tokens = [eos, *new_tokens]
+                return joined(call.tokens, ints(new_tokens))
         return ints(template_tokens(self.tokenizer, messages, tools, generation=True))
 
 
 # ---------------------------------------------------------------- sequences
 
-_SECRET = secrets.randbits(64)
+_SECRET = secrets.randbits(64)  # of this process
 
 
 def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
@@ -188,25 +206,18 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
     secret keeps from being predicted. It is wrong with probability 2**-64.
     """
     chains: list[list[RecordedCall]] = []
-    ended: list[int] = []  # at which call
-    # of the chains' tokens
-    lengths = np.zeros(len(calls), np.int64)
-    sums = np.zeros(len(calls), np.uint64)
+    ended: list[int] = []  # [chains]: the number of the newest call
+    # At most one chain for each call.
+    lengths = np.zeros(len(calls), np.int64)  # [calls]: tokens of a chain
+    hashes = np.zeros(len(calls), np.uint64)  # [calls]: of all these tokens
     for number, call in enumerate(calls):
-        positions = np.arange(len(call.tokens), dtype=np.uint64)
-        numbers = splitmix(
-            (call.tokens.astype(np.uint64) << np.uint64(32)) + positions ^ np.uint64(_SECRET)
-        )
-        prefixes = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers, dtype=np.uint64)])
+        prefixes = _prefix_hashes(call.tokens)  # [length + 1]
         count = len(chains)
-        within = np.flatnonzero(lengths[:count] <= len(call.prompt))
-        equal = within[prefixes[lengths[within]] == sums[within]].tolist()
-        shown = [chains[index][-1].images for index in equal]
-        extended = [
-            index
-            for index, images in zip(equal, shown, strict=True)
-            if call.images[: len(images)] == images
-        ]
+        shorter = np.flatnonzero(lengths[:count] <= len(call.prompt))  # [candidates]
+        equal = shorter[prefixes[lengths[shorter]] == hashes[shorter]]  # [candidates]
+        # Images have equal placeholder tokens.
+        extended = [index for index in equal.tolist() if _begins_with(call, chains[index][-1])]
+        # The longest, and of equal ones the chain that ended first.
         chain = min(extended, key=lambda index: (-lengths[index], ended[index]), default=count)
         if chain == count:
             chains.append([])
@@ -214,24 +225,43 @@ def sequences(calls: Sequence[RecordedCall]) -> list[list[Segment]]:
         chains[chain].append(call)
         ended[chain] = number
         lengths[chain] = len(call.tokens)
-        sums[chain] = prefixes[-1]
-    return [_segments(chains[index]) for index in sorted(range(len(chains)), key=ended.__getitem__)]
+        hashes[chain] = prefixes[-1]
+    order = sorted(range(len(chains)), key=ended.__getitem__)
+    return [_segments(chains[index]) for index in order]
+
+
+def _prefix_hashes(tokens: Ints) -> NDArray[np.uint64]:
+    """Hashes of the prefixes of ``[length]`` tokens, from the empty one on: ``[length + 1]``."""
+    positions = np.arange(len(tokens), dtype=np.uint64)
+    # A token id has at most 32 bits, and so has its position.
+    states = (tokens.astype(np.uint64) << np.uint64(32)) + positions  # [length], all different
+    sums = np.cumsum(splitmix(states ^ np.uint64(_SECRET)), dtype=np.uint64)  # modulo 2**64
+    return np.concatenate([np.zeros(1, np.uint64), sums])
+
+
+def _begins_with(call: RecordedCall, earlier: RecordedCall) -> bool:
+    """Whether the images of a call begin with those of an earlier one."""
+    return call.images[: len(earlier.images)] == earlier.images
 
 
 def _segments(chain: list[RecordedCall]) -> list[Segment]:
+    """The sequence of calls that extend each other: prompt, action, observation, action, ..."""
     segments: list[Segment] = []
-    done = known = shown = 0  # tokens of the sequence; those whose experts are known; its images
+    length = 0  # tokens of the sequence
+    routed = 0  # tokens of the sequence whose experts are recorded
+    images = 0  # images of the sequence
     for call in chain:
-        between = call.prompt[done:]
-        if len(between):
+        new_tokens = call.prompt[length:]
+        if len(new_tokens):
             kind: Literal["prompt", "observation"] = "observation" if segments else "prompt"
-            segments.append(Segment(kind, between, images=call.images[shown:]))
-        if call.action.experts is None:
-            experts = None
-        else:
-            experts = call.action.experts[known:]
-        segments.append(replace(call.action, experts=experts) if known else call.action)
-        known += 0 if experts is None else len(experts)
-        done = len(call.tokens)
-        shown = len(call.images)
+            segments.append(Segment(kind, new_tokens, images=call.images[images:]))
+        action = call.action
+        if action.experts is not None and routed:
+            # An engine reports the experts from the first token of the prompt on.
+            action = replace(action, experts=action.experts[routed:])
+        segments.append(action)
+        if action.experts is not None:
+            routed += len(action.experts)
+        length = len(call.tokens)
+        images = len(call.images)
     return segments

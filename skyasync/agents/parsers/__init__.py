@@ -1,5 +1,4 @@
-"""From the tokens of a reply to its reasoning, its text and its calls of tools, in the form of the
-model's family.
+"""Parsers: from the tokens of a reply to its reasoning, its text and its calls of tools.
 
 Invariant: a parser is a function of text alone, and never raises: what is not well-formed is text,
 for the program to see. Of an incomplete reply only what will not change is read: each part is the
@@ -30,23 +29,26 @@ from skyasync.rollout.tokenizer import Tokenizer
 
 Functions = list[dict[str, Any]]  # {"name": ..., "arguments": {...}}
 VLLM = "vllm:"
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # decodes the first bytes of a longer character
 _PROMPT_END = 32  # tokens of a prompt that are searched for an open delimiter
 
 
 class ToolParser:
-    """``delimiters``: texts that begin or end a call, which may be special tokens; None keeps all
-    special tokens."""
+    """Reads the calls of tools in a model's own format.
+
+    Attributes:
+        delimiters: texts that begin or end a call, which may be special tokens; None keeps all
+            special tokens.
+    """
 
     delimiters: ClassVar[tuple[str, ...] | None] = None
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        """The text before the calls, and the calls; the text as it is if one of them is not
-        well-formed."""
+        """The text before the calls, and the calls; all of the text if a call is malformed."""
         raise NotImplementedError
 
     def sure(self, text: str) -> str:
-        """How much of an incomplete text stands before any call."""
+        """The beginning of an incomplete text that stands before any call."""
         return ""
 
     def identity(self, request: str, index: int) -> str:
@@ -55,12 +57,12 @@ class ToolParser:
 
 
 class ReasoningParser:
-    """``delimiters``: as those of ``ToolParser``."""
+    """Reads the thinking in a model's own format; ``delimiters`` as in ``ToolParser``."""
 
     delimiters: ClassVar[tuple[str, ...] | None] = None
 
     def opens(self, prompt: str) -> bool:
-        """Whether the model goes on thinking after a prompt with this end."""
+        """Whether a prompt with this end has begun the model's thinking."""
         return False
 
     def split(self, text: str, *, opened: bool, done: bool) -> tuple[str, str]:
@@ -86,12 +88,20 @@ def tool_parser(name: str, tokenizer: Tokenizer) -> ToolParser:
         return FunctionTools(partial(read_with_vllm, parser, tokenizer))
     if isclass(parser):
         return cast(ToolParser, parser())
-    return FunctionTools(lambda text, tools: parser(text))
+
+    def read(text: str, tools: Tools) -> tuple[str, Functions]:
+        reply: tuple[str, Functions] = parser(text)  # a user's function has no use for the tools
+        return reply
+
+    return FunctionTools(read)
 
 
 def reasoning_parser(name: str, tokenizer: Tokenizer) -> ReasoningParser | None:
-    """None for "". Raises ``UserError`` if there is none of this name, or it cannot be made for
-    this tokenizer."""
+    """The parser of this name; None for "".
+
+    Raises:
+        UserError: if there is none of this name, or it cannot be made for this tokenizer.
+    """
     from skyasync.agents.parsers.formats import FunctionReasoning, split_with_vllm
 
     if not name:
@@ -102,7 +112,7 @@ def reasoning_parser(name: str, tokenizer: Tokenizer) -> ReasoningParser | None:
             return cast(ReasoningParser, parser())
         return FunctionReasoning(parser)
     try:
-        parser(tokenizer)
+        parser(tokenizer)  # now, so that the run does not begin with a parser that always fails
     except Exception as error:  # its delimiters are no tokens
         raise UserError(
             f"generator.reasoning_parser={name}: not with this model's tokenizer: {error}"
@@ -120,10 +130,10 @@ def check_parsers(tools: str, reasoning: str) -> None:
 def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
     """The class or function of this name. Importing one of vLLM's takes seconds."""
     if not name.startswith(VLLM):
-        part = registry.find(name)
-        if not callable(part):
+        parser = registry.find(name)
+        if not callable(parser):
             raise UserError(f"parser {name} is neither a function nor a class")
-        return cast(Callable[..., Any], part)
+        return cast(Callable[..., Any], parser)
     if find_spec("vllm") is None:
         raise MissingVLLMError(f"parser {name}: vLLM")
     find: Callable[[str], Callable[..., Any]]
@@ -143,32 +153,39 @@ def find_parser(registry: Registry, name: str) -> Callable[..., Any]:
 
 
 def before(text: str, delimiter: str) -> str:
-    """What stands before the delimiter, or before what may become it; without the blanks before
-    it."""
+    """The text before a delimiter, or before an end that may become it, without blanks there."""
     front, present, _ = text.partition(delimiter)
-    return (front if present else before_partial(text, [delimiter])).rstrip()
+    if not present:
+        front = before_partial(text, [delimiter])
+    return front.rstrip()
 
 
 def before_partial(text: str, strings: Sequence[str]) -> str:
     """The text without an end that is the beginning of one of the strings."""
-    overlaps = [
-        n for string in strings for n in range(1, len(string) + 1) if text.endswith(string[:n])
-    ]
-    return text[: len(text) - max(overlaps, default=0)]
+    overlap = 0  # characters
+    for string in strings:
+        for length in range(overlap + 1, len(string) + 1):
+            if text.endswith(string[:length]):
+                overlap = length
+    return text[: len(text) - overlap]
 
 
 class ParsedReply(NamedTuple):
-    """``reasoning_tokens``: how many of its tokens are reasoning."""
+    """The components of a reply."""
 
     reasoning: str
     text: str
     functions: list[dict[str, Any]]
-    stopped_by: str | None = None
-    reasoning_tokens: int = 0
+    stopped_by: str | None = None  # the stop string that ended the text
+    reasoning_tokens: int = 0  # number of the reply's tokens that are reasoning
 
 
 class ReplyParser:
-    """Args: reasoning: None leaves thinking in the text."""
+    """Reads replies with the parsers of a model's family.
+
+    Args:
+        reasoning: None leaves thinking in the text.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, tools: ToolParser, reasoning: ReasoningParser | None = None
@@ -176,31 +193,33 @@ class ReplyParser:
         self.tokenizer = tokenizer
         self.tools = tools
         self.reasoning = reasoning
-        added = tokenizer.added_tokens_decoder.items()
-        self._special = {
-            *tokenizer.all_special_ids,
-            *(token for token, about in added if about.special),
-        }
-        last = {tokenizer.eos_token_id, tokenizer.pad_token_id}
+        self._special = set(tokenizer.all_special_ids)
+        for token, description in tokenizer.added_tokens_decoder.items():
+            if description.special:
+                self._special.add(token)
+        thinking = set[int]()
+        if reasoning is not None:
+            thinking = self._delimiter_tokens(reasoning)
         #: The special tokens that the parsers read, without and with tools.
-        self._delimiters: dict[bool, set[int]] = {False: set(), True: set()}
-        for parser, cases in ((reasoning, (False, True)), (tools, (True,))):
-            if parser is None:
-                continue
-            tokens = self._special - last
-            if parser.delimiters is not None:
-                tokens = {
-                    t for t in self._special if tokenizer.decode([t]).strip() in parser.delimiters
-                }
-            for with_tools in cases:
-                self._delimiters[with_tools] |= tokens
+        self._delimiters = {False: thinking, True: thinking | self._delimiter_tokens(tools)}
+
+    def _delimiter_tokens(self, parser: ToolParser | ReasoningParser) -> set[int]:
+        """The special tokens that a parser must see in the text."""
+        if parser.delimiters is None:
+            return self._special - {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        tokens = set()
+        for token in self._special:
+            if self.tokenizer.decode([token]).strip() in parser.delimiters:
+                tokens.add(token)
+        return tokens
 
     def opens(self, prompt: Ints) -> bool:
         """Whether the template has begun the model's thinking."""
         if self.reasoning is None:
             return False
         end = prompt[-_PROMPT_END:].tolist()
-        return self.reasoning.opens(self.tokenizer.decode(end, clean_up_tokenization_spaces=False))
+        text = self.tokenizer.decode(end, clean_up_tokenization_spaces=False)
+        return self.reasoning.opens(text)
 
     def read(
         self,
@@ -213,17 +232,18 @@ class ReplyParser:
         done: bool,
         several: bool,
     ) -> ParsedReply:
-        """A reply, or what is sure of it.
+        """A reply, or what is certain of it.
 
         Args:
+            tokens: of the reply, ``[length]``.
             stop: the text ends before the first of these.
             framed: it is a message, not the continuation of a text.
             opened: the result of ``opens`` for its prompt.
             done: the reply is complete.
             several: all of its calls count, not only the first.
         """
-        whole = tokens.tolist()
-        text = self._decoded(whole, framed, tools)
+        ids = tokens.tolist()
+        text = self._decoded(ids, framed, tools)
         stopped_by = min((s for s in stop if s in text), key=text.index, default=None)
         if stopped_by is not None:
             text = text[: text.index(stopped_by)]
@@ -233,6 +253,7 @@ class ReplyParser:
             return ParsedReply("", text, [], stopped_by)
         reasoning = ""
         functions = list[dict[str, Any]]()
+        # The thinking is split off first: calls that it mentions are not made.
         if self.reasoning is not None:
             reasoning, text = self.reasoning.split(text, opened=opened, done=done)
         if tools and done:
@@ -240,40 +261,44 @@ class ReplyParser:
             try:
                 functions = as_sent(functions)
                 text = front
-            except ValueError:
+            except ValueError:  # no JSON: the program sees it as text
                 functions = []
         elif tools:
             text = self.tools.sure(text)
         reasoning_tokens = 0
-        if self.reasoning is not None and done and reasoning:  # with its delimiters
-            low = 0
-            high = len(whole)
-            while low < high and (
-                text or functions
-            ):  # a binary search: text only grows with tokens
-                middle = (low + high) // 2
-                part = self._decoded(whole[:middle], True, None)
-                ended = bool(self.reasoning.split(part, opened=True, done=True)[1])
-                low, high = (low, middle) if ended else (middle + 1, high)
+        if done and reasoning:
+            reasoning_tokens = len(ids)
             if text or functions:
-                reasoning_tokens = max(low - 1, 0)
-            else:
-                reasoning_tokens = len(whole)
-        return ParsedReply(
-            reasoning, text, functions if several else functions[:1], stopped_by, reasoning_tokens
-        )
+                reasoning_tokens = self._reasoning_tokens(ids)
+        if not several:
+            functions = functions[:1]
+        return ParsedReply(reasoning, text, functions, stopped_by, reasoning_tokens)
 
-    def _decoded(self, tokens: list[int], framed: bool, tools: Tools) -> str:
-        """The text, with those special tokens that are delimiters."""
+    def _reasoning_tokens(self, ids: list[int]) -> int:
+        """Number of tokens before the text that follows the thinking, with its delimiters.
+
+        A binary search for the shortest prefix that has such a text: it only grows with tokens.
+        """
+        assert self.reasoning is not None
+        low = 0
+        high = len(ids)
+        while low < high:
+            middle = (low + high) // 2
+            prefix = self._decoded(ids[:middle], True, None)
+            _, text = self.reasoning.split(prefix, opened=True, done=True)
+            if text:
+                high = middle
+            else:
+                low = middle + 1
+        return max(low - 1, 0)
+
+    def _decoded(self, ids: list[int], framed: bool, tools: Tools) -> str:
+        """The text, with the special tokens that are delimiters."""
+        delimiters = set[int]()
         if framed:
             delimiters = self._delimiters[bool(tools)]
-        else:
-            delimiters = set[int]()
-        if not delimiters:
-            return self.tokenizer.decode(
-                tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False
-            )
-        shown = [token for token in tokens if token in delimiters or token not in self._special]
+        if delimiters:
+            ids = [token for token in ids if token in delimiters or token not in self._special]
         return self.tokenizer.decode(
-            shown, skip_special_tokens=False, clean_up_tokenization_spaces=False
+            ids, skip_special_tokens=not delimiters, clean_up_tokenization_spaces=False
         )

@@ -1,9 +1,8 @@
-"""The formats of calls of tools and of thinking in the models' own chat templates, by vLLM's names
-for them.
+"""Formats of tool calls and of thinking in models' chat templates, by vLLM's names for them.
 
-What follows a call is no part of the message, as in these templates. A reply is thinking from its
-beginning or not at all: it begins with the first delimiter, or the template has opened it. Thinking
-that never ends is all there is of the reply.
+Text after a call is no part of the message, as in these templates. A reply is thinking from its
+beginning or not at all: it begins with the first delimiter, or the template has opened it. A reply
+whose thinking never ends has no text.
 """
 
 from __future__ import annotations
@@ -32,6 +31,16 @@ from skyasync.rollout.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 _DECODER = json.JSONDecoder()
+#: Errors of JSON's and Python's parsers, and of a result that is not as a format describes it.
+_MALFORMED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+    SyntaxError,
+    MemoryError,
+)
 
 
 class _Delimited(ToolParser):
@@ -46,21 +55,13 @@ class _Delimited(ToolParser):
         front, present, rest = text.partition(self.delimiters[0])
         try:
             calls = list(self._calls(rest)) if present else []
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-            RecursionError,
-            SyntaxError,
-            MemoryError,
-        ):
+        except _MALFORMED:
             calls = []
-        whole = all(
-            isinstance(c["name"], str) and c["name"] and isinstance(c["arguments"], dict)
-            for c in calls
+        well_formed = all(
+            isinstance(call["name"], str) and call["name"] and isinstance(call["arguments"], dict)
+            for call in calls
         )
-        if calls and whole:
+        if calls and well_formed:
             return (front.rstrip(), calls)
         return (text, [])
 
@@ -72,8 +73,7 @@ class _Delimited(ToolParser):
 @TOOL_PARSERS.register("hermes")
 @TOOL_PARSERS.register("qwen")
 class Hermes(_Delimited):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3, and
-    many others."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen, many others."""
 
     delimiters = ("<tool_call>", "</tool_call>")
 
@@ -84,32 +84,32 @@ class Hermes(_Delimited):
 
 @TOOL_PARSERS.register("llama3_json")
 class Llama(_Delimited):
-    """The whole reply is ``{"name": ..., "parameters": {...}}``; several have a semicolon in
-    between: Llama 3."""
+    """A reply that is ``{"name": ..., "parameters": {...}}`` alone: Llama 3.
+
+    Several calls have a semicolon in between.
+    """
 
     delimiters = ("<|python_tag|>",)
     _CALL = re.compile(r"[^ \n;]")
 
     def sure(self, text: str) -> str:
-        if text.lstrip()[:1] in ("{", ""):
+        if text.lstrip()[:1] in ("{", ""):  # it may be a call
             return ""
         return super().sure(text)
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        if self.delimiters[0] in text or text.lstrip()[:1] != "{":
-            marked = text
-        else:
-            marked = self.delimiters[0] + text
-        front, calls = super().read(marked, tools)
+        delimited = text
+        if self.delimiters[0] not in text and text.lstrip()[:1] == "{":
+            delimited = self.delimiters[0] + text  # the model may leave the delimiter out
+        front, calls = super().read(delimited, tools)
         if calls:
             return (front, calls)
         return (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
-        place = 0
-        while start := self._CALL.search(rest, place):
-            place = start.start()
-            call, place = _DECODER.raw_decode(rest, place)
+        position = 0
+        while start := self._CALL.search(rest, position):
+            call, position = _DECODER.raw_decode(rest, start.start())
             yield {
                 "name": call["name"],
                 "arguments": call.get("parameters", call.get("arguments", {})),
@@ -118,14 +118,16 @@ class Llama(_Delimited):
 
 @TOOL_PARSERS.register("mistral")
 class Mistral(_Delimited):
-    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``; newer ones
-    ``[TOOL_CALLS]name[ARGS]{...}`` for each."""
+    """``[TOOL_CALLS] [{"name": ..., "arguments": {...}}]``: Mistral.
+
+    Newer models write ``[TOOL_CALLS]name[ARGS]{...}`` for every call.
+    """
 
     delimiters = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
     _NAME = re.compile(r"[\w.-]+")
 
     def identity(self, request: str, index: int) -> str:
-        """Nine letters and digits, or the template refuses the conversation."""
+        """Nine letters and digits: the template rejects other ids."""
         return sha256(f"{request}-{index}".encode()).hexdigest()[:9]
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
@@ -133,19 +135,22 @@ class Mistral(_Delimited):
             for call in json.loads(rest):
                 yield {"name": call["name"], "arguments": call.get("arguments", {})}
             return
-        for piece in rest.split(self.delimiters[0]):
-            head, brace, rest = piece.partition("{")
-            name = head.partition("[CALL_ID]")[0].strip().removesuffix("[ARGS]").strip()
+        for text in rest.split(self.delimiters[0]):
+            head, brace, body = text.partition("{")
+            name, _, _ = head.partition("[CALL_ID]")
+            name = name.strip().removesuffix("[ARGS]").strip()
             if not self._NAME.fullmatch(name):
-                raise ValueError(piece)
-            yield {"name": name, "arguments": json.loads(brace + rest)}
+                raise ValueError(text)
+            yield {"name": name, "arguments": json.loads(brace + body)}
 
 
 @TOOL_PARSERS.register("deepseek_v3")
 @TOOL_PARSERS.register("deepseek_v31")
 class DeepSeek(_Delimited):
-    """Both of DeepSeek's: V3 and R1 write ``function<sep>name`` and a block of JSON, V3.1
-    ``name<sep>{...}``."""
+    """Both formats of DeepSeek.
+
+    V3 and R1 write ``function<sep>name`` and a block of JSON, V3.1 ``name<sep>{...}``.
+    """
 
     delimiters = (
         "<｜tool▁calls▁begin｜>",
@@ -158,63 +163,67 @@ class DeepSeek(_Delimited):
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
         _, begin, sep, end, _ = self.delimiters
         blocks = list(between(rest, begin, end))
-        if rest.count(begin) != len(blocks):
+        if rest.count(begin) != len(blocks):  # one that never ends
             raise ValueError(rest)
-        for head, separated, body in (block.partition(sep) for block in blocks):
-            name, fence, code = body.partition("\n```")
-            if fence:
-                head = name
+        for block in blocks:
+            name, separator, body = block.partition(sep)
+            v3_name, fence, code = body.partition("\n```")
+            if fence:  # V3: the text in front of the separator is the type
+                name = v3_name
                 body = code.removeprefix("json").strip().removesuffix("```")
-            if not separated or not head.strip():
+            if not separator or not name.strip():
                 raise ValueError(rest)
-            yield {"name": head.strip(), "arguments": json.loads(body)}
+            yield {"name": name.strip(), "arguments": json.loads(body)}
 
 
 @TOOL_PARSERS.register("pythonic")
 class Pythonic(_Delimited):
-    """The whole reply is ``[name(argument=value), ...]``, as Python writes it: Llama 3.2 and 4,
-    ToolACE."""
+    """A reply that is ``[name(argument=value), ...]`` alone, in Python: Llama 3.2 and 4, ToolACE."""
 
     delimiters = ("<|python_start|>", "<|python_end|>")
-    _LONGEST = (
-        2**15
-    )  # characters, for which Python's parser takes a tenth of a second and blocks the event loop
+    #: Characters: Python's parser takes a tenth of a second for them, and blocks the event loop.
+    _LONGEST = 2**15
 
     def sure(self, text: str) -> str:
-        if text.lstrip()[:1] in ("[", "<", ""):
+        if text.lstrip()[:1] in ("[", "<", ""):  # it may be a list of calls
             return ""
         return text.rstrip()
 
     def read(self, text: str, tools: Tools) -> tuple[str, Functions]:
-        bare = (
-            text.strip().removeprefix(self.delimiters[0]).removesuffix(self.delimiters[1]).strip()
-        )
+        start, end = self.delimiters
+        bare = text.strip().removeprefix(start).removesuffix(end).strip()
         if not (bare.startswith("[") and bare.endswith("]")) or len(bare) > self._LONGEST:
             return text, []
         try:
             calls = list(self._calls(bare))
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+        except _MALFORMED:
             return text, []
         if calls:
             return ("", calls)
         return (text, [])
 
     def _calls(self, rest: str) -> Iterator[dict[str, Any]]:
-        written = ast.parse(rest, mode="eval").body
-        if not isinstance(written, ast.List):
+        expression = ast.parse(rest, mode="eval").body
+        if not isinstance(expression, ast.List):
             raise ValueError(rest)
-        for call in written.elts:
-            if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):
+        for call in expression.elts:
+            if not isinstance(call, ast.Call) or call.args:
                 raise ValueError(rest)
-            arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+            arguments = {}
+            for keyword in call.keywords:
+                if not keyword.arg:  # **mapping
+                    raise ValueError(rest)
+                arguments[keyword.arg] = ast.literal_eval(keyword.value)
             json.dumps(arguments)  # they travel as JSON
             yield {"name": ast.unparse(call.func), "arguments": arguments}
 
 
 @dataclass
 class FunctionTools(ToolParser):
-    """A function ``text, tools -> (text, calls)``; an error, or another type of result, leaves the
-    reply as text."""
+    """A function ``text, tools -> (text, calls)``.
+
+    An error, or another type of result, leaves the reply as text.
+    """
 
     function: Callable[[str, Tools], tuple[str, Functions]]
 
@@ -224,9 +233,9 @@ class FunctionTools(ToolParser):
             calls = [
                 {"name": str(call["name"]), "arguments": dict(call["arguments"])} for call in calls
             ]
-            json.dumps(calls)
+            json.dumps(calls)  # they travel as JSON
             return str(front), calls
-        except Exception as error:
+        except Exception as error:  # of any type: the function is the user's, or vLLM's
             log.warning("the tool parser has failed, and the reply is left as text: %r", error)
             return text, []
 
@@ -234,18 +243,22 @@ class FunctionTools(ToolParser):
 def read_with_vllm(
     parser: Callable[..., Any], tokenizer: Tokenizer, text: str, tools: Tools
 ) -> tuple[str, Functions]:
-    """The text and the calls by one of vLLM's parsers; a new one for each reply, since they keep
-    state."""
+    """The text and the calls by one of vLLM's parsers.
+
+    They have state, so that every reply has a new one.
+    """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     body = {"messages": [], "model": "policy", "tools": list(tools or ()) or None}
     request = ChatCompletionRequest.model_validate(body)
     result = parser(tokenizer, request.tools).extract_tool_calls(text, request)
-    calls = [
-        {"name": call.function.name, "arguments": json.loads(call.function.arguments or "{}")}
-        for call in result.tool_calls
-    ]
-    return (result.content or "") if calls else text, calls
+    calls = []
+    for call in result.tool_calls:
+        arguments = json.loads(call.function.arguments or "{}")
+        calls.append({"name": call.function.name, "arguments": arguments})
+    if not calls:
+        return text, []
+    return result.content or "", calls
 
 
 # ---------------------------------------------------------------- thinking
@@ -270,7 +283,9 @@ class _Between(ReasoningParser):
         thought, ended, rest = bare.removeprefix(start).partition(end)
         if ended:
             return thought.strip(), rest.lstrip()
-        return (thought.strip() if done else before(thought, end).lstrip()), ""
+        if done:
+            return thought.strip(), ""
+        return before(thought, end).lstrip(), ""
 
 
 @REASONING_PARSERS.register("think")
