@@ -1,8 +1,7 @@
-"""One episode at the endpoint, and its calls of the model: from a request of any API to what is
-recorded.
+"""One episode at the endpoint, and its calls of the model: from a request of any API to a record.
 
 Invariant: an answer that was given is recorded, with the tokens that the engine read and wrote. If
-a stream is broken off, what was sent of it is recorded. Nothing is recorded twice, or after the
+a stream is broken off, the part that was sent is recorded. Nothing is recorded twice, or after the
 episode. However many streams there are, the engines are polled once in ``POLL_S``, and never
 without a stream.
 
@@ -53,22 +52,21 @@ from skyasync.rollout.generator_api import request_seed
 from skyasync.rollout.types import TrajectoryId, action_of
 
 MOST_BYTES = 32 * 1024**2  # of a request, whatever the model can read
-# of a request to a model: text takes about 4 bytes a token
-FREE_BYTES = 2**20
-BYTES_PER_TOKEN = 16
+FREE_BYTES = 2**20  # of a request to a model of any length: tools and JSON's own characters
+BYTES_PER_TOKEN = 16  # of the model's length; text takes about 4
 LONG_REPLY = 1024  # tokens that are read in milliseconds; a thread reads longer replies
-MOST_LISTED = (
-    2**18
-)  # tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each
+#: Tokens of one answer that are sent with their log-probabilities or ids: about 200 bytes each.
+MOST_LISTED = 2**18
 READING_SHARE = 0.1  # most of the time that may go into reading incomplete replies
 MOST_PIXELS = 1 << 27  # of a request's images together: 400 MB when they are decoded
 MOST_STORED = 256  # answers that later requests may name; each holds its whole conversation
 STORED_CHARACTERS = 32 * 1024**2  # of all these conversations together
-INLINE = (
-    16 * 1024
-)  # bytes or characters read in milliseconds; of longer requests an episode has one read at a time
-POLL_S = 0.05
-CLOSE_S = 5.0
+#: Bytes or characters that are read in milliseconds; of longer requests an episode has one read at
+#: a time.
+INLINE = 16 * 1024
+_TEMPLATE_ERRORS = (TemplateError, TypeError, KeyError, ValueError, RecursionError)
+POLL_S = 0.05  # between two parts of a stream: a reader sees no delay
+CLOSE_S = 5.0  # for the poll in progress when the endpoint closes
 
 
 class Session:
@@ -95,8 +93,8 @@ class Session:
         affinity: str | None = None,
         reads_behaviour: str = "",
     ) -> None:
-        # The run's seed: other samples of the prompt have the same, and a request may set one of
-        # its own.
+        # The run's seed is the same for other samples of the prompt: ``requests`` adds the call's
+        # name. A request may set a seed of its own.
         self._seed = sampling.seed
         self.sampling = replace(sampling, seed=None)
         self.identity = identity
@@ -105,9 +103,10 @@ class Session:
         self.api_key = secrets.token_urlsafe(32)
         self.recorder = Recorder()
         self.conversations: dict[str, list[Message]] = {}
-        self._stored: dict[str, int] = {}  # characters of these
+        self._stored: dict[str, int] = {}  # characters of the conversations, oldest first
         self._reading = asyncio.Lock()
         self.tokenising = asyncio.Lock()
+        # Of an engine; a future, so that the generator can wait for it.
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.handlers: set[asyncio.Task[Any]] = set()
         self.streams: set[Callable[[], None]] = set()
@@ -117,33 +116,36 @@ class Session:
     def requests(
         self, prompt: Ints, request: ModelRequest, capacity: int
     ) -> list[GenerationRequest]:
-        """One request per choice, each with an id (and seed) of its own; ``capacity``: tokens that
-        a reply may have."""
+        """One engine request per choice, each with an id (and seed) of its own.
+
+        Args:
+            prompt: tokens, ``[prompt length]``.
+            capacity: tokens that a reply may have.
+        """
         sampling = request.sampling
-        most = min(sampling.max_tokens, capacity)
-        sampling = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        first = self._requests
-        self._requests = self._requests + request.choices
+        max_tokens = min(sampling.max_tokens, capacity)
+        min_tokens = min(sampling.min_tokens, max_tokens)
+        sampling = replace(sampling, max_tokens=max_tokens, min_tokens=min_tokens)
+        images = images_of(request.messages)
         requests = []
         for choice in range(request.choices):
-            name = f"{self.identity}-c{first + choice}"
+            name = f"{self.identity}-c{self._requests}"
+            self._requests += 1
             if sampling.seed is None:
-                own = request_seed(self._seed, name)
+                seed = request_seed(self._seed, name)
             else:
-                own = (sampling.seed + choice) % 2**62
-            if own is None:
-                each = sampling
-            else:
-                each = replace(sampling, seed=own)
-            shown = images_of(request.messages)
+                seed = (sampling.seed + choice) % 2**62  # else all choices would be the same
+            params = sampling if seed is None else replace(sampling, seed=seed)
             requests.append(
-                GenerationRequest(name, prompt, each, session_id=self.affinity, images=shown)
+                GenerationRequest(name, prompt, params, session_id=self.affinity, images=images)
             )
         return requests
 
     def reads(self, size: int | None) -> AbstractAsyncContextManager[object]:
-        """Held while a request of ``size`` bytes (None: unknown) is read. Long requests are read
-        one at a time."""
+        """A context for reading a request of ``size`` bytes (None: unknown).
+
+        Long requests of an episode are read one at a time.
+        """
         if size is not None and size <= INLINE:
             return nullcontext()
         return self._reading
@@ -157,17 +159,16 @@ class Session:
             del self.conversations[oldest], self._stored[oldest]
 
     def settle(self) -> None:
-        """Record what has been sent of answers that are still streamed: the program may have read
-        enough."""
-        for settle in list(self.streams):
+        """Record the parts that were sent of open streams: the program may have read enough."""
+        for settle in list(self.streams):  # a copy: streams end while others are recorded
             settle()
 
 
 class StreamPoller:
     """Asks the engines for the progress of streamed requests.
 
-    A client that cannot tell returns nothing, and answers are streamed when they are complete. A
-    poll that has begun is finished: an engine tells each token once.
+    A client that does not know the progress returns nothing, and answers are streamed when they are
+    complete. A poll that has begun is finished: an engine reports a token once.
     """
 
     def __init__(self, client: InferenceClient) -> None:
@@ -185,6 +186,7 @@ class StreamPoller:
 
     async def _poll(self) -> dict[str, GenerationOutput]:
         await asyncio.sleep(POLL_S)
+        # Requests that come from here on belong to the next poll.
         polled = self._polled
         self._polled = set()
         try:
@@ -193,7 +195,7 @@ class StreamPoller:
             return {}
 
     async def close(self) -> None:
-        """Without streams: a poll that an engine holds up is abandoned."""
+        """End the poller, when there are no streams; a poll that an engine holds up is cancelled."""
         if self._task is not None:
             await asyncio.wait({self._task}, timeout=CLOSE_S)
             self._task.cancel()
@@ -210,16 +212,15 @@ class Calls:
         self.parser = parser
         self.max_model_len = max_model_len
         self.poller = StreamPoller(client)
-        self._thread = ThreadPoolExecutor(
-            1, "endpoint tokenizer"
-        )  # only one: long conversations take memory
+        # Only one: long conversations take memory.
+        self._thread = ThreadPoolExecutor(1, "endpoint tokenizer")
         #: Most bytes of a request: far more than the model can read.
         self.most_bytes = min(MOST_BYTES, FREE_BYTES + BYTES_PER_TOKEN * max_model_len)
-        if reads_images(chat.tokenizer.name_or_path):
+        if reads_images(chat.tokenizer.name_or_path):  # which have few tokens for their bytes
             self.most_bytes = MOST_BYTES
 
     async def prompt(self, session: Session, request: ModelRequest, size: int) -> Ints:
-        """The tokens that the model is to continue.
+        """The tokens that the model is to continue, ``[prompt length]``.
 
         Args:
             size: bytes of the request.
@@ -239,14 +240,12 @@ class Calls:
 
     def _prompt(self, session: Session, request: ModelRequest) -> Ints:
         if request.prompt is not None:
-            given = request.prompt
-            try:
-                if isinstance(given, str):
-                    tokens = self.chat.tokenizer(given)["input_ids"]
-                else:
-                    tokens = given
-            except (TypeError, ValueError) as error:  # of half a surrogate pair
-                raise RequestError(f"prompt cannot be tokenised: {error}", "prompt") from error
+            tokens = request.prompt
+            if isinstance(tokens, str):
+                try:
+                    tokens = self.chat.tokenizer(tokens)["input_ids"]
+                except (TypeError, ValueError) as error:  # of half a surrogate pair
+                    raise RequestError(f"prompt cannot be tokenised: {error}", "prompt") from error
             self._check_tokens("prompt", tokens)
             return ints(tokens)
         if request.tools and not self.chat.knows_tools:
@@ -257,13 +256,7 @@ class Calls:
             return self.chat.prompt(request.messages, request.tools, session.recorder)
         except UserError as error:  # of images
             raise RequestError(str(error), "messages", "unsupported_content") from error
-        except (
-            TemplateError,
-            TypeError,
-            KeyError,
-            ValueError,
-            RecursionError,
-        ) as error:  # that templates do not know
+        except _TEMPLATE_ERRORS as error:
             problem = f"the model's chat template refuses the messages: {error!s:.500}"
             raise RequestError(problem, "messages") from error
 
@@ -287,39 +280,43 @@ class Calls:
             # change them here.
             problem = f"{unmirrored(changed[0], session.reads_behaviour)}: remove it"
             raise RequestError(problem, changed[0], "unsupported_parameter")
-        # What has more characters, messages or tokens than the model could read is not tokenised
-        # first.
-        most = self.max_model_len
-        prompt = ints([])
-        too_long = ""
-        items = len(request.prompt if isinstance(request.prompt, list) else request.messages)
-        count = _characters(request)
-        if items > most:
-            too_long = f"{items} {'messages' if request.prompt is None else 'tokens'}"
-        elif count > most and count > most * self._longest_token:
-            too_long = f"{count} characters"
-        else:
-            prompt = await self.prompt(session, request, size)
-            if len(prompt) >= most:
-                too_long = f"{len(prompt)} tokens"
-            else:
-                too_long = ""
-        if too_long:
-            problem = f"the prompt has {too_long}, which leaves no room for a reply within the model's {most} tokens"
-            raise RequestError(
-                f"{problem} (generator.max_model_len)", code="context_length_exceeded"
-            )
-        requests = session.requests(prompt, request, most - len(prompt))
-        listed = sum(each.sampling.max_tokens for each in requests)
+        self._check_length(request)
+        prompt = await self.prompt(session, request, size)
+        if len(prompt) >= self.max_model_len:
+            raise self._too_long(f"{len(prompt)} tokens")
+        requests = session.requests(prompt, request, self.max_model_len - len(prompt))
+        listed = sum(choice.sampling.max_tokens for choice in requests)
         if (request.logprobs or request.token_ids) and listed > MOST_LISTED:
             problem = f"an answer of up to {listed} tokens (n times max_tokens) is too long for logprobs or token ids"
             raise RequestError(f"{problem}: these may have {MOST_LISTED}", "n")
-        shown = prompt.tolist() if request.token_ids else None
-        identity = f"{prefix}-{requests[0].request_id}"
         head = AnswerHead(
-            identity, request.model, int(time.time()), len(prompt), prompt_token_ids=shown
+            id=f"{prefix}-{requests[0].request_id}",
+            model=request.model,
+            created=int(time.time()),
+            prompt_tokens=len(prompt),
+            prompt_token_ids=prompt.tolist() if request.token_ids else None,
         )
         return ModelCall(self, session, request, prompt, requests, head)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        """Raises ``RequestError`` for more items or characters than the model could read.
+
+        Tokenising such a request would take long, for nothing.
+        """
+        limit = self.max_model_len
+        if isinstance(request.prompt, list) and len(request.prompt) > limit:
+            raise self._too_long(f"{len(request.prompt)} tokens")
+        if len(request.messages) > limit:
+            raise self._too_long(f"{len(request.messages)} messages")
+        count = _characters(request)
+        # The longest token is computed for long requests alone: it takes the whole vocabulary.
+        if count > limit and count > limit * self._longest_token:
+            raise self._too_long(f"{count} characters")
+
+    def _too_long(self, size: str) -> RequestError:
+        problem = f"the prompt has {size}, which leaves no room for a reply"
+        problem = f"{problem} within the model's {self.max_model_len} tokens"
+        return RequestError(f"{problem} (generator.max_model_len)", code="context_length_exceeded")
 
     @cached_property
     def _longest_token(self) -> float:
@@ -328,9 +325,9 @@ class Calls:
 
     def _check_tokens(self, name: str, tokens: Iterable[int]) -> None:
         """An engine that is asked for an unknown token may fail, and with it the run."""
-        most = len(self.chat.tokenizer)
-        if not all(0 <= token < most for token in tokens):
-            raise RequestError(f"{name} has token ids outside of 0 to {most - 1}", name)
+        count = len(self.chat.tokenizer)
+        if not all(0 <= token < count for token in tokens):
+            raise RequestError(f"{name} has token ids outside of 0 to {count - 1}", name)
 
 
 def _check_images(images: Sequence[Image]) -> None:
@@ -344,17 +341,19 @@ def _check_images(images: Sequence[Image]) -> None:
 
 
 def _characters(request: ModelRequest) -> int:
+    """Characters of a request's text; 0 for token ids."""
+    if isinstance(request.prompt, str):
+        return len(request.prompt)
     if request.prompt is not None:
-        if isinstance(request.prompt, str):
-            return len(request.prompt)
         return 0
-    contents = (message["content"] for message in request.messages)
-    return sum(
-        len(content)
-        if isinstance(content, str)
-        else sum(len(part.get("text", "")) for part in content)
-        for content in contents
-    )
+    count = 0
+    for message in request.messages:
+        content = message["content"]
+        if isinstance(content, str):
+            count += len(content)
+        else:
+            count += sum(len(part.get("text", "")) for part in content)
+    return count
 
 
 class ModelCall:
@@ -380,7 +379,9 @@ class ModelCall:
         self._prompt = prompt
         self._requests = requests
         self._opened = calls.parser.opens(prompt)
+        # By choice: what has been sent of a stream.
         self._sent: dict[int, tuple[GenerationOutput, ModelReply]] = {}
+        # By choice: text and log-probability of the tokens that have been read.
         self._logprobs: list[list[tuple[str, float]]] = [[] for _ in requests]
         self._recorded = False
 
@@ -392,9 +393,7 @@ class ModelCall:
                 answered.
             Exception: the engine's failure, which is the run's too.
         """
-        tasks = [
-            asyncio.create_task(self._calls.client.generate(request)) for request in self._requests
-        ]
+        tasks = self._begin()
         try:
             await asyncio.wait(tasks)
         finally:
@@ -402,47 +401,55 @@ class ModelCall:
         return await self._complete(tasks)
 
     async def updates(self) -> AsyncGenerator[list[ModelReply], None]:
-        """The certain part of every reply, again and again, and then the complete replies. Raises
-        as ``answered``."""
-        tasks = [
-            asyncio.create_task(self._calls.client.generate(request)) for request in self._requests
-        ]
+        """The certain part of every reply, again and again, and then the complete replies.
+
+        Raises as ``answered``.
+        """
+        tasks = self._begin()
+        names = [request.request_id for request in self._requests]
         self._session.streams.add(self.settle)
         try:
             while pending := [task for task in tasks if not task.done()]:
-                poll = self._calls.poller.poll([request.request_id for request in self._requests])
+                poll = self._calls.poller.poll(names)
                 await asyncio.wait({*pending, poll}, return_when=asyncio.FIRST_COMPLETED)
                 if not poll.done() or all(task.done() for task in tasks):
                     continue
                 began = time.perf_counter()
                 progress = poll.result()
-                for index, (task, request) in enumerate(zip(tasks, self._requests, strict=True)):
-                    output = progress.get(request.request_id)
+                for index, (task, name) in enumerate(zip(tasks, names, strict=True)):
+                    output = progress.get(name)
+                    # A reply that is complete by now is sent as such.
                     if output is not None and len(output.token_ids) and not task.done():
                         self._sent[index] = output, await self._reply(index, output, done=False)
-                spent = time.perf_counter() - began
+                spent_s = time.perf_counter() - began
                 if self._sent:
                     yield [reply for _, reply in self._sent.values()]
-                if (
-                    spent > POLL_S * READING_SHARE
-                ):  # a long reply: the event loop has others to serve
-                    await asyncio.wait(
-                        pending, timeout=spent / READING_SHARE, return_when=asyncio.ALL_COMPLETED
-                    )
+                # A long reply is read less often: the event loop has others to serve.
+                if spent_s > POLL_S * READING_SHARE:
+                    pause_s = spent_s / READING_SHARE
+                    await asyncio.wait(pending, timeout=pause_s, return_when=asyncio.ALL_COMPLETED)
             yield await self._complete(tasks)
         finally:
             self.settle()
             self._session.streams.discard(self.settle)
-            await _end(tasks)  # last: a second cancellation may come while this waits
+            # At the end: a second cancellation may come while this waits.
+            await _end(tasks)
+
+    def _begin(self) -> list[asyncio.Task[GenerationOutput]]:
+        """Make the engine requests, one per choice."""
+        generate = self._calls.client.generate
+        return [asyncio.create_task(generate(request)) for request in self._requests]
 
     def settle(self) -> None:
-        """Record what has been sent of the answer, if anything has and nothing is recorded yet."""
-        seen = [pair for pair in self._sent.values() if pair[1].text or pair[1].reasoning]
-        if seen:
-            self._record(
-                [replace(output, finish_reason="abort") for output, _ in seen],
-                [reply for _, reply in seen],
-            )
+        """Record the part of the answer that was sent, unless nothing was or it is recorded."""
+        outputs = []
+        replies = []
+        for output, reply in self._sent.values():
+            if reply.text or reply.reasoning:
+                outputs.append(replace(output, finish_reason="abort"))
+                replies.append(reply)
+        if replies:
+            self._record(outputs, replies)
 
     async def _complete(self, tasks: list[asyncio.Task[GenerationOutput]]) -> list[ModelReply]:
         outputs: list[GenerationOutput] = []
@@ -453,55 +460,55 @@ class ModelCall:
             if isinstance(error, Exception):
                 if not self._session.failure.done():
                     self._session.failure.set_exception(error)
-                    self._session.failure.exception()  # the generator may not be there to read it
+                    # Read here: asyncio warns of an exception that is never read, and the generator
+                    # may be gone.
+                    self._session.failure.exception()
                 raise error
             if not task.cancelled() and error is None:
                 outputs.append(task.result())
-        if len(outputs) < len(tasks) or any(
-            o.finish_reason == "abort" or not len(o.token_ids) for o in outputs
-        ):
+        aborted = any(o.finish_reason == "abort" or not len(o.token_ids) for o in outputs)
+        if aborted or len(outputs) < len(tasks):
             raise RequestError("the engine has ended this call", code="aborted", status=503)
-        self.head = replace(
-            self.head, completion_tokens=sum(len(output.token_ids) for output in outputs)
-        )
-        replies = [
-            await self._reply(index, output, done=True) for index, output in enumerate(outputs)
-        ]
+        count = sum(len(output.token_ids) for output in outputs)
+        self.head = replace(self.head, completion_tokens=count)
+        replies = []
+        for index, output in enumerate(outputs):
+            replies.append(await self._reply(index, output, done=True))
         self._record(outputs, replies)
         return replies
 
     def _record(self, outputs: list[GenerationOutput], replies: list[ModelReply]) -> None:
+        """Add the replies to the episode's recorder, one call per choice."""
         if self._recorded or self._session.over:
             return
         self._recorded = True
         request = self.request
         messages = self.request.messages
-        # once for all replies
-        read = conversation(messages, request.tools)
-        thought = thoughts(messages)
-        shown = images_of(messages)
+        items = conversation(messages, request.tools)  # of all replies
+        digests = thoughts(messages)
+        images = images_of(messages)
         for output, reply in zip(outputs, replies, strict=True):
             call = RecordedCall(
                 self._prompt,
                 action_of(output, []),
                 output.finish_reason or "stop",
                 self.head.id,
-                shown,
+                images,
             )
-            led_to = [*read, comparable(reply.message)] if request.prompt is None else ()
-            self._session.recorder.record(
-                call, led_to, thought | thoughts([reply.message], len(read))
-            )
+            led_to: Sequence[str] = ()  # a prompt without messages cannot be extended
+            if request.prompt is None:
+                led_to = [*items, comparable(reply.message)]
+            reply_digest = thoughts([reply.message], len(items))
+            self._session.recorder.record(call, led_to, digests | reply_digest)
         if request.stored is not None:
             stored = [*request.stored, replies[0].message]
-            size = sum(map(len, read)) + sum(
-                len(message.get("reasoning_content", "")) for message in stored
-            )
-            size += sum(len(image.data) for image in shown)
-            self._session.store(self.head.id, stored, size + len(replies[0].text))
+            size = sum(map(len, items)) + len(replies[0].text)
+            size += sum(len(message.get("reasoning_content", "")) for message in stored)
+            size += sum(len(image.data) for image in images)
+            self._session.store(self.head.id, stored, size)
 
     async def _reply(self, index: int, output: GenerationOutput, *, done: bool) -> ModelReply:
-        """A reply; other tasks run before the next one is read."""
+        """A reply, or its certain part. Other tasks run before the next one is read."""
         if len(output.token_ids) > LONG_REPLY:
             return await asyncio.to_thread(self._read, index, output, done=done)
         await asyncio.sleep(0)
@@ -520,33 +527,34 @@ class ModelCall:
             several=request.parallel_tool_calls,
         )
         name = self._requests[index].request_id
-        calls = [
-            {"id": parser.tools.identity(name, i), "type": "function", "function": function}
-            for i, function in enumerate(parsed.functions)
-        ]
-        logprobs = None
-        if request.logprobs:  # those of earlier tokens are known from earlier readings
-            known = self._logprobs[index]
-            tokens = output.token_ids.tolist()
-            values = output.logprobs.tolist()
-            for place in range(len(known), len(tokens)):
-                known.append((self._calls.chat.tokenizer.decode([tokens[place]]), values[place]))
-            logprobs = known[: len(tokens)]
-        if calls:
-            finish = "tool_calls"
-        else:
-            finish = output.finish_reason or "stop"
+        calls = []
+        for number, function in enumerate(parsed.functions):
+            identity = parser.tools.identity(name, number)
+            calls.append({"id": identity, "type": "function", "function": function})
+        finish_reason = ""
+        if done:
+            finish_reason = "tool_calls" if calls else output.finish_reason or "stop"
         return ModelReply(
             index,
             parsed.text,
-            finish if done else "",
-            calls,
-            parsed.reasoning,
-            parsed.stopped_by,
-            logprobs,
-            output.token_ids.tolist() if request.token_ids else None,
-            parsed.reasoning_tokens,
+            finish_reason,
+            tool_calls=calls,
+            reasoning=parsed.reasoning,
+            stopped_by=parsed.stopped_by,
+            logprobs=self._read_logprobs(index, output) if request.logprobs else None,
+            token_ids=output.token_ids.tolist() if request.token_ids else None,
+            reasoning_tokens=parsed.reasoning_tokens,
         )
+
+    def _read_logprobs(self, index: int, output: GenerationOutput) -> list[tuple[str, float]]:
+        """Text and log-probability of the tokens; only new tokens are decoded."""
+        pairs = self._logprobs[index]
+        tokens = output.token_ids.tolist()
+        values = output.logprobs.tolist()
+        for position in range(len(pairs), len(tokens)):
+            text = self._calls.chat.tokenizer.decode([tokens[position]])
+            pairs.append((text, values[position]))
+        return pairs[: len(tokens)]
 
 
 async def _end(tasks: list[asyncio.Task[GenerationOutput]]) -> None:

@@ -1,5 +1,4 @@
-"""The APIs of the endpoint, one file each, and what they have in common: requests, replies,
-streams, fields.
+"""The APIs of the endpoint, one file each, and their common requests, replies, streams and fields.
 
 An API reads its requests into the one ``ModelRequest``, and writes the ``ModelReply``s to it in its
 own schema. Nothing here touches an engine, a tokenizer or the network.
@@ -32,9 +31,10 @@ T = TypeVar("T")
 #: The numbers by which a request may sample, by the names of ``SamplingParams``.
 NUMBERS = tuple(name for name in LIMITS if not name.endswith("_token_ids"))
 LENGTHS = (("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens"))
-MOST_STOPS = 64
-LONGEST_STOP = 256
-MOST_BIASES = 4096
+MOST_STOPS = 64  # stop strings: every one is searched for in every reply
+LONGEST_STOP = 256  # characters
+MOST_BIASES = 4096  # tokens with a bias
+#: The roles of requests, and the roles that chat templates know.
 ROLES = {
     "system": "system",
     "developer": "system",
@@ -46,8 +46,8 @@ ROLES = {
 _BIAS = Key("", float, low=-LARGEST_BIAS, high=LARGEST_BIAS)
 
 Message = dict[str, Any]
-"""As chat templates read it: content is text, or parts with images; the arguments of tool calls are
-values."""
+"""A message for chat templates: its content is text, or parts with images; the arguments of tool
+calls are values, not JSON text."""
 Body = dict[str, Any]  # JSON
 
 
@@ -95,7 +95,7 @@ class ModelReply:
         finish_reason: "stop", "length", "tool_calls" or "abort"; "" while it is generated.
         stopped_by: the stop string that ended the text.
         logprobs: text and log-probability of each token; None if they were not requested.
-        reasoning_tokens: how many of its tokens are reasoning.
+        reasoning_tokens: number of its tokens that are reasoning.
     """
 
     index: int
@@ -110,8 +110,7 @@ class ModelReply:
 
     @property
     def message(self) -> Message:
-        """The reply as a message for chat templates, equal to the message that a later request
-        sends back."""
+        """The reply as a message for templates, equal to one that a later request sends back."""
         message: Message = {"role": "assistant", "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -122,7 +121,7 @@ class ModelReply:
 
 @dataclass(frozen=True)
 class AnswerHead:
-    """What an answer has besides its replies. ``created`` is in seconds since 1970."""
+    """The fields of an answer other than its replies; ``created`` is in seconds since 1970."""
 
     id: str
     model: str
@@ -133,8 +132,7 @@ class AnswerHead:
 
 
 class Api:
-    """One request of an API, and its answer in the schema of that API: whole, or as server-sent
-    events.
+    """One request of an API, and its answer in the API's schema: complete, or as a stream of events.
 
     A stream is ``begin``, then ``update`` for every reply whenever it has grown and once with its
     ``finish_reason``, then ``end``; or ``fail``, at any point after ``begin``. Nothing that was
@@ -151,9 +149,8 @@ class Api:
     def __init__(self, body: Body, session: Session) -> None:
         self.request = self.read(body, session)
         self.head = AnswerHead("", "", 0, 0)  # until the stream begins
-        self.sent: dict[
-            int, tuple[int, int, int]
-        ] = {}  # of each reply: characters of reasoning and text, tokens
+        # By reply: characters of the reasoning, characters of the text, tokens.
+        self.sent: dict[int, tuple[int, int, int]] = {}
 
     def read(self, body: Body, session: Session) -> ModelRequest:
         """Raises ``RequestError``, naming the field that is wrong or not supported."""
@@ -185,19 +182,25 @@ class Api:
         }
 
     def unsent(self, reply: ModelReply) -> ModelReply:
-        """The reply without what has been sent of it; the rest counts as sent from now on."""
+        """The reply without the part that has been sent; the rest counts as sent from now on."""
         reasoning, text, tokens = self.sent.get(reply.index, (0, 0, 0))
         self.sent[reply.index] = (
             max(reasoning, len(reply.reasoning)),
             max(text, len(reply.text)),
             max(tokens, len(reply.logprobs or reply.token_ids or ())),
         )
+        logprobs = reply.logprobs
+        if logprobs is not None:
+            logprobs = logprobs[tokens:]
+        token_ids = reply.token_ids
+        if token_ids is not None:
+            token_ids = token_ids[tokens:]
         return replace(
             reply,
             reasoning=reply.reasoning[reasoning:],
             text=reply.text[text:],
-            logprobs=None if reply.logprobs is None else reply.logprobs[tokens:],
-            token_ids=None if reply.token_ids is None else reply.token_ids[tokens:],
+            logprobs=logprobs,
+            token_ids=token_ids,
         )
 
 
@@ -210,7 +213,12 @@ def event(data: Body | str, name: str = "") -> str:
 
 
 def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
-    """Raises ``ValueError`` or ``RecursionError`` for what is no JSON, or nested too deeply."""
+    """The value of JSON text.
+
+    Raises:
+        ValueError: if it is no JSON.
+        RecursionError: if it is nested too deeply.
+    """
     collecting = gc.isenabled()
     gc.disable()  # it would walk through a body of many lists again and again
     try:
@@ -225,17 +233,20 @@ def from_json(text: str | bytes) -> Any:  # noqa: ANN401  (JSON)
 
 def check_fields(
     body: Body,
-    known: Collection[str],
+    supported: Collection[str],
     ignored: Collection[str],
     neutral: Mapping[str, tuple[Any, ...]],
 ) -> None:
-    """Raises ``RequestError`` for a field that is not ``known``, unless its value is one that
-    requests nothing."""
+    """Raises ``RequestError`` for a field that is not supported.
+
+    Args:
+        neutral: values with which other fields request nothing.
+    """
     for name, value in body.items():
-        if name in known or name in ignored:
+        if name in supported or name in ignored:
             continue
         if name not in neutral:
-            close = nearest(name[:100], {*known, *neutral}, count=1)
+            close = nearest(name[:100], {*supported, *neutral}, count=1)
             hint = f"; did you mean {close[0]}?" if close else ""
             raise RequestError(f"unknown field {name:.100}{hint}", name[:100], "unknown_parameter")
         if value not in neutral[name]:
@@ -267,6 +278,7 @@ def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
     value = body.get(name)
     if value is None:
         return None
+    # Not isinstance: true and false are integers in Python.
     right_kind = type(value) is int or (type(value) is float and limits.type is float)
     if not right_kind or not limits.allows(value):
         kind = "number" if limits.type is float else "whole number"
@@ -275,13 +287,20 @@ def number(body: Mapping[str, Any], name: str, limits: Key) -> float | None:
 
 
 def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
-    """How to sample; ``defaults`` hold for what the request leaves out. Fields are by the names of
-    all APIs."""
-    chosen: dict[str, Any] = {}
-    for given_name, name in (*zip(NUMBERS, NUMBERS, strict=True), *LENGTHS):
-        value = number(body, given_name, LIMITS[name])
+    """The sampling of a request, whose fields have the names of any API.
+
+    Args:
+        defaults: hold for fields that the request leaves out.
+    """
+    requested: dict[str, Any] = {}
+    for name in NUMBERS:
+        value = number(body, name, LIMITS[name])
         if value is not None:
-            chosen[name] = value
+            requested[name] = value
+    for alias, name in LENGTHS:
+        value = number(body, alias, LIMITS[name])
+        if value is not None:
+            requested[name] = value
     bias = given(body, "logit_bias", dict, "an object", {})
     if bias:
         if len(bias) > MOST_BIASES:
@@ -290,24 +309,24 @@ def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
             )
         if not all(token.isascii() and token.isdigit() and len(token) < 10 for token in bias):
             raise RequestError("logit_bias must have token ids as its names", "logit_bias")
-        chosen["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
+        requested["logit_bias"] = {int(token): number(bias, token, _BIAS) or 0.0 for token in bias}
     for name in ("stop", "stop_sequences"):
-        value = body.get(name)
-        if value is None:
-            continue
-        stop = [value] if isinstance(value, str) else value
-        if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(
-                f"{name} must be a text or a list of texts, none of them empty", name
-            )
-        if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
-            most = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
-            raise RequestError(f"{name} may have {most}; it has {len(stop)}, or a longer one", name)
-        chosen["stop"] = tuple(stop)
+        if body.get(name) is not None:
+            requested["stop"] = _stop_strings(body[name], name)
     try:
-        return replace(defaults, **chosen)
+        return replace(defaults, **requested)
     except ValueError as error:  # of half a surrogate pair
         raise RequestError(str(error)) from error
+
+
+def _stop_strings(value: object, name: str) -> tuple[str, ...]:
+    stop = [value] if isinstance(value, str) else value
+    if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
+        raise RequestError(f"{name} must be a text or a list of texts, none of them empty", name)
+    if len(stop) > MOST_STOPS or max(map(len, stop), default=0) > LONGEST_STOP:
+        limits = f"{MOST_STOPS} texts of {LONGEST_STOP} characters"
+        raise RequestError(f"{name} may have {limits}; it has {len(stop)}, or a longer one", name)
+    return tuple(stop)
 
 
 def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
@@ -319,13 +338,15 @@ def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
     if not isinstance(content, list) or not any(image_part(part) for part in content):
         return text_of(content, where)
     try:
-        parts = read_parts(content, files=False)
+        blocks = read_parts(content, files=False)  # a client must not read this machine's files
     except UserError as error:
         raise RequestError(f"{where}: {error}", where, "unsupported_content") from error
-    return [
-        part if image_part(part) else {"type": "text", "text": text_of([part], where)}
-        for part in parts
-    ]
+    read_blocks = []
+    for block in blocks:
+        if not image_part(block):
+            block = {"type": "text", "text": text_of([block], where)}
+        read_blocks.append(block)
+    return read_blocks
 
 
 def text_of(content: object, where: str) -> str:
@@ -338,12 +359,14 @@ def text_of(content: object, where: str) -> str:
         return ""
     if isinstance(content, str):
         return content
-    parts: list[Any] = content if isinstance(content, list) else [content]
-    for part in parts:
-        check_no_image(part, where)
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+    blocks: list[Any] = content if isinstance(content, list) else [content]
+    text = ""
+    for block in blocks:
+        check_no_image(block, where)
+        if not isinstance(block, dict) or not isinstance(block.get("text"), str):
             raise RequestError(f"{where} must be text, or a list of parts of type text", where)
-    return "".join(part["text"] for part in parts)
+        text += block["text"]
+    return text
 
 
 def check_no_image(part: object, where: str) -> None:
@@ -359,13 +382,10 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
     """A tool call in a message of a request, in the form that templates read."""
     if not isinstance(name, str):
         raise RequestError(f"{where} must have a name and arguments", where)
-    with contextlib.suppress(
-        ValueError, RecursionError
-    ):  # what is no JSON is shown to the model as it is
-        if isinstance(arguments, str):
+    if isinstance(arguments, str):
+        # Text that is no JSON is shown to the model as it is.
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = from_json(arguments)
-        else:
-            arguments = arguments
     return {
         "id": str(identity or ""),
         "type": "function",
@@ -374,8 +394,7 @@ def tool_call(name: object, arguments: object, identity: object, where: str) -> 
 
 
 def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
-    """The tools of a request in the form of chat completions, which templates read; None if the
-    model is shown none.
+    """The tools of a request in the form that templates read; None if the model is shown none.
 
     Args:
         shown: the result of ``shows_tools``.
@@ -386,10 +405,10 @@ def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
     tools: list[dict[str, Any]] = []
     for index, tool in enumerate(requested if shown else ()):
         where = f"tools[{index}]"
+        tool_type = tool
         if isinstance(tool, dict):
+            # Anthropic's clients leave out the type of their own tools.
             tool_type = tool.get("type", "custom" if kind == "custom" else None)
-        else:
-            tool_type = tool
         if not isinstance(tool, dict) or tool_type != kind:
             raise RequestError(
                 f"{where} has the type {tool_type}: only tools of type {kind} are known here", where
@@ -402,17 +421,15 @@ def function_tools(body: Body, shown: bool, kind: str, schema: str) -> Tools:
         function: dict[str, Any] = {"name": name}
         if isinstance(description, str):
             function["description"] = description
-        if isinstance(parameters, dict):
-            function["parameters"] = parameters
-        else:
-            function["parameters"] = {"type": "object", "properties": {}}
+        if not isinstance(parameters, dict):  # a tool without arguments
+            parameters = {"type": "object", "properties": {}}
+        function["parameters"] = parameters
         tools.append({"type": "function", "function": function})
     return tools or None
 
 
 def shows_tools(choice: object, name: str = "tool_choice") -> bool:
-    """Whether the model is shown the tools. Raises ``RequestError`` if it is to be forced to call
-    one."""
+    """Whether the model is shown the tools. Raises ``RequestError`` if a call is required."""
     if choice not in (None, "auto", "none"):
         raise RequestError(
             f"{name} must be auto or none: a call of a tool cannot be enforced here", "tool_choice"

@@ -1,6 +1,6 @@
 """OpenAI's chat completions (``/v1/chat/completions``) and text completions (``/v1/completions``).
 
-A stream adds up to the whole answer.
+The chunks of a stream add up to the answer that a request without ``stream`` gets.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ COMPLETION_FIELDS = COMMON | {"prompt", "logprobs"}
 
 
 class ChatApi(Api):
+    """Chat completions; ``reasoning_content`` is vLLM's name for the thinking of a message."""
+
     prefix = "chatcmpl"
     kind: ClassVar[str] = "chat.completion"
     chunk_kind: ClassVar[str] = "chat.completion.chunk"
@@ -91,21 +93,23 @@ class ChatApi(Api):
             raise RequestError("messages is empty", "messages")
         tools = given(body, "tools", list, "a list of tools", [])
         for index, tool in enumerate(tools):
-            if isinstance(tool, dict):
-                function = tool.get("function")
-            else:
-                function = None
+            function = tool.get("function") if isinstance(tool, dict) else None
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise RequestError(
                     f"tools[{index}] must be of type function, with a name", f"tools[{index}]"
                 )
+        common = self.common(body, session)
+        logprobs = flag(body, "logprobs", default=False)
+        read_messages = []
+        for index, message in enumerate(messages):
+            read_messages.append(_message(message, f"messages[{index}]"))
+        if not shows_tools(body.get("tool_choice")):
+            tools = []
         return ModelRequest(
-            **self.common(body, session),
-            logprobs=flag(body, "logprobs", default=False),
-            messages=[
-                _message(message, f"messages[{index}]") for index, message in enumerate(messages)
-            ],
-            tools=(tools or None) if shows_tools(body.get("tool_choice")) else None,
+            **common,
+            logprobs=logprobs,
+            messages=read_messages,
+            tools=tools or None,
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
         )
 
@@ -122,68 +126,86 @@ class ChatApi(Api):
         }
 
     def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
-        about = {"id": head.id, "object": self.kind, "created": head.created, "model": head.model}
-        body = {
-            **about,
+        body: Body = {
+            "id": head.id,
+            "object": self.kind,
+            "created": head.created,
+            "model": head.model,
             "choices": [self.choice(reply) for reply in replies],
             "usage": _usage(head),
         }
-        if head.prompt_token_ids is None:
-            return body
-        return {**body, "prompt_token_ids": head.prompt_token_ids}
+        if head.prompt_token_ids is not None:
+            body["prompt_token_ids"] = head.prompt_token_ids
+        return body
 
     def update(self, reply: ModelReply) -> str:
-        first = reply.index not in self.sent
+        begins = reply.index not in self.sent
         new = self.unsent(reply)
-        deltas: list[tuple[Body, Body]] = []  # each with what is sent next to it
-        if first:
-            deltas.append(({"role": "assistant", "content": ""}, {}))
+        sent = ""
+        if begins:  # clients build the message from its role on
+            sent += self._delta(reply, {"role": "assistant", "content": ""})
         if new.reasoning:
-            deltas.append(({"reasoning_content": new.reasoning}, {}))
+            sent += self._delta(reply, {"reasoning_content": new.reasoning})
         if new.text or new.logprobs or new.token_ids:
-            more: Body = {} if new.token_ids is None else {"token_ids": new.token_ids}
+            fields: Body = {}
+            if new.token_ids is not None:
+                fields["token_ids"] = new.token_ids
             if new.logprobs:
-                more["logprobs"] = _logprobs(new.logprobs)
-            deltas.append(({"content": new.text} if new.text else {}, more))
+                fields["logprobs"] = _logprobs(new.logprobs)
+            # Tokens may have no text: special ones, or the first bytes of a character.
+            sent += self._delta(reply, {"content": new.text} if new.text else {}, **fields)
         if reply.tool_calls:
-            deltas.append(
-                ({"tool_calls": [{"index": i, **c} for i, c in enumerate(_tool_calls(reply))]}, {})
-            )
+            calls = [{"index": i, **call} for i, call in enumerate(_tool_calls(reply))]
+            sent += self._delta(reply, {"tool_calls": calls})
         if reply.finish_reason:
-            deltas.append(({}, {"finish_reason": reply.finish_reason}))
-        empty = {"index": reply.index, "finish_reason": None, "logprobs": None}
-        return "".join(self.chunk([{**empty, "delta": delta, **more}]) for delta, more in deltas)
+            sent += self._delta(reply, {}, finish_reason=reply.finish_reason)
+        return sent
+
+    def _delta(self, reply: ModelReply, delta: Body, **fields: object) -> str:
+        """A chunk with a part of one reply's message, and fields of its choice."""
+        choice: Body = {
+            "index": reply.index,
+            "finish_reason": None,
+            "logprobs": None,
+            "delta": delta,
+        }
+        return self.chunk([{**choice, **fields}])
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
+        usage = ""
         if self.request.include_usage:
             usage = self.chunk([], usage=_usage(head))
-        else:
-            usage = ""
         return usage + event("[DONE]")
 
-    def chunk(self, choices: list[Body], **more: object) -> str:
-        about = {
+    def chunk(self, choices: list[Body], **fields: object) -> str:
+        """An event of the stream."""
+        body: Body = {
             "id": self.head.id,
             "object": self.chunk_kind,
             "created": self.head.created,
             "model": self.head.model,
+            "choices": choices,
         }
-        return event({**about, "choices": choices, **more})
+        return event({**body, **fields})
 
     def choice(self, reply: ModelReply) -> Body:
         message: Body = {"role": "assistant", "content": reply.text, "refusal": None}
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         if reply.tool_calls:
-            message |= {"content": reply.text or None, "tool_calls": _tool_calls(reply)}
-        body = {"index": reply.index, "message": message, "finish_reason": reply.finish_reason}
-        if reply.logprobs is None:
-            body["logprobs"] = None
-        else:
+            message["content"] = reply.text or None  # as OpenAI sends a message of calls alone
+            message["tool_calls"] = _tool_calls(reply)
+        body: Body = {
+            "index": reply.index,
+            "message": message,
+            "finish_reason": reply.finish_reason,
+            "logprobs": None,
+        }
+        if reply.logprobs is not None:
             body["logprobs"] = _logprobs(reply.logprobs)
-        if reply.token_ids is None:
-            return body
-        return {**body, "token_ids": reply.token_ids}
+        if reply.token_ids is not None:
+            body["token_ids"] = reply.token_ids
+        return body
 
 
 class CompletionsApi(ChatApi):
@@ -195,6 +217,7 @@ class CompletionsApi(ChatApi):
     def read(self, body: Body, session: Session) -> ModelRequest:
         check_fields(body, COMPLETION_FIELDS, IGNORED, NEUTRAL)
         prompt = body.get("prompt")
+        # A batch of one prompt is that prompt.
         if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
             prompt = prompt[0]
         tokens = isinstance(prompt, list) and all(type(token) is int for token in prompt)
@@ -212,8 +235,7 @@ class CompletionsApi(ChatApi):
 
     def update(self, reply: ModelReply) -> str:
         new = self.unsent(reply)
-        sends = new.text or new.logprobs or new.token_ids or reply.finish_reason
-        if sends:
+        if new.text or new.logprobs or new.token_ids or reply.finish_reason:
             return self.chunk([self.choice(new)])
         return ""
 
@@ -222,48 +244,44 @@ class CompletionsApi(ChatApi):
             "index": reply.index,
             "text": reply.text,
             "finish_reason": reply.finish_reason or None,
+            "logprobs": None,
         }
-        body["logprobs"] = None
         if reply.logprobs is not None:
-            tokens = [token for token, _ in reply.logprobs]
-            values = [value for _, value in reply.logprobs]
             body["logprobs"] = {
-                "tokens": tokens,
-                "token_logprobs": values,
+                "tokens": [token for token, _ in reply.logprobs],
+                "token_logprobs": [value for _, value in reply.logprobs],
                 "top_logprobs": None,
                 "text_offset": None,
             }
-        if reply.token_ids is None:
-            return body
-        return {**body, "token_ids": reply.token_ids}
+        if reply.token_ids is not None:
+            body["token_ids"] = reply.token_ids
+        return body
 
 
 def _usage(head: AnswerHead) -> dict[str, int]:
-    read = head.prompt_tokens
-    wrote = head.completion_tokens
-    return {"prompt_tokens": read, "completion_tokens": wrote, "total_tokens": read + wrote}
+    return {
+        "prompt_tokens": head.prompt_tokens,
+        "completion_tokens": head.completion_tokens,
+        "total_tokens": head.prompt_tokens + head.completion_tokens,
+    }
 
 
 def _logprobs(pairs: Sequence[tuple[str, float]]) -> Body:
-    content = [
-        {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-        for token, value in pairs
-    ]
+    content = []
+    for token, value in pairs:
+        encoded = list(token.encode())
+        content.append({"token": token, "logprob": value, "bytes": encoded, "top_logprobs": []})
     return {"content": content, "refusal": None}
 
 
 def _tool_calls(reply: ModelReply) -> list[Body]:
-    """The arguments travel as JSON text."""
-    return [
-        {
-            **call,
-            "function": {
-                **call["function"],
-                "arguments": json.dumps(call["function"]["arguments"]),
-            },
-        }
-        for call in reply.tool_calls
-    ]
+    """The calls of tools, with the arguments as JSON text."""
+    calls = []
+    for call in reply.tool_calls:
+        function = call["function"]
+        arguments = json.dumps(function["arguments"])
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return calls
 
 
 def _message(message: object, where: str) -> Message:
@@ -278,6 +296,7 @@ def _message(message: object, where: str) -> Message:
         read["tool_call_id"] = str(message.get("tool_call_id", ""))
     if isinstance(message.get("name"), str):
         read["name"] = message["name"]
+    # Newer servers call it reasoning.
     thought = message.get("reasoning_content") or message.get("reasoning")
     if message["role"] == "assistant" and isinstance(thought, str):
         read["reasoning_content"] = thought
@@ -288,10 +307,7 @@ def _message(message: object, where: str) -> Message:
         where = f"{where}.tool_calls"
         read["tool_calls"] = []
         for call in calls:
-            if isinstance(call, dict):
-                function = call.get("function")
-            else:
-                function = None
+            function = call.get("function") if isinstance(call, dict) else None
             if not isinstance(function, dict):
                 raise RequestError(
                     f"{where} must be objects with a function that has a name and arguments", where

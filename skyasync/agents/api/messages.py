@@ -1,8 +1,8 @@
 """Anthropic's messages: ``/v1/messages``.
 
-Invariant: a conversation in blocks is the one that chat completions would have: the results of
-tools are messages of their own, before what else the user says with them, and thinking is the
-reasoning of its message.
+Invariant: a conversation in blocks is the one that chat completions would have. Results of tools
+are messages of their own, before the user's text next to them. Thinking is the reasoning of its
+message.
 """
 
 from __future__ import annotations
@@ -72,20 +72,17 @@ class MessagesApi(Api):
 
     def __init__(self, body: Body, session: Session) -> None:
         super().__init__(body, session)
-        self._open_block = ""
-        self._blocks = 0
+        self._open_block = ""  # the type of the open block
+        self._blocks = 0  # blocks that are complete
 
     def read(self, body: Body, session: Session) -> ModelRequest:
         if not self.counts_tokens:
             check_fields(body, _FIELDS, IGNORED, NEUTRAL)
             if number(body, "max_tokens", LIMITS["max_tokens"]) is None:
                 raise RequestError("max_tokens must be given", "max_tokens")
-        given_messages = given(body, "messages", list, "a list of messages")
-        messages = [
-            m
-            for i, message in enumerate(given_messages)
-            for m in _messages(message, f"messages[{i}]")
-        ]
+        messages: list[Message] = []
+        for index, message in enumerate(given(body, "messages", list, "a list of messages")):
+            messages += _messages(message, f"messages[{index}]")
         if not messages:
             raise RequestError("messages is empty", "messages")
         if messages[-1]["role"] == "assistant":
@@ -118,33 +115,26 @@ class MessagesApi(Api):
         return {**_message_head(head), "content": blocks, **_stop(reply)}
 
     def begin(self, head: AnswerHead) -> str:
-        return _event(
-            "message_start",
-            message={**_message_head(head), "stop_reason": None, "stop_sequence": None},
-        )
+        message = {**_message_head(head), "stop_reason": None, "stop_sequence": None}
+        return _event("message_start", message=message)
 
     def update(self, reply: ModelReply) -> str:
         new = self.unsent(reply)
         sent = ""
-        for kind, text, empty in (
-            ("thinking", new.reasoning, {"signature": ""}),
-            ("text", new.text, {}),
-        ):
-            if text:
-                if self._open_block != kind:
-                    sent += self._next_block({"type": kind, kind: "", **empty})
-                sent += _event(
-                    "content_block_delta",
-                    index=self._blocks,
-                    delta={"type": f"{kind}_delta", kind: text},
-                )
+        if new.reasoning:
+            sent += self._begin_block({"type": "thinking", "thinking": "", "signature": ""})
+            sent += self._delta({"type": "thinking_delta", "thinking": new.reasoning})
+        if new.text:
+            sent += self._begin_block({"type": "text", "text": ""})
+            sent += self._delta({"type": "text_delta", "text": new.text})
         for call in reply.tool_calls:
             block = _tool_use(call)
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            sent += self._next_block({**block, "input": {}})
-            sent += _event("content_block_delta", index=self._blocks, delta=delta)
+            sent += self._end_block()  # calls are blocks of one type
+            sent += self._begin_block({**block, "input": {}})
+            arguments = json.dumps(block["input"])
+            sent += self._delta({"type": "input_json_delta", "partial_json": arguments})
         if reply.finish_reason:
-            return sent + self._next_block(None)
+            sent += self._end_block()
         return sent
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
@@ -162,15 +152,25 @@ class MessagesApi(Api):
         kind = _ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
 
-    def _next_block(self, block: Body | None) -> str:
-        """End the open block, and begin this one."""
-        sent = ""
-        if self._open_block:
-            sent = _event("content_block_stop", index=self._blocks)
-            self._blocks += 1
-        self._open_block = block["type"] if block else ""
-        if block:
-            return sent + _event("content_block_start", index=self._blocks, content_block=block)
+    def _begin_block(self, block: Body) -> str:
+        """End the open block and begin this one, unless one of its type is open already."""
+        if self._open_block == block["type"]:
+            return ""
+        sent = self._end_block()
+        self._open_block = block["type"]
+        return sent + _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _delta(self, delta: Body) -> str:
+        """A part of the open block."""
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def _end_block(self) -> str:
+        """End the open block, if any."""
+        if not self._open_block:
+            return ""
+        sent = _event("content_block_stop", index=self._blocks)
+        self._open_block = ""
+        self._blocks += 1
         return sent
 
 
@@ -185,18 +185,24 @@ def _event(name: str, **data: object) -> str:
 
 
 def _message_head(head: AnswerHead) -> Body:
-    usage = {"input_tokens": head.prompt_tokens, "output_tokens": head.completion_tokens}
-    about = {"id": head.id, "type": "message", "role": "assistant", "model": head.model}
-    return {**about, "content": [], "usage": usage}
+    """The fields of a message that are known when it begins."""
+    return {
+        "id": head.id,
+        "type": "message",
+        "role": "assistant",
+        "model": head.model,
+        "content": [],
+        "usage": {"input_tokens": head.prompt_tokens, "output_tokens": head.completion_tokens},
+    }
 
 
 def _stop(reply: ModelReply) -> Body:
-    by_string = reply.stopped_by is not None and reply.finish_reason == "stop"
-    if by_string:
-        reason = "stop_sequence"
-    else:
-        reason = _STOPS[reply.finish_reason]
-    return {"stop_reason": reason, "stop_sequence": reply.stopped_by if by_string else None}
+    """Why a message has ended."""
+    # A reply that is cut by its length or makes a call has another reason, with or without a stop
+    # string.
+    if reply.stopped_by is not None and reply.finish_reason == "stop":
+        return {"stop_reason": "stop_sequence", "stop_sequence": reply.stopped_by}
+    return {"stop_reason": _STOPS[reply.finish_reason], "stop_sequence": None}
 
 
 def _tool_use(call: dict[str, Any]) -> Body:
@@ -220,10 +226,10 @@ def _messages(message: object, where: str) -> Iterator[Message]:
     if not isinstance(content, list):
         yield {"role": role, "content": text_of(content, f"{where}.content")}
         return
-    parts: list[Body] = []
+    blocks: list[Body] = []  # of text and images
     thoughts: list[str] = []
     calls: list[dict[str, Any]] = []
-    only_results = bool(content)
+    only_results = bool(content)  # else there is a message of the user or the model
     for index, block in enumerate(content):
         place = f"{where}.content[{index}]"
         kind = block.get("type") if isinstance(block, dict) else None
@@ -237,9 +243,9 @@ def _messages(message: object, where: str) -> Iterator[Message]:
             continue
         only_results = False
         if kind == "text":
-            parts.append({"type": "text", "text": text_of([block], place)})
+            blocks.append({"type": "text", "text": text_of([block], place)})
         elif kind == "image":
-            parts.append(block)
+            blocks.append(block)
         elif kind == "thinking" and role == "assistant":
             thoughts.append(given(block, "thinking", str, "text"))
         elif kind == "tool_use" and role == "assistant":
@@ -249,9 +255,9 @@ def _messages(message: object, where: str) -> Iterator[Message]:
             problem = f"{place} has the type {kind}, which is not read here in a message of {role}"
             raise RequestError(problem, place, "unsupported_content")
     if not only_results:
-        rest: Message = {"role": role, "content": content_of(parts, f"{where}.content")}
+        turn: Message = {"role": role, "content": content_of(blocks, f"{where}.content")}
         if thoughts:
-            rest["reasoning_content"] = "".join(thoughts)
+            turn["reasoning_content"] = "".join(thoughts)
         if calls:
-            rest["tool_calls"] = calls
-        yield rest
+            turn["tool_calls"] = calls
+        yield turn
