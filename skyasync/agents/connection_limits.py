@@ -1,4 +1,4 @@
-"""Limits of the connections to the library's HTTP servers, before a key is checked.
+"""Limits of connections to the library's HTTP servers, before a key is checked.
 
 Invariant: a connection without a complete request ends: its head must come within ``HEAD_S`` of its
 beginning (``IDLE_S`` of the previous answer), its body within ``BODY_S``. There are never so many
@@ -33,18 +33,25 @@ from aiohttp.typedefs import Handler
 from skyasync.agents.api import Body, RequestError, from_json
 from skyasync.inference.origin_check import foreign_origin, is_loopback
 
-HEAD_S = 20.0
+HEAD_S = 20.0  # clients send it at once
 IDLE_S = 600.0  # clients keep connections; those of agents are open for as long as a tool runs
-BODY_S = 60.0
-# a rejected request may still send, so that it can read the error: what it sends is discarded
+BODY_S = 60.0  # the largest body over a slow line
+#: A client whose request is rejected may send for so long, so that it reads the error; what it
+#: sends is discarded.
 LINGER_S = 1.0
 GRACE_S = 5.0  # for connections that are open when the server closes
 ACCEPTED_AT_ONCE = 32  # connections between two turns of the event loop: some milliseconds
 RESERVED_DESCRIPTORS = 512  # for everything else in this process
 log = logging.getLogger(__name__)
-log.addFilter(
-    lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-)
+
+
+def _is_of_the_server(record: logging.LogRecord) -> bool:
+    """False for what aiohttp logs about bytes that are no HTTP: anyone may send them."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, HttpProcessingError)
+
+
+log.addFilter(_is_of_the_server)
 #: Of aiohttp's runner. No body is decompressed; if a client hangs up, its handler is cancelled.
 RUNNER_OPTIONS: dict[str, Any] = {
     "access_log": None,
@@ -57,16 +64,14 @@ RUNNER_OPTIONS: dict[str, Any] = {
 
 
 class ConnectionLimits:
-    """Listens for an application's server. As many connections may be open as the process has room
-    for."""
+    """Listens for an application's server, with as many connections as descriptors allow."""
 
     def __init__(self) -> None:
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._most = max(256, descriptors - RESERVED_DESCRIPTORS)
+        self._capacity = max(256, descriptors - RESERVED_DESCRIPTORS)  # connections
         self._open: dict[asyncio.BaseTransport, _Connection] = {}
-        self._without_key: dict[
-            _Connection, None
-        ] = {}  # and without a request in progress, oldest first
+        # Without a valid key and without a request in progress, oldest first; a set in that order.
+        self._without_key: dict[_Connection, None] = {}
         self._server: asyncio.Server | None = None
         self.loopback = False
 
@@ -76,14 +81,14 @@ class ConnectionLimits:
         self._server = await asyncio.get_running_loop().create_server(
             lambda: _Connection(self, make()), host or None, port, backlog=ACCEPTED_AT_ONCE
         )
-        for (
-            listening
-        ) in self._server.sockets:  # asyncio accepts as many at once as may wait: more are to wait
-            with socket.socket(fileno=os.dup(listening.fileno())) as again:
-                again.listen(backlog)
-        address, number = self._server.sockets[0].getsockname()[:2]
+        # asyncio accepts as many connections at once as may wait. More may wait than that: the
+        # kernel's backlog is set again, by another object for the same socket.
+        for listening in self._server.sockets:
+            with socket.socket(fileno=os.dup(listening.fileno())) as duplicate:
+                duplicate.listen(backlog)
+        address, bound_port = self._server.sockets[0].getsockname()[:2]
         self.loopback = is_loopback(address)
-        return int(number)
+        return int(bound_port)
 
     async def close(self) -> None:
         """Accept no more connections; open ones are the runner's. Safe to call twice.
@@ -98,15 +103,18 @@ class ConnectionLimits:
             self._server.close()
 
     def admit(self, connection: _Connection, transport: asyncio.BaseTransport) -> bool:
-        if len(self._open) >= self._most:
+        """Whether a new connection may stay; the oldest one without a key is closed for it."""
+        if len(self._open) >= self._capacity:
             if not self._without_key:
                 return False
-            next(iter(self._without_key)).hang_up()
+            oldest = next(iter(self._without_key))
+            oldest.hang_up()
         self._open[transport] = connection
         self._without_key[connection] = None
         return True
 
     def forget(self, transport: asyncio.BaseTransport) -> None:
+        """Count a connection no more. Safe to call twice."""
         connection = self._open.pop(transport, None)
         if connection is not None:
             self._without_key.pop(connection, None)
@@ -138,6 +146,7 @@ class ConnectionLimits:
         finally:
             if connection is not None:
                 connection.limit(IDLE_S)
+                # The connection may have been closed during the request.
                 if not connection.has_key and request.transport in self._open:
                     self._without_key[connection] = None
 
@@ -161,14 +170,13 @@ class _Connection(asyncio.Protocol):
         """Hang up after that time; None: not at all."""
         if self._timer is not None:
             self._timer.cancel()
-        timed = self._transport is not None and seconds is not None
-        if timed:
-            self._timer = asyncio.get_running_loop().call_later(seconds or 0.0, self.hang_up)
-        else:
             self._timer = None
+        if self._transport is not None and seconds is not None:
+            self._timer = asyncio.get_running_loop().call_later(seconds, self.hang_up)
 
     def hang_up(self) -> None:
         if self._transport is not None:
+            # Now: ``connection_lost`` comes in a later turn of the event loop.
             self._limits.forget(self._transport)
             self._transport.abort()
 
@@ -181,7 +189,7 @@ class _Connection(asyncio.Protocol):
         self._inner.connection_made(transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._transport is None:
+        if self._transport is None:  # it was not admitted: aiohttp has never seen it
             return
         self.limit(None)
         self._limits.forget(self._transport)
@@ -217,10 +225,10 @@ async def read_bytes(request: web.Request) -> bytes:
             f"Content-Encoding {encoding!r:.100} is not read here: send the body as it is",
             status=415,
         )
-    most = request.client_max_size
-    if (request.content_length or 0) > most:
+    limit = request.client_max_size
+    if (request.content_length or 0) > limit:
         raise RequestError(
-            f"the body has {request.content_length} bytes; it may have {most}", status=413
+            f"the body has {request.content_length} bytes; it may have {limit}", status=413
         )
     try:
         async with asyncio.timeout(BODY_S):

@@ -1,7 +1,7 @@
-"""Plays episodes of agent programs: a program calls the endpoint as it likes and returns a score.
+"""Episodes of agent programs: a program calls the endpoint as it likes and returns a score.
 
 Invariant: every trajectory requested comes back, in the order requested, made of the calls that
-were recorded; the last of them gets the reward. An engine's failure and a wrong setting end the
+were recorded; the newest of them gets the reward. An engine's failure and a wrong setting end the
 run. A program that fails ends its own episode, and with it the run, unless ``environment.on_error``
 lets failed episodes be counted.
 """
@@ -21,11 +21,12 @@ from skyasync.agents.external_sessions import SessionBroker
 from skyasync.agents.programs import (
     AgentError,
     AgentPool,
+    AgentScore,
     NonFiniteAgentError,
     PassingAgentError,
     ray_processes,
 )
-from skyasync.agents.recorder import sequences
+from skyasync.agents.recorder import RecordedCall, sequences
 from skyasync.agents.server import Endpoint
 from skyasync.config.parts import reads_behaviour
 from skyasync.config.schema import Config
@@ -62,11 +63,9 @@ def agent_generator(
         folder: the run's, where external programs find the endpoint's address and key.
     """
     generator = cfg.generator
-    patience = RetryPolicy()
+    broker = None
     if generator.agent_program == ONLINE:
         broker = SessionBroker(folder)
-    else:
-        broker = None
     endpoint = Endpoint(
         client,
         tokenizer,
@@ -80,30 +79,36 @@ def agent_generator(
     runner: AgentPool | SessionBroker
     if broker is not None:
         runner = broker
+        patience = RetryPolicy()  # never used: the failure of a session is final
     else:
-        program = generator.agent_program
-        host = generator.endpoint_host
         patience = RetryPolicy.of(cfg.environment)
-        processes = ray_processes(
-            program, agent_config(cfg, max_model_len), generator.agent_env, host, patience
+        start = ray_processes(
+            generator.agent_program,
+            agent_config(cfg, max_model_len),
+            generator.agent_env,
+            generator.endpoint_host,
+            patience,
         )
-        runner = AgentPool(processes, cfg.environment.num_workers)
-    reads = reads_behaviour(cfg.trainer.algorithm)
+        runner = AgentPool(start, cfg.environment.num_workers)
     return AgentGenerator(
-        endpoint, runner, tokenizer, EpisodeLimits.of(cfg), patience, reads_behaviour=reads
+        endpoint,
+        runner,
+        tokenizer,
+        EpisodeLimits.of(cfg),
+        patience,
+        reads_behaviour=reads_behaviour(cfg.trainer.algorithm),
     )
 
 
 def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
-    """The ``config`` of agent programs: settings of the environments, and of the sampling for an
-    agent file."""
+    """The ``config`` of agent programs: settings of the environments; for an agent file also those
+    of the sampling."""
     config: dict[str, object] = dict(cfg.environment.env_config)
     if not cfg.generator.agent_func_path:
         return config
+    template = ""  # the tokenizer's
     if cfg.data.chat_template:
         template = template_text(cfg.data.chat_template)
-    else:
-        template = ""
     return config | {
         "tokenizer": (
             cfg.trainer.policy.model.path,
@@ -112,7 +117,7 @@ def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
         ),
         "chat_template": cfg.data.apply_chat_template,
         "max_length": max_length,
-        "sampling": {
+        "sampling": {  # by is_eval
             False: asdict(cfg.generator.sampling_params),
             True: asdict(evaluation(cfg.generator)),
         },
@@ -154,9 +159,8 @@ class AgentGenerator(TrajectoryGenerator):
         monitor = None
         if self._limits.metric and not any(request.is_eval for request in requests):
             monitor = GroupMonitor(requested, metric=self._limits.metric)
-        return await play_episodes(
-            requested, {request.id: self._episode(request) for request in requests}, monitor
-        )
+        episodes = {request.id: self._episode(request) for request in requests}
+        return await play_episodes(requested, episodes, monitor)
 
     async def close(self) -> None:
         """Stop listening, and end the programs' processes."""
@@ -172,6 +176,7 @@ class AgentGenerator(TrajectoryGenerator):
             attempt = 1
             retries = 0
             while True:
+                # A new session for every attempt: the calls of the failed one are not trained.
                 affinity = self._limits.session(identity)
                 async with self._endpoint.session(
                     identity, request.sampling, affinity, reads
@@ -180,13 +185,13 @@ class AgentGenerator(TrajectoryGenerator):
                         return await self._play(session, data, retries, is_eval=request.is_eval)
                     except PassingAgentError as error:
                         retries += 1
-                        if not await self._patience.wait(
-                            retries, f"the agent program of {identity}", error
-                        ):
+                        program = f"the agent program of {identity}"
+                        if not await self._patience.wait(retries, program, error):
                             return self._failed(session, error, data)
                     except AgentError as error:
                         return self._failed(session, error, data)
                     except ProcessLostError as error:
+                        # A program may end any process that plays it.
                         if attempt == MAX_ATTEMPTS:
                             lost = AgentError(
                                 f"{identity}: its process was lost {MAX_ATTEMPTS} times ({error})"
@@ -197,65 +202,66 @@ class AgentGenerator(TrajectoryGenerator):
     async def _play(
         self, session: Session, data: dict[str, Any], retries: int, *, is_eval: bool
     ) -> Trajectory:
-        """What the program's score makes of its calls; or the failure of an engine that it met, if
-        that comes first."""
-        episode = str(session.identity)
-        url = self._endpoint.base_url
-        key = session.api_key
+        """The trajectory of a program's calls, with its score.
+
+        Raises:
+            AgentError: if the program fails, or its score does not fit its calls.
+            Exception: the failure of an engine that it met, if that comes first.
+        """
+        score = await self._score(session, data, is_eval=is_eval)
+        session.settle()
+        _check_answers(session, score)
+        trajectory = _recorded(session, score.left_out)
+        if score.rewards:
+            self._add_rewards(session, score)
+        else:
+            trajectory.segments[-1].reward = score.reward
+        trajectory.metrics |= score.metrics
+        if retries:
+            trajectory.metrics["retries"] = float(retries)
+        if self._limits.on_error != "raise":
+            trajectory.metrics["given_up"] = 0.0  # a mean over all episodes
+        return trajectory
+
+    async def _score(self, session: Session, data: dict[str, Any], *, is_eval: bool) -> AgentScore:
+        """Run the program; raises the failure of an engine that it meets."""
         play = self._runner.play(
-            episode, data, url, key, is_eval=is_eval, timeout_s=self._limits.timeout_s
+            str(session.identity),
+            data,
+            self._endpoint.base_url,
+            session.api_key,
+            is_eval=is_eval,
+            timeout_s=self._limits.timeout_s,
         )
         playing = asyncio.ensure_future(play)
         waited: set[asyncio.Future[Any]] = {playing, session.failure}
         try:
             await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
-            if session.failure.done():
+            if session.failure.done():  # before the program's own error, which may follow from it
                 session.failure.result()
-            score = await playing
+            return await playing
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
-        session.settle()
-        known = {call.id for call in session.recorder.calls}
-        if not known - score.left_out:
-            raise AgentError(f"{episode}: the program returned a score without a call of the model")
-        foreign = sorted(score.rewards.keys() - known)
-        if foreign:
-            raise AgentError(
-                f"{episode}: the program returned a reward for {foreign[0]}, which is the id of none of its "
-                f"{len(known)} answers: {', '.join(sorted(known))}"
-            )
-        trajectory = _recorded(session, score.left_out)
-        if (
-            score.rewards
-        ):  # of each call, on its tokens, worth less by ``turn_discount`` for every call before it
-            calls = [call for call in session.recorder.calls if call.id not in score.left_out]
-            last = {call.id: call for call in calls}  # an answer's choices share its id
-            for number, call in enumerate(calls):
-                if call is last[call.id]:
-                    call.action.reward = (
-                        score.rewards.get(call.id, 0.0) * self._limits.turn_discount**number
-                    )
-        else:
-            trajectory.segments[-1].reward = score.reward
-        trajectory.metrics |= score.metrics | ({"retries": float(retries)} if retries else {})
-        if self._limits.on_error != "raise":
-            trajectory.metrics |= {"given_up": 0.0}  # a mean over all episodes
-        return trajectory
+
+    def _add_rewards(self, session: Session, score: AgentScore) -> None:
+        """Rewards of calls, on their tokens; later calls count less by ``turn_discount``."""
+        calls = _trained_calls(session, score.left_out)
+        newest = {call.id: call for call in calls}  # an answer's choices share its id
+        for number, call in enumerate(calls):
+            if call is newest[call.id]:
+                discount = self._limits.turn_discount**number
+                call.action.reward = score.rewards.get(call.id, 0.0) * discount
 
     def _failed(self, session: Session, error: AgentError, data: dict[str, Any]) -> Trajectory:
-        if (
-            isinstance(error, NonFiniteAgentError)
-            and self._limits.skips_nonfinite
-            and session.recorder.calls
-        ):
+        """The trajectory of an episode that failed. Raises the error if the settings say so."""
+        calls = session.recorder.calls
+        nonfinite = isinstance(error, NonFiniteAgentError) and self._limits.skips_nonfinite
+        if nonfinite and calls:
             return nonfinite_episode(_recorded(session), error)
         if self._limits.on_error == "raise":
             raise error
-        if session.recorder.calls:
-            trajectory = _recorded(session)
-        else:
-            trajectory = Trajectory(session.identity)
+        trajectory = _recorded(session) if calls else Trajectory(session.identity)
         if self._limits.on_error == "mask":
             trajectory.branches = []  # without a loss they carry nothing
         messages = read_messages(data["prompt"])
@@ -263,8 +269,28 @@ class AgentGenerator(TrajectoryGenerator):
         return failed_episode(trajectory, self._limits, error, opening)
 
 
+def _check_answers(session: Session, score: AgentScore) -> None:
+    """Raises ``AgentError`` for a score without a trained call, or for an unknown answer."""
+    answers = {call.id for call in session.recorder.calls}
+    if not answers - score.left_out:
+        raise AgentError(
+            f"{session.identity}: the program returned a score without a call of the model"
+        )
+    foreign = sorted(score.rewards.keys() - answers)
+    if foreign:
+        raise AgentError(
+            f"{session.identity}: the program returned a reward for {foreign[0]}, which is the id of none of its "
+            f"{len(answers)} answers: {', '.join(sorted(answers))}"
+        )
+
+
+def _trained_calls(session: Session, left_out: frozenset[str]) -> list[RecordedCall]:
+    return [call for call in session.recorder.calls if call.id not in left_out]
+
+
 def _recorded(session: Session, left_out: frozenset[str] = frozenset()) -> Trajectory:
-    calls = [call for call in session.recorder.calls if call.id not in left_out]
-    *branches, last = sequences(calls)
+    """The calls as a trajectory: the sequence of the newest call, and the others as branches."""
+    calls = _trained_calls(session, left_out)
+    *branches, newest = sequences(calls)
     metrics = {"agent_calls": float(len(calls)), "agent_sequences": float(len(branches) + 1)}
-    return Trajectory(session.identity, last, calls[-1].stop_reason, metrics, branches)
+    return Trajectory(session.identity, newest, calls[-1].stop_reason, metrics, branches)

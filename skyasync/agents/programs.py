@@ -1,12 +1,12 @@
-"""Agent programs, in processes of their own: many episodes at once, async ones on an event loop,
-others in threads.
+"""Agent programs in processes of their own, with many episodes at once.
+
+Async programs run on an event loop, others in threads.
 
 Invariant: an episode ends with its score or with an error that is its own: the program's, its time
 limit's, or that of its process, which is then replaced. A process that cannot end an episode is
-killed; its other episodes fail with a ``ProcessLostError`` and may be played again. What leaves a
-process has been checked: a finite reward and finite metrics, or text that says what went wrong. A
-program knows its own episode's key and no other, and none of the environment variables that look
-like secrets.
+killed; its other episodes fail with a ``ProcessLostError`` and may be played again. A process sends
+checked results alone: a finite reward and finite metrics, or the text of an error. A program knows
+its own episode's key and no other, and none of the environment variables that look like secrets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ THREAD = "agent program"
 MOST_THREADS = 100_000  # more than there are episodes: a thread that hangs for ever blocks no other
 ANSWER_IDS = ("chatcmpl-", "cmpl-", "msg-", "resp-")  # beginnings of the ids of answers
 LARGEST = 3.4e38  # that float32 holds
-MOST_METRICS = 256
+MOST_METRICS = 256  # of one episode: all become metrics of the run
 MOST_FRAMES = 20  # of a traceback, from its end
 
 
@@ -61,8 +61,7 @@ class NonFiniteAgentError(AgentError):
 
 @dataclass(frozen=True)
 class AgentScore:
-    """What a program has returned: the episode's reward, or (in ``rewards``) that of each call by
-    its answer's id.
+    """The result of a program: the reward of the episode, or of calls (``rewards``) by answer id.
 
     Calls in ``left_out`` are not trained: the program says that they are no part of the episode.
     """
@@ -82,23 +81,18 @@ def check_score(result: object) -> AgentScore:
     """
     if isinstance(result, AgentScore):
         return result
-    if (
-        isinstance(result, dict)
-        and result
-        and all(str(name).startswith(ANSWER_IDS) for name in result)
-    ):
-        return AgentScore(
-            rewards={
-                str(name): _finite(f"reward of {name}", value) for name, value in result.items()
-            }
-        )
-    known = {"reward", "metrics"}
-    if isinstance(result, dict) and (result.keys() - known or "reward" not in result):
+    if not isinstance(result, dict):
+        return AgentScore(_finite("reward", result))
+    if result and all(str(name).startswith(ANSWER_IDS) for name in result):
+        rewards = {}
+        for name, value in result.items():
+            rewards[str(name)] = _finite(f"reward of {name}", value)
+        return AgentScore(rewards=rewards)
+    if result.keys() - {"reward", "metrics"} or "reward" not in result:
         raise ValueError(
             f"the program returned a dictionary with {sorted(map(str, result))}; it takes reward and metrics"
         )
-    score = result if isinstance(result, dict) else {"reward": result}
-    metrics = score.get("metrics") or {}
+    metrics = result.get("metrics") or {}
     if not isinstance(metrics, dict):
         raise ValueError(
             f"the program returned metrics that are {type(metrics).__name__}; they must be a dictionary"
@@ -107,26 +101,18 @@ def check_score(result: object) -> AgentScore:
         raise ValueError(
             f"the program returned {len(metrics)} metrics; there may be {MOST_METRICS}"
         )
-    return AgentScore(
-        _finite("reward", score["reward"]),
-        {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()},
-    )
+    reward = _finite("reward", result["reward"])
+    checked = {str(name): _finite(f"metric {name}", value) for name, value in metrics.items()}
+    return AgentScore(reward, checked)
 
 
 def _finite(name: str, value: object) -> float:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, Real)
-        or not abs(cast(float, value)) <= LARGEST
-    ):
-        kind = (
-            NonFiniteRewardError
-            if isinstance(value, Real) and not isinstance(value, bool)
-            else ValueError
-        )
-        raise kind(
-            f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32"
-        )
+    """The number. Raises ``ValueError`` for another type, its subclass for a number out of range."""
+    problem = f"the program returned {value!r:.80} as its {name:.200}; it must be a finite number of float32"
+    if isinstance(value, bool) or not isinstance(value, Real):  # True is a number in Python
+        raise ValueError(problem)
+    if not abs(cast(float, value)) <= LARGEST:  # also for NaN
+        raise NonFiniteRewardError(problem)
     return float(value)
 
 
@@ -152,10 +138,10 @@ class AgentProcess:
         patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
     ) -> None:
         if allowed is not None:
-            for name in [
-                name for name in os.environ if SECRET.search(name) and not name.startswith("RAY_")
-            ]:
-                if name not in allowed:
+            for name in list(os.environ):
+                # Ray's own variables are needed by its worker in this process.
+                is_secret = SECRET.search(name) and not name.startswith("RAY_")
+                if is_secret and name not in allowed:
                     del os.environ[name]
         self._reference = program
         self._config = config
@@ -168,13 +154,13 @@ class AgentProcess:
         """Import the program.
 
         Raises:
-            UserError: if that cannot be done, or it is none.
+            UserError: if it cannot be imported, or is no program.
         """
         try:
             self._program = load_program(self._reference, self._config)
         except UserError:
             raise
-        except BaseException as error:
+        except BaseException as error:  # a module may call sys.exit
             problem = (
                 f"generator.agent_program={self._reference} cannot be imported: {_traceback(error)}"
             )
@@ -184,29 +170,34 @@ class AgentProcess:
         return True
 
     async def run(self, call: Call) -> Answer:
-        if (
-            call.method == "close"
-        ):  # an abandoned episode; a thread goes on, with a key that is invalid
+        if call.method == "close":  # the episode is abandoned
             task = self._playing.get(call.key)
             if task:
-                task.cancel()
+                task.cancel()  # a thread continues, with a key that is invalid
             return Answer(call.number, None)
-        task = self._playing[call.key] = asyncio.create_task(self._play(*call.args))
+        task = asyncio.create_task(self._play(*call.args))
+        self._playing[call.key] = task
         try:
             await asyncio.wait([task])
         finally:
             task.cancel()
             self._playing.pop(call.key, None)
         if task.cancelled():
-            return Answer(
-                call.number, None, AgentError(f"{call.name}: the program was cancelled from within")
-            )
+            cancelled = AgentError(f"{call.name}: the program was cancelled from within")
+            return Answer(call.number, None, cancelled)
         error = task.exception()
         if error:
-            kind = PassingAgentError if self._patience.is_transient(error) else AgentError
-            kind = NonFiniteAgentError if isinstance(error, NonFiniteRewardError) else kind
-            return Answer(call.number, None, kind(f"{call.name}: {_traceback(error)}"))
+            # As text: an exception of a program may not be picklable.
+            return Answer(call.number, None, self._kind(error)(f"{call.name}: {_traceback(error)}"))
         return Answer(call.number, task.result())
+
+    def _kind(self, error: BaseException) -> type[AgentError]:
+        """The class of error that an error of the program is reported as."""
+        if isinstance(error, NonFiniteRewardError):
+            return NonFiniteAgentError
+        if self._patience.is_transient(error):
+            return PassingAgentError
+        return AgentError
 
     def overdue(self, call: Call) -> Exception:
         return TimeoutError(f"the agent program of {call.name} could not be ended")
@@ -219,8 +210,8 @@ class AgentProcess:
     ) -> AgentScore:
         program = self._program
         assert program is not None
-        more = accepted(program, {"config": self._config, "is_eval": is_eval})
-        call = partial(program, data, base_url=base_url, api_key=api_key, **more)
+        options = accepted(program, {"config": self._config, "is_eval": is_eval})
+        call = partial(program, data, base_url=base_url, api_key=api_key, **options)
 
         def call_in_thread() -> object:
             try:
@@ -232,11 +223,11 @@ class AgentProcess:
             if inspect.iscoroutinefunction(program):
                 return check_score(await call())
             result = await asyncio.get_running_loop().run_in_executor(self._threads, call_in_thread)
-            return check_score(await result if inspect.isawaitable(result) else result)
-        except (
-            SystemExit,
-            KeyboardInterrupt,
-        ) as error:  # these would end the process, and all its episodes
+            if inspect.isawaitable(result):  # a function that returns a coroutine
+                result = await result
+            return check_score(result)
+        except (SystemExit, KeyboardInterrupt) as error:
+            # These would end the process, and all its episodes.
             raise RuntimeError(f"the program raised {type(error).__name__}: {error}") from error
 
 
@@ -244,7 +235,7 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
     """The function at ``module:function``, or one that calls ``run`` of the class there.
 
     Args:
-        settings: a class is created with those of them that it takes.
+        settings: a class is created with the settings that it takes.
 
     Raises:
         UserError: if there is none, or it cannot be called with a row, a base URL and a key.
@@ -252,7 +243,7 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
     program = resolve_reference(reference, kind="generator.agent_program")
     if inspect.isclass(program) and callable(getattr(program, "run", None)):
         return other_frameworks().agent_program(program, settings or {})
-    try:
+    try:  # now: an error of every episode would be found late
         inspect.signature(program).bind({}, base_url="", api_key="")
     except TypeError as error:
         raise UserError(
@@ -263,6 +254,7 @@ def load_program(reference: str, settings: dict[str, Any] | None = None) -> Call
 
 
 def _traceback(error: BaseException) -> str:
+    """The error in one line, and its frames."""
     frames = "".join(format_exception(error, limit=-MOST_FRAMES))
     return f"{type(error).__qualname__}: {error}\n{frames}"
 
@@ -274,9 +266,8 @@ class AgentPool:
     """Spreads episodes over processes.
 
     Args:
-        start: starts a process with an ``AgentProcess``; called again for each one that must be
-            replaced.
-        count: how many there are.
+        start: starts a process with an ``AgentProcess``, also to replace one.
+        count: number of processes.
     """
 
     def __init__(self, start: Callable[[], RpcTransport], count: int = 1) -> None:
@@ -309,12 +300,13 @@ class AgentPool:
                 )
                 return score
         except (TimeoutError, asyncio.CancelledError) as error:
+
+            def kill_if_stuck(closed: asyncio.Future[Any]) -> None:
+                if not closed.cancelled() and closed.exception():
+                    process.kill()
+
             # Its end is not waited for; a process that cannot end it is killed.
-            process.post("close", key).add_done_callback(
-                lambda closed: (
-                    process.kill() if not closed.cancelled() and closed.exception() else None
-                )
-            )
+            process.post("close", key).add_done_callback(kill_if_stuck)
             if isinstance(error, asyncio.CancelledError):
                 raise
             problem = (
@@ -336,10 +328,14 @@ def ray_processes(
     host: str,
     patience: RetryPolicy = RetryPolicy(),  # noqa: B008  (frozen)
 ) -> Callable[[], RpcTransport]:
-    """Starts an ``AgentProcess`` in a Ray actor: on this machine if the endpoint's ``host`` is its
-    loopback."""
+    """A function that starts an ``AgentProcess`` in a Ray actor.
+
+    Args:
+        host: of the endpoint; if it is the loopback, the process is on this machine.
+    """
 
     def start() -> RpcTransport:
+        # Imported here: the module is also for programs without Ray.
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -24,7 +24,7 @@ import asyncio
 import hmac
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from hashlib import sha256
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from skyasync.agents.api import Api, RequestError
+from skyasync.agents.api import Api, ModelReply, RequestError
 from skyasync.agents.api.chat import ChatApi, CompletionsApi
 from skyasync.agents.api.messages import CountTokensApi, MessagesApi
 from skyasync.agents.api.responses import ResponsesApi
@@ -54,7 +54,7 @@ ANY_ADDRESS = ("0.0.0.0", "::", "")
 MODEL = "policy"  # the endpoint's name for the policy; requests may call it anything
 WAITING_CONNECTIONS = 4096  # the episodes of a batch may all connect at once
 
-#: Anthropic's clients put /v1 in front of their paths themselves.
+#: By path. Anthropic's clients put /v1 in front of their paths themselves.
 APIS: dict[str, type[Api]] = {
     "/v1/chat/completions": ChatApi,
     "/v1/completions": CompletionsApi,
@@ -64,7 +64,7 @@ APIS: dict[str, type[Api]] = {
     "/v1/messages/count_tokens": CountTokensApi,
     "/v1/v1/messages/count_tokens": CountTokensApi,
 }
-_ENCODER = json.JSONEncoder()
+_ENCODER = json.JSONEncoder()  # ``iterencode`` is Python: other threads run meanwhile
 
 
 class Endpoint:
@@ -122,7 +122,7 @@ class Endpoint:
                 app.router.add_post(path, self._answer)
             if self._broker is not None:
                 app.router.add_routes(self._broker.routes(self))
-            # If a client hangs up, no answer is computed, and what was not sent is not recorded.
+            # If a client hangs up, no answer is computed, and the part not sent is not recorded.
             runner = web.AppRunner(app, **RUNNER_OPTIONS)
             await runner.setup()
             self._runner = runner
@@ -134,14 +134,13 @@ class Endpoint:
 
     @property
     def base_url(self) -> str:
-        """What programs give their clients. One that listens on all addresses is reached at this
-        machine's own."""
+        """The base URL for programs' clients, with this machine's address if it listens on all."""
         host = self._host
         if host in ANY_ADDRESS:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # nothing is sent
-                probe.connect(
-                    ("192.0.2.1", 9)
-                )  # an address for documentation, which no machine has
+            # The address from which this machine would reach another one. Nothing is sent, and no
+            # machine has this address, which is for documentation (RFC 5737).
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect(("192.0.2.1", 9))
                 host = str(probe.getsockname()[0])
         return f"http://{in_url(host)}:{self.port}/v1"
 
@@ -150,6 +149,7 @@ class Endpoint:
         runner = self._runner
         self._runner = None
         self.port = 0
+        # First no new connections, then the ends of the calls: the runner waits for handlers.
         await self._limits.close()
         for session in list(self._sessions.values()):
             await self._end(session)
@@ -165,15 +165,21 @@ class Endpoint:
         affinity: str | None = None,
         reads_behaviour: str = "",
     ) -> AsyncIterator[Session]:
-        """An episode; ``sampling`` holds for what its requests leave out. See ``Session`` for the
-        others."""
+        """An episode at the endpoint, from the beginning to the end of the block.
+
+        Args:
+            sampling: holds for the fields that a request leaves out.
+            affinity: see ``Session``.
+            reads_behaviour: see ``Session``.
+        """
         session = Session(identity, sampling, affinity, reads_behaviour)
         self._sessions[_digest(session.api_key)] = session
         async with afterwards(self._end, session):
             yield session
 
     async def _end(self, session: Session) -> None:
-        session.over = True
+        """Make the key invalid and end the calls; returns when their handlers have ended."""
+        session.over = True  # before the handlers are cancelled: they must record no more
         self._sessions.pop(_digest(session.api_key), None)
         for task in session.handlers:
             task.cancel()
@@ -184,8 +190,8 @@ class Endpoint:
     def entered(self, request: web.Request) -> Iterator[Session]:
         """The episode whose key the request has; the end of the episode cancels the block.
 
-        The key is looked up by its digest and then compared in constant time: neither tells how
-        near a guess is.
+        The key is looked up by its digest and then compared in constant time: the time of neither
+        says how near a guess is.
         """
         key = key_of(request)
         session = self._sessions.get(_digest(key))
@@ -211,7 +217,7 @@ class Endpoint:
         with self.entered(request) as session:
             async with session.reads(request.content_length):
                 api = api_class(await read_json(request), session)
-                size = len(await request.read())
+                size = len(await request.read())  # aiohttp has stored the body
                 if api.counts_tokens:
                     prompt = await self._calls.prompt(session, api.request, size)
                     return web.json_response({"input_tokens": len(prompt)})
@@ -221,11 +227,14 @@ class Endpoint:
             replies = await call.answered()
             if call.head.completion_tokens <= LONG_REPLY:
                 return web.json_response(api.answer(call.head, replies))
-            # A thread encodes it, in Python: json.dumps would block the event loop all the same.
-            text = await asyncio.to_thread(
-                lambda: "".join(_ENCODER.iterencode(api.answer(call.head, replies)))
-            )
+            # In a thread: a long answer would block the event loop.
+            text = await asyncio.to_thread(_encoded, api, call, replies)
             return web.Response(text=text, content_type="application/json")
+
+
+def _encoded(api: Api, call: ModelCall, replies: Sequence[ModelReply]) -> str:
+    """The answer as JSON, encoded in Python: json.dumps would hold the interpreter's lock."""
+    return "".join(_ENCODER.iterencode(api.answer(call.head, replies)))
 
 
 # ---------------------------------------------------------------- requests
@@ -246,9 +255,10 @@ def key_of(request: web.Request) -> str:
     return request.headers.get("x-api-key", "")
 
 
-def same_key(key: str, other: str) -> bool:
-    """Compares two keys in a time that does not tell how far they agree."""
-    return hmac.compare_digest(key.encode(errors="surrogateescape"), other.encode())
+def same_key(key: str, valid_key: str) -> bool:
+    """Whether two keys are equal, in a time that does not depend on how far they agree."""
+    # Headers may have bytes that are no UTF-8, which aiohttp decodes as surrogates.
+    return hmac.compare_digest(key.encode(errors="surrogateescape"), valid_key.encode())
 
 
 def _digest(key: str) -> bytes:
@@ -266,7 +276,7 @@ async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.S
     """The response begins with the first event; an error before it is an ordinary one."""
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
     response = web.StreamResponse(headers=headers)
-    ended = set[int]()
+    ended = set[int]()  # indexes of the replies that are complete
 
     async def send(events: str) -> None:
         try:
@@ -283,15 +293,16 @@ async def _send_stream(request: web.Request, call: ModelCall, api: Api) -> web.S
                 if not response.prepared:
                     await send(api.begin(call.head))
                 for reply in replies:
-                    await asyncio.sleep(0)  # others have a turn
+                    await asyncio.sleep(0)  # other tasks run between two long replies
                     if reply.index not in ended:
                         await send(api.update(reply))
-                        ended |= {reply.index} if reply.finish_reason else set()
+                        if reply.finish_reason:
+                            ended.add(reply.index)
         await send(api.end(call.head, replies))
     except ClientGoneError:
         return response
     except Exception as error:
-        if not response.prepared:
+        if not response.prepared:  # the error has a status of its own
             raise
         with suppress(ClientGoneError):
             await send(api.fail(_as_request_error(error)))
@@ -311,7 +322,10 @@ def _as_request_error(error: Exception) -> RequestError:
 
 @web.middleware
 async def _api_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every error in the schema of its API; clients need not try again after one of the engine."""
+    """Send every error in the schema of its API.
+
+    Clients are told not to try again: the engine's failure is the run's.
+    """
     try:
         return await handler(request)
     except web.HTTPException as error:  # no such address, wrong method, too long
@@ -324,6 +338,6 @@ async def _api_errors(request: web.Request, handler: Handler) -> web.StreamRespo
     answer = web.json_response(
         api.error(problem), status=problem.status, headers={"x-should-retry": "false"}
     )
-    if not request.content.is_eof():
+    if not request.content.is_eof():  # the rest of the body is not read
         answer.force_close()
     return answer

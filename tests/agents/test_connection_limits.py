@@ -158,7 +158,7 @@ async def test_clients_without_a_key_cannot_use_up_the_runs_descriptors(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint, "_limits", endpoint._limits)
-    endpoint._limits._most = 3
+    endpoint._limits._capacity = 3
     held = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(3)]
     await until(lambda: len(endpoint._limits._open) == 3)
     _, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
@@ -177,7 +177,7 @@ async def test_clients_without_a_key_do_not_shut_out_episodes(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A client that has shown a key keeps its connection, and a new one with a key gets in."""
-    monkeypatch.setattr(endpoint._limits, "_most", 3)
+    monkeypatch.setattr(endpoint._limits, "_capacity", 3)
     async with entered(endpoint) as (_, session):
         asked = f"GET /v1/models HTTP/1.1\r\nHost: localhost\r\nx-api-key: {session.api_key}\r\n\r\n".encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)

@@ -2,7 +2,7 @@
 
 Invariant: the items of one turn of the model (reasoning, text, calls) are one message, as it was
 sampled. The items that a stream adds, in their order and with their ids, are those of the whole
-answer. ``previous_response_id`` continues what the episode itself was answered, for as long as the
+answer. ``previous_response_id`` continues a conversation of the same episode, for as long as the
 episode runs; instructions are not carried over, as in OpenAI's own.
 """
 
@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from skyasync.agents.calls import Session
 
 _CACHE = {"prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"}
+#: Fields for OpenAI's own service, which change no answer.
 IGNORED = _CACHE | {"metadata", "safety_identifier", "service_tier", "stream_options", "user"}
+#: Fields whose default value requests nothing, and that value; any other is rejected.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
@@ -70,7 +72,7 @@ class ResponsesApi(Api):
 
     def __init__(self, body: Body, session: Session) -> None:
         super().__init__(body, session)
-        self._events = 0
+        self._events = 0  # sent so far: their sequence numbers
         self._open: Body = {}  # the item that is open
         self._added = 0  # items that are complete
 
@@ -90,17 +92,18 @@ class ResponsesApi(Api):
                     problem, "previous_response_id", "previous_response_not_found", 404
                 )
             messages += session.conversations[previous]
-        messages += _messages(
-            [{"role": "user", "content": items}] if isinstance(items, str) else items
-        )
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        messages += _messages(items)
         instructions = given(body, "instructions", str, "a text", "")
+        shown_messages = messages
+        if instructions:  # not stored: a later request has its own
+            shown_messages = [{"role": "system", "content": instructions}, *messages]
         return ModelRequest(
             model=given(body, "model", str, "a name", "policy"),
             sampling=sampling(body, session.sampling),
             stream=flag(body, "stream", default=False),
-            messages=[{"role": "system", "content": instructions}, *messages]
-            if instructions
-            else messages,
+            messages=shown_messages,
             tools=function_tools(
                 body, shows_tools(body.get("tool_choice")), "function", "parameters"
             ),
@@ -110,29 +113,25 @@ class ResponsesApi(Api):
 
     def answer(self, head: AnswerHead, replies: Sequence[ModelReply]) -> Body:
         (reply,) = replies
-        status = _status(reply)
-        return {
-            **self._response(head),
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"}
-            if status == "incomplete"
-            else None,
-            "output": _items(head, reply),
-            "usage": {
-                "input_tokens": head.prompt_tokens,
-                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-                "output_tokens": head.completion_tokens,
-                "output_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
-                "total_tokens": head.prompt_tokens + head.completion_tokens,
-            },
+        body = self._response(head)
+        body["status"] = _status(reply)
+        if body["status"] == "incomplete":
+            body["incomplete_details"] = {"reason": "max_output_tokens"}
+        body["output"] = _items(head, reply)
+        body["usage"] = {
+            "input_tokens": head.prompt_tokens,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": head.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": reply.reasoning_tokens},
+            "total_tokens": head.prompt_tokens + head.completion_tokens,
         }
+        return body
 
     def begin(self, head: AnswerHead) -> str:
         self.head = head
         opened = {**self._response(head), "status": "in_progress", "output": []}
-        return self._event("response.created", response=opened) + self._event(
-            "response.in_progress", response=opened
-        )
+        sent = self._event("response.created", response=opened)
+        return sent + self._event("response.in_progress", response=opened)
 
     def update(self, reply: ModelReply) -> str:
         new = self.unsent(reply)
@@ -141,29 +140,30 @@ class ResponsesApi(Api):
             sent += self._open_item(_text_item(self.head, "reasoning", "", "in_progress"))
             sent += self._in_part("response.reasoning_text.delta", delta=new.reasoning)
         if new.text:
-            if self._open.get("type") == "reasoning":
-                sent += self._finish(
-                    _text_item(self.head, "reasoning", reply.reasoning, _status(reply))
-                )
+            if self._open.get("type") == "reasoning":  # the text comes after all of the thinking
+                reasoning = _text_item(self.head, "reasoning", reply.reasoning, _status(reply))
+                sent += self._finish(reasoning)
             sent += self._open_item(_text_item(self.head, "message", "", "in_progress"))
             sent += self._in_part("response.output_text.delta", delta=new.text, logprobs=[])
         if reply.finish_reason:
+            # Calls of tools are complete at once; the item that is open comes first.
             for item in _items(self.head, reply)[self._added :]:
-                sent += self._open_item({**item, "status": "in_progress"}) + self._finish(item)
+                sent += self._open_item({**item, "status": "in_progress"})
+                sent += self._finish(item)
         return sent
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
-        whole = self.answer(head, replies)
-        return self._event(f"response.{whole['status']}", response=whole)
+        answer = self.answer(head, replies)
+        return self._event(f"response.{answer['status']}", response=answer)
 
     def fail(self, error: RequestError) -> str:
-        about = {"code": "server_error", "message": str(error)}
-        failed = {**self._response(self.head), "status": "failed", "output": [], "error": about}
+        failed = {**self._response(self.head), "status": "failed", "output": []}
+        failed["error"] = {"code": "server_error", "message": str(error)}
         return self._event("response.failed", response=failed)
 
     def _event(self, kind: str, **data: object) -> str:
         number = self._events
-        self._events = self._events + 1
+        self._events += 1
         return event({"type": kind, "sequence_number": number, **data}, kind)
 
     def _in_part(self, kind: str, **data: object) -> str:
@@ -176,11 +176,12 @@ class ResponsesApi(Api):
         if self._open.get("type") == item["type"]:
             return ""
         is_call = item["type"] == "function_call"
-        self._open = {**item, **({"arguments": ""} if is_call else {"content": []})}
-        added = self._event("response.output_item.added", output_index=self._added, item=self._open)
-        if is_call:
-            return added
-        return added + self._in_part("response.content_part.added", part=item["content"][0])
+        empty: Body = {"arguments": ""} if is_call else {"content": []}
+        self._open = {**item, **empty}
+        sent = self._event("response.output_item.added", output_index=self._added, item=self._open)
+        if not is_call:
+            sent += self._in_part("response.content_part.added", part=item["content"][0])
+        return sent
 
     def _finish(self, item: Body) -> str:
         """End the open item, which is complete now."""
@@ -200,7 +201,8 @@ class ResponsesApi(Api):
             sent = self._in_part(f"response.{part['type']}.done", text=part["text"], **logprobs)
             sent += self._in_part("response.content_part.done", part=part)
         sent += self._event("response.output_item.done", output_index=self._added, item=item)
-        self._open, self._added = {}, self._added + 1
+        self._open = {}
+        self._added += 1
         return sent
 
     def _response(self, head: AnswerHead) -> Body:
@@ -234,15 +236,14 @@ class ResponsesApi(Api):
 def _messages(items: Sequence[object]) -> list[Message]:
     """The items as a conversation."""
     messages: list[Message] = []
-    turn: Message | None = None  # of the model, to which further items may belong
-    has_text = False  # the turn has: another text or reasoning begins the next
+    turn: Message | None = None  # of the model, to which the next items may belong
+    has_text = False  # of the turn: another text or reasoning begins the next turn
     for index, item in enumerate(items):
         where = f"input[{index}]"
         check_no_image(item, where)
-        if isinstance(item, dict):
+        kind = None
+        if isinstance(item, dict):  # messages may leave out their type
             kind = item.get("type", "message" if "role" in item else None)
-        else:
-            kind = None
         if not isinstance(item, dict) or kind not in _ITEMS:
             problem = f"{where} has the type {kind}: {', '.join(_ITEMS[:-1])} and {_ITEMS[-1]} are read here"
             raise RequestError(problem, where, "unsupported_content")
@@ -259,20 +260,18 @@ def _messages(items: Sequence[object]) -> list[Message]:
                     f"{where} must have a role of user, assistant, system or developer", where
                 )
             turn = None
-            messages.append(
-                {
-                    "role": ROLES[role],
-                    "content": content_of(item.get("content"), f"{where}.content"),
-                }
-            )
+            content = content_of(item.get("content"), f"{where}.content")
+            messages.append({"role": ROLES[role], "content": content})
         else:
+            # A turn is reasoning, text, calls: an item that cannot follow begins the next turn.
             if turn is None or (kind != "function_call" and (has_text or "tool_calls" in turn)):
                 turn = {"role": "assistant", "content": ""}
                 has_text = False
                 messages.append(turn)
             if kind == "reasoning":
-                parts = item.get("content") or item.get("summary") or []
-                turn.setdefault("reasoning_content", []).append(text_of(parts, f"{where}.content"))
+                reasoning = item.get("content") or item.get("summary") or []
+                texts = turn.setdefault("reasoning_content", [])
+                texts.append(text_of(reasoning, f"{where}.content"))
             elif kind == "function_call":
                 call = tool_call(
                     item.get("name"), item.get("arguments"), item.get("call_id"), where
@@ -288,6 +287,7 @@ def _messages(items: Sequence[object]) -> list[Message]:
 
 
 def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
+    """The items of an answer; a reply without anything is an empty message."""
     items: list[Body] = []
     if reply.reasoning:
         items.append(_text_item(head, "reasoning", reply.reasoning, _status(reply)))
@@ -295,14 +295,15 @@ def _items(head: AnswerHead, reply: ModelReply) -> list[Body]:
         items.append(_text_item(head, "message", reply.text, _status(reply)))
     for call in reply.tool_calls:
         function = call["function"]
-        about = {
-            "type": "function_call",
-            "id": f"fc_{call['id']}",
-            "call_id": call["id"],
-            "name": function["name"],
-        }
         items.append(
-            {**about, "arguments": json.dumps(function["arguments"]), "status": "completed"}
+            {
+                "type": "function_call",
+                "id": f"fc_{call['id']}",
+                "call_id": call["id"],
+                "name": function["name"],
+                "arguments": json.dumps(function["arguments"]),
+                "status": "completed",
+            }
         )
     return items
 
