@@ -137,7 +137,13 @@ class Session:
                 seed = (sampling.seed + choice) % 2**62  # else all choices would be the same
             params = sampling if seed is None else replace(sampling, seed=seed)
             requests.append(
-                GenerationRequest(name, prompt, params, session_id=self.affinity, images=images)
+                GenerationRequest(
+                    name,
+                    prompt,
+                    params,
+                    session_id=self.affinity,
+                    images=images,
+                )
             )
         return requests
 
@@ -296,7 +302,14 @@ class Calls:
             prompt_tokens=len(prompt),
             prompt_token_ids=prompt.tolist() if request.token_ids else None,
         )
-        return ModelCall(self, session, request, prompt, requests, head)
+        return ModelCall(
+            self,
+            session,
+            request,
+            prompt,
+            requests,
+            head,
+        )
 
     def _check_length(self, request: ModelRequest) -> None:
         """Raises ``RequestError`` for more items or characters than the model could read.
@@ -491,9 +504,9 @@ class ModelCall:
             call = RecordedCall(
                 self._prompt,
                 action_of(output, []),
-                output.finish_reason or "stop",
-                self.head.id,
-                images,
+                stop_reason=output.finish_reason or "stop",
+                id=self.head.id,
+                images=images,
             )
             led_to: Sequence[str] = ()  # a prompt without messages cannot be extended
             if request.prompt is None:

@@ -122,7 +122,13 @@ class SessionBroker:
         """
         # The row as JSON has it: dates, for example, become text.
         row = json.loads(json.dumps(data, default=str))
-        slot = SessionSlot(episode, row, api_key, is_eval, timeout_s)
+        slot = SessionSlot(
+            episode,
+            data=row,
+            api_key=api_key,
+            is_eval=is_eval,
+            timeout_s=timeout_s,
+        )
         self._free[episode] = slot
         self._groups.setdefault(slot.group, set()).add(episode)
         if self._tasks.get(slot.group):  # a session has begun the group: the time of others runs

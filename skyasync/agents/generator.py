@@ -293,4 +293,10 @@ def _recorded(session: Session, left_out: frozenset[str] = frozenset()) -> Traje
     calls = _trained_calls(session, left_out)
     *branches, newest = sequences(calls)
     metrics = {"agent_calls": float(len(calls)), "agent_sequences": float(len(branches) + 1)}
-    return Trajectory(session.identity, newest, calls[-1].stop_reason, metrics, branches)
+    return Trajectory(
+        session.identity,
+        newest,
+        stop_reason=calls[-1].stop_reason,
+        metrics=metrics,
+        branches=branches,
+    )

@@ -91,8 +91,20 @@ def _draw_rewards(ax: Axes, rows: Sequence[Row]) -> None:
     """The training reward, and the scores with the figures of the first and the last."""
     steps, rewards = series(rows, "reward/mean")
     if steps:
-        ax.plot(steps, rewards, color=BLUE, alpha=0.3, linewidth=1.2)
-        ax.plot(steps, smooth(rewards), color=BLUE, linewidth=2, label="training reward")
+        ax.plot(
+            steps,
+            rewards,
+            color=BLUE,
+            alpha=0.3,
+            linewidth=1.2,
+        )
+        ax.plot(
+            steps,
+            smooth(rewards),
+            color=BLUE,
+            linewidth=2,
+            label="training reward",
+        )
     steps, scores = series(rows, "eval/score")
     if not steps:
         return
@@ -126,8 +138,22 @@ def _draw_staleness(ax: Axes, rows: Sequence[Row]) -> None:
     low_steps, lows = series(rows, "staleness/min")
     high_steps, highs = series(rows, "staleness/max")
     if low_steps == high_steps and low_steps:
-        ax.fill_between(low_steps, lows, highs, step="mid", color=PALE, alpha=0.2, linewidth=0)
-    ax.plot(steps, means, color=PALE, drawstyle="steps-mid", linewidth=1.8)
+        ax.fill_between(
+            low_steps,
+            lows,
+            highs,
+            step="mid",
+            color=PALE,
+            alpha=0.2,
+            linewidth=0,
+        )
+    ax.plot(
+        steps,
+        means,
+        color=PALE,
+        drawstyle="steps-mid",
+        linewidth=1.8,
+    )
     ax.set_ylabel("staleness")
     ax.set_ylim(-0.15, max(1.0, *highs, *means, *ax.get_ylim()) + 0.3)
     locator: Any = ax.yaxis.get_major_locator()  # a ``MaxNLocator``

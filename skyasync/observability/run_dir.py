@@ -267,7 +267,14 @@ def status_file(folder: Path, engine: str = "", began_s: float | None = None) ->
     began = round(time.time() if began_s is None else began_s, 3)
     pid = os.getpid()
     host = socket.gethostname()
-    status = Status(RUNNING, began=began, pid=pid, born=born(pid), host=host, engine=engine)
+    status = Status(
+        RUNNING,
+        began=began,
+        pid=pid,
+        born=born(pid),
+        host=host,
+        engine=engine,
+    )
     _write(folder, status)
     state = FAILED
     try:

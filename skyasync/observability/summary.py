@@ -332,7 +332,12 @@ def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
     if summary.phases and summary.total_s:
         # Phases nest (an update is a part of training), and in asynchronous plans they overlap.
         title = "where the time of training goes (phases nest and overlap: shares do not add up to 100%)"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table = Table(
+            title=title,
+            title_justify="left",
+            box=None,
+            padding=(0, 2, 0, 0),
+        )
         table.add_column("phase")
         table.add_column("seconds per step", justify="right")
         table.add_column("of the time", justify="right")

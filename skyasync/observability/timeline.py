@@ -199,7 +199,13 @@ class Timeline:
         start = self._clock()
         ticket = next(self._tickets)
         with self._lock:
-            self._open[ticket] = Span(name, track, start, start, step)
+            self._open[ticket] = Span(
+                name,
+                track,
+                start,
+                start,
+                step,
+            )
         try:
             yield args
         except BaseException as error:
@@ -208,7 +214,14 @@ class Timeline:
         finally:
             with self._lock:
                 del self._open[ticket]
-            self.add_span(name, track, start, self._clock(), step, **args)
+            self.add_span(
+                name,
+                track,
+                start,
+                self._clock(),
+                step,
+                **args,
+            )
 
     def add_span(
         self,
@@ -220,14 +233,26 @@ class Timeline:
         **args: object,
     ) -> None:
         """Record a span that has ended; spans of a track that overlap are drawn in several lanes."""
-        span = Span(name, track, start_s, max(start_s, end_s), step)
+        span = Span(
+            name,
+            track,
+            start_s,
+            max(start_s, end_s),
+            step,
+        )
         if step is not None:
             args = {"step": step, **args}
         with self._lock:
             self._recent.append(span)
             lanes = self._lanes.setdefault(track, Lanes())
             lane = lanes.place(span)
-            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, args)
+            self._emit_span(
+                name,
+                self._thread(track, lane),
+                span.start_s,
+                span.end_s,
+                args,
+            )
             running = [s for s in self._open.values() if s.track == track]
             open_since = min((s.start_s for s in running), default=float("inf"))
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
@@ -267,7 +292,13 @@ class Timeline:
 
     def _emit_gaps(self, track: str, lane: int, gaps: Iterable[Interval]) -> None:
         for start, end in gaps:
-            self._emit_span(IDLE, self._thread(track, lane), start, end, {})
+            self._emit_span(
+                IDLE,
+                self._thread(track, lane),
+                start,
+                end,
+                {},
+            )
 
     def _emit_span(
         self, name: str, thread: int, start_s: float, end_s: float, args: Mapping[str, Any]

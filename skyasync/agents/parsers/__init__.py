@@ -250,7 +250,12 @@ class ReplyParser:
         elif not done:
             text = before_partial(text.rstrip(_INCOMPLETE), stop)
         if not framed:
-            return ParsedReply("", text, [], stopped_by)
+            return ParsedReply(
+                "",
+                text,
+                [],
+                stopped_by,
+            )
         reasoning = ""
         functions = list[dict[str, Any]]()
         # The thinking is split off first: calls that it mentions are not made.
@@ -272,7 +277,13 @@ class ReplyParser:
                 reasoning_tokens = self._reasoning_tokens(ids)
         if not several:
             functions = functions[:1]
-        return ParsedReply(reasoning, text, functions, stopped_by, reasoning_tokens)
+        return ParsedReply(
+            reasoning,
+            text,
+            functions=functions,
+            stopped_by=stopped_by,
+            reasoning_tokens=reasoning_tokens,
+        )
 
     def _reasoning_tokens(self, ids: list[int]) -> int:
         """Number of tokens before the text that follows the thinking, with its delimiters.

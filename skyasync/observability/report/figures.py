@@ -87,19 +87,40 @@ def draw(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
     with canvas(chart.title, LARGE if chart.large else SIZE) as (figure, ax, out):
         if len(runs) == 1:
             for number, (run, line) in enumerate(logged):
-                _draw_line(ax, line, runs[run], colour_of(number), "-", line.label)
+                _draw_line(
+                    ax,
+                    line,
+                    runs[run],
+                    colour_of(number),
+                    "-",
+                    line.label,
+                )
         else:
             # Colours are runs, as the page says; styles are lines.
             run_names = list(runs)
             for run, line in logged:
                 colour = colour_of(run_names.index(run))
                 style = _STYLES[lines.index(line) % len(_STYLES)]
-                _draw_line(ax, line, runs[run], colour, style, run if len(lines) == 1 else "")
+                _draw_line(
+                    ax,
+                    line,
+                    runs[run],
+                    colour,
+                    style,
+                    run if len(lines) == 1 else "",
+                )
         if len(runs) > 1 and len(lines) > 1:
             # Empty lines for the legend, which names the styles.
             for line, style in zip(lines, itertools.cycle(_STYLES), strict=False):
                 label = _literal(line.label)
-                ax.plot([], [], color=_INK, linestyle=style, linewidth=1.5, label=label)
+                ax.plot(
+                    [],
+                    [],
+                    color=_INK,
+                    linestyle=style,
+                    linewidth=1.5,
+                    label=label,
+                )
         _finish(figure, ax, chart, len(logged), "training step")
     return out.getvalue()
 
@@ -113,11 +134,30 @@ def _draw_line(
         low_steps, lows = thinned(*series(rows, line.low))
         high_steps, highs = thinned(*series(rows, line.high))
         if low_steps == high_steps and low_steps:
-            ax.fill_between(low_steps, lows, highs, color=colour, alpha=0.2, linewidth=0)
+            ax.fill_between(
+                low_steps,
+                lows,
+                highs,
+                color=colour,
+                alpha=0.2,
+                linewidth=0,
+            )
     if line.smooth and len(values) > 8:
-        ax.plot(steps, values, color=colour, alpha=0.3, linewidth=1)
+        ax.plot(
+            steps,
+            values,
+            color=colour,
+            alpha=0.3,
+            linewidth=1,
+        )
         values = smooth(values)
-    (curve,) = ax.plot(steps, values, color=colour, linestyle=style, linewidth=1.7)
+    (curve,) = ax.plot(
+        steps,
+        values,
+        color=colour,
+        linestyle=style,
+        linewidth=1.7,
+    )
     curve.set_label(_literal(label) or "_")  # Matplotlib's legend leaves out names like "_"
     if line.markers or len(values) == 1:  # a line through one point is invisible
         curve.set_marker("o")
@@ -143,7 +183,13 @@ def _histogram(chart: Chart, runs: Mapping[str, Sequence[Row]]) -> str:
             centres = [staleness + offset for staleness in tokens]
             shares = [count / total for count in tokens.values()]
             colour = colour_of(run_names.index(run))
-            bars = ax.bar(centres, shares, width * 0.92, color=colour, label=_literal(run))
+            bars = ax.bar(
+                centres,
+                shares,
+                width * 0.92,
+                color=colour,
+                label=_literal(run),
+            )
             if len(counts) == 1 and len(tokens) <= 12:  # labels of more bars overlap
                 texts = [f"{share:.0%}" if share >= 0.005 else "" for share in shares]
                 ax.bar_label(bars, texts, fontsize=10.5)
@@ -316,10 +362,14 @@ def read_spans(path: Path) -> list[Span]:
         if event["pid"] > part:  # the run was resumed: only its newest part is shown
             part = event["pid"]
             spans = []
-        lane = lanes.get((part, event["tid"]), "?")
-        start_s = event["ts"] / 1e6
-        end_s = (event["ts"] + event["dur"]) / 1e6
-        spans.append(Span(event["name"], lane, start_s, end_s, event.get("args", {}).get("step")))
+        span = Span(
+            name=event["name"],
+            track=lanes.get((part, event["tid"]), "?"),
+            start_s=event["ts"] / 1e6,
+            end_s=(event["ts"] + event["dur"]) / 1e6,
+            step=event.get("args", {}).get("step"),
+        )
+        spans.append(span)
     return spans
 
 
@@ -370,7 +420,12 @@ def draw_timeline(spans: Sequence[Span]) -> str:
                 )
         for number, name in enumerate(names):
             # A bar outside of the picture, for the legend.
-            ax.barh([-1], [0], color=colour_of(number), label=name.replace("_", " "))
+            ax.barh(
+                [-1],
+                [0],
+                color=colour_of(number),
+                label=name.replace("_", " "),
+            )
         ax.set_yticks(range(len(tracks)), tracks)
         ax.set_ylim(len(tracks) - 0.4, -0.6)
         ax.grid(visible=False, axis="y")

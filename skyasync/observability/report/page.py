@@ -257,7 +257,16 @@ def _tokens(row: Row) -> list[Token]:
                 title += f" · engine {engine:.3f}"
             if trainer is not None:
                 title += f" · trainer {trainer:.3f}"
-        tokens.append(Token(text, version, gap, title, engine, trainer))
+        tokens.append(
+            Token(
+                text,
+                version,
+                gap=gap,
+                says=title,
+                engine=engine,
+                trainer=trainer,
+            )
+        )
     return tokens
 
 

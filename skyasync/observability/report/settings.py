@@ -69,10 +69,25 @@ def changed(values: Values, origins: Mapping[str, str]) -> list[Setting]:
         if value != key.default:
             origin = _origin(key.path, origins)
             default = written(key.default)
-            settings.append(Setting(key.path, [written(value)], default, key.doc, origin))
+            settings.append(
+                Setting(
+                    key.path,
+                    [written(value)],
+                    default=default,
+                    doc=key.doc,
+                    origin=origin,
+                )
+            )
     for path, value in values.items():
         if path not in keys:
-            settings.append(Setting(path, [written(value)], "", origin=_origin(path, origins)))
+            settings.append(
+                Setting(
+                    path,
+                    [written(value)],
+                    "",
+                    origin=_origin(path, origins),
+                )
+            )
     return sorted(settings, key=lambda setting: setting.origin == RECIPE)
 
 
@@ -111,7 +126,14 @@ def differing(runs: list[Values]) -> list[Setting]:
             continue
         if path in keys:
             key = keys[path]
-            settings.append(Setting(path, texts, written(key.default), key.doc))
+            settings.append(
+                Setting(
+                    path,
+                    texts,
+                    written(key.default),
+                    key.doc,
+                )
+            )
         else:
             settings.append(Setting(path, texts, ""))
     return settings
