@@ -168,11 +168,7 @@ class SessionBroker:
             self._score_session: ("/v1/sessions/score", "/v1/rl/set_reward", "/rl/set_reward"),
             self._end_session: ("/v1/sessions/end", "/v1/rl/end_session", "/rl/end_session"),
         }
-        routes = []
-        for handler, aliases in paths.items():
-            for path in aliases:
-                routes.append(web.post(path, handler))
-        return routes
+        return [web.post(path, handler) for handler, aliases in paths.items() for path in aliases]
 
     def publish_address(self, base_url: str) -> None:
         """Tell the programs where the endpoint listens."""

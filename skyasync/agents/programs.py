@@ -84,9 +84,7 @@ def check_score(result: object) -> AgentScore:
     if not isinstance(result, dict):
         return AgentScore(_finite("reward", result))
     if result and all(str(name).startswith(ANSWER_IDS) for name in result):
-        rewards = {}
-        for name, value in result.items():
-            rewards[str(name)] = _finite(f"reward of {name}", value)
+        rewards = {str(name): _finite(f"reward of {name}", value) for name, value in result.items()}
         return AgentScore(rewards=rewards)
     if result.keys() - {"reward", "metrics"} or "reward" not in result:
         raise ValueError(

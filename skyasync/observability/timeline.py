@@ -246,13 +246,7 @@ class Timeline:
             self._recent.append(span)
             lanes = self._lanes.setdefault(track, Lanes())
             lane = lanes.place(span)
-            self._emit_span(
-                name,
-                self._thread(track, lane),
-                span.start_s,
-                span.end_s,
-                args,
-            )
+            self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, args)
             running = [s for s in self._open.values() if s.track == track]
             open_since = min((s.start_s for s in running), default=float("inf"))
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
@@ -292,28 +286,14 @@ class Timeline:
 
     def _emit_gaps(self, track: str, lane: int, gaps: Iterable[Interval]) -> None:
         for start, end in gaps:
-            self._emit_span(
-                IDLE,
-                self._thread(track, lane),
-                start,
-                end,
-                {},
-            )
+            self._emit_span(IDLE, self._thread(track, lane), start, end, {})
 
     def _emit_span(
-        self, name: str, thread: int, start_s: float, end_s: float, args: Mapping[str, Any]
+        self, name: str, thread: int, start_s: float, end_s: float, args: dict[str, Any]
     ) -> None:
-        ts = _micros(start_s)  # both ends are rounded alike, so that nested spans stay nested
-        self._emit(
-            {
-                "ph": "X",
-                "name": name,
-                "ts": ts,
-                "dur": _micros(end_s) - ts,
-                "tid": thread,
-                "args": dict(args),
-            }
-        )
+        # Both ends are rounded alike, so that nested spans stay nested.
+        event = _span_event(name, _micros(start_s), _micros(end_s))
+        self._emit({**event, "tid": thread, "args": args})
 
     def _thread(self, track: str, lane: int) -> int:
         """The thread id of a lane; its name and place in the picture are written on first use."""
@@ -379,20 +359,17 @@ def prolong(path: Path, until_s: float) -> None:
     text = ""
     for thread, end in full_until.items():
         if end < until:
-            event = {
-                "pid": part,
-                "tid": thread,
-                "ph": "X",
-                "name": END,
-                "ts": end,
-                "dur": until - end,
-                "args": {},
-            }
+            event = {"pid": part, "tid": thread, **_span_event(END, end, until), "args": {}}
             text += f",{_encode(event)}\n"
     with path.open("r+", encoding="utf-8") as file:
         file.truncate(path.stat().st_size - len("]\n"))
         file.seek(0, 2)
         file.write(f"{text}]\n")
+
+
+def _span_event(name: str, start: int, end: int) -> dict[str, Any]:
+    """A complete event of the trace format; times in microseconds."""
+    return {"ph": "X", "name": name, "ts": start, "dur": end - start}
 
 
 def _micros(seconds: float) -> int:

@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 #: The numbers by which a request may sample, by the names of ``SamplingParams``.
 NUMBERS = tuple(name for name in LIMITS if not name.endswith("_token_ids"))
-LENGTHS = (("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens"))
+#: Field of a request -> name of ``SamplingParams``: the same, or newer names of the length.
+_NUMBER_FIELDS = [(name, name) for name in NUMBERS]
+_NUMBER_FIELDS += [("max_completion_tokens", "max_tokens"), ("max_output_tokens", "max_tokens")]
 MOST_STOPS = 64  # stop strings: every one is searched for in every reply
 LONGEST_STOP = 256  # characters
 MOST_BIASES = 4096  # tokens with a bias
@@ -269,6 +271,15 @@ def given(
     return value
 
 
+def common_fields(body: Body, session: Session) -> dict[str, Any]:
+    """The arguments of ``ModelRequest`` that all APIs have."""
+    return {
+        "model": given(body, "model", str, "a name", "policy"),
+        "sampling": sampling(body, session.sampling),
+        "stream": flag(body, "stream", default=False),
+    }
+
+
 def flag(body: Mapping[str, Any], name: str, *, default: bool) -> bool:
     return given(body, name, bool, "true or false", default)
 
@@ -293,12 +304,8 @@ def sampling(body: Body, defaults: SamplingParams) -> SamplingParams:
         defaults: hold for fields that the request leaves out.
     """
     requested: dict[str, Any] = {}
-    for name in NUMBERS:
-        value = number(body, name, LIMITS[name])
-        if value is not None:
-            requested[name] = value
-    for alias, name in LENGTHS:
-        value = number(body, alias, LIMITS[name])
+    for field_name, name in _NUMBER_FIELDS:
+        value = number(body, field_name, LIMITS[name])
         if value is not None:
             requested[name] = value
     bias = given(body, "logit_bias", dict, "an object", {})
@@ -341,12 +348,10 @@ def content_of(content: object, where: str) -> str | list[dict[str, Any]]:
         blocks = read_parts(content, files=False)  # a client must not read this machine's files
     except UserError as error:
         raise RequestError(f"{where}: {error}", where, "unsupported_content") from error
-    read_blocks = []
-    for block in blocks:
-        if not image_part(block):
-            block = {"type": "text", "text": text_of([block], where)}
-        read_blocks.append(block)
-    return read_blocks
+    return [
+        block if image_part(block) else {"type": "text", "text": text_of([block], where)}
+        for block in blocks
+    ]
 
 
 def text_of(content: object, where: str) -> str:

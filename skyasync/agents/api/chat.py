@@ -20,12 +20,12 @@ from skyasync.agents.api import (
     ModelRequest,
     RequestError,
     check_fields,
+    common_fields,
     content_of,
     event,
     flag,
     given,
     number,
-    sampling,
     shows_tools,
     tool_call,
 )
@@ -98,18 +98,11 @@ class ChatApi(Api):
                 raise RequestError(
                     f"tools[{index}] must be of type function, with a name", f"tools[{index}]"
                 )
-        common = self.common(body, session)
-        logprobs = flag(body, "logprobs", default=False)
-        read_messages = []
-        for index, message in enumerate(messages):
-            read_messages.append(_message(message, f"messages[{index}]"))
-        if not shows_tools(body.get("tool_choice")):
-            tools = []
         return ModelRequest(
-            **common,
-            logprobs=logprobs,
-            messages=read_messages,
-            tools=tools or None,
+            **self.common(body, session),
+            logprobs=flag(body, "logprobs", default=False),
+            messages=[_message(item, f"messages[{index}]") for index, item in enumerate(messages)],
+            tools=(tools or None) if shows_tools(body.get("tool_choice")) else None,
             parallel_tool_calls=flag(body, "parallel_tool_calls", default=True),
         )
 
@@ -117,10 +110,8 @@ class ChatApi(Api):
         """The arguments of ``ModelRequest`` that chat and text completions share."""
         options = given(body, "stream_options", dict, "an object", {})
         return {
-            "model": given(body, "model", str, "a name", "policy"),
-            "sampling": sampling(body, session.sampling),
+            **common_fields(body, session),
             "choices": int(number(body, "n", _CHOICES) or 1),
-            "stream": flag(body, "stream", default=False),
             "include_usage": bool(options.get("include_usage")),
             "token_ids": flag(body, "return_token_ids", default=False),
         }
@@ -163,13 +154,8 @@ class ChatApi(Api):
 
     def _delta(self, reply: ModelReply, delta: Body, **fields: object) -> str:
         """A chunk with a part of one reply's message, and fields of its choice."""
-        choice: Body = {
-            "index": reply.index,
-            "finish_reason": None,
-            "logprobs": None,
-            "delta": delta,
-        }
-        return self.chunk([{**choice, **fields}])
+        choice = {"index": reply.index, "finish_reason": None, "logprobs": None, "delta": delta}
+        return self.chunk([choice | fields])
 
     def end(self, head: AnswerHead, replies: Sequence[ModelReply]) -> str:
         usage = ""
@@ -278,9 +264,8 @@ def _tool_calls(reply: ModelReply) -> list[Body]:
     """The calls of tools, with the arguments as JSON text."""
     calls = []
     for call in reply.tool_calls:
-        function = call["function"]
-        arguments = json.dumps(function["arguments"])
-        calls.append({**call, "function": {**function, "arguments": arguments}})
+        arguments = json.dumps(call["function"]["arguments"])
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return calls
 
 

@@ -21,13 +21,13 @@ from skyasync.agents.api import (
     RequestError,
     check_fields,
     check_no_image,
+    common_fields,
     content_of,
     event,
     flag,
     function_tools,
     given,
     number,
-    sampling,
     shows_tools,
     text_of,
     tool_call,
@@ -96,9 +96,7 @@ class MessagesApi(Api):
         choice = given(body, "tool_choice", dict, "an object", {})
         shown = shows_tools(choice.get("type", "auto"), "tool_choice.type")
         return ModelRequest(
-            model=given(body, "model", str, "a name", "policy"),
-            sampling=sampling(body, session.sampling),
-            stream=flag(body, "stream", default=False),
+            **common_fields(body, session),
             messages=messages,
             tools=function_tools(body, shown, "custom", "input_schema"),
             parallel_tool_calls=not flag(choice, "disable_parallel_tool_use", default=False),

@@ -23,12 +23,12 @@ from skyasync.agents.api import (
     RequestError,
     check_fields,
     check_no_image,
+    common_fields,
     content_of,
     event,
     flag,
     function_tools,
     given,
-    sampling,
     shows_tools,
     text_of,
     tool_call,
@@ -100,9 +100,7 @@ class ResponsesApi(Api):
         if instructions:  # not stored: a later request has its own
             shown_messages = [{"role": "system", "content": instructions}, *messages]
         return ModelRequest(
-            model=given(body, "model", str, "a name", "policy"),
-            sampling=sampling(body, session.sampling),
-            stream=flag(body, "stream", default=False),
+            **common_fields(body, session),
             messages=shown_messages,
             tools=function_tools(
                 body, shows_tools(body.get("tool_choice")), "function", "parameters"
@@ -317,19 +315,9 @@ def _status(reply: ModelReply) -> str:
 def _text_item(head: AnswerHead, kind: str, text: str, status: str) -> Body:
     """An item of type "reasoning" or "message"."""
     if kind == "reasoning":
-        content: list[Body] = [{"type": "reasoning_text", "text": text}]
-        return {
-            "type": kind,
-            "id": f"rs_{head.id}",
-            "summary": [],
-            "content": content,
-            "status": status,
-        }
-    content = [{"type": "output_text", "text": text, "annotations": [], "logprobs": []}]
-    return {
-        "type": kind,
-        "id": f"msg_{head.id}",
-        "role": "assistant",
-        "content": content,
-        "status": status,
-    }
+        fields: Body = {"id": f"rs_{head.id}", "summary": []}
+        part: Body = {"type": "reasoning_text", "text": text}
+    else:
+        fields = {"id": f"msg_{head.id}", "role": "assistant"}
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": kind, **fields, "content": [part], "status": status}

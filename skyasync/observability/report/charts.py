@@ -203,11 +203,7 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     Args:
         several: the rows are of several runs, whose charts have fewer lines.
     """
-    names: set[str] = set()  # of metrics with a value
-    for row in rows:
-        for name, value in row.items():
-            if value is not None:
-                names.add(name)
+    names = {name for row in rows for name, value in row.items() if value is not None}
     control = []
     if "staleness_control/lr_scale" in names:
         control.append(_CONTROL)
@@ -245,16 +241,10 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     ]
 
 
-def _lines_below(
-    prefix: str, names: Iterable[str], *, smooth: bool = False, markers: bool = False
-) -> tuple[Line, ...]:
+def _lines_below(prefix: str, names: Iterable[str], **style: bool) -> tuple[Line, ...]:
     """A line for each metric that begins with the prefix, labelled with the rest of its name."""
-    lines = []
-    for name in sorted(names):
-        if name.startswith(prefix):
-            label = name.removeprefix(prefix)
-            lines.append(Line(name, label, smooth=smooth, markers=markers))
-    return tuple(lines)
+    below = sorted(name for name in names if name.startswith(prefix))
+    return tuple(Line(name, name.removeprefix(prefix), **style) for name in below)
 
 
 def _log_ratios(names: Iterable[str]) -> Chart:

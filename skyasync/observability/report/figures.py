@@ -129,10 +129,10 @@ def _draw_line(
     ax: Axes, line: Line, rows: Sequence[Row], colour: str, style: LineStyle, label: str
 ) -> None:
     """One metric of one run, with its band; "" as ``label`` leaves it out of the legend."""
-    steps, values = thinned(*series(rows, line.metric))
+    steps, values = thinned(rows, line.metric)
     if line.low and line.high:
-        low_steps, lows = thinned(*series(rows, line.low))
-        high_steps, highs = thinned(*series(rows, line.high))
+        low_steps, lows = thinned(rows, line.low)
+        high_steps, highs = thinned(rows, line.high)
         if low_steps == high_steps and low_steps:
             ax.fill_between(
                 low_steps,
@@ -213,12 +213,12 @@ def _stack(chart: Chart, rows: Sequence[Row]) -> str:
         return ""
     slices = _slices(len(steps), MOST_BARS)
     size = slices[0].stop
-    centres = [fmean(steps[neighbours]) for neighbours in slices]
+    centres = _means(steps, slices)
     with canvas(chart.title) as (figure, ax, out):
         bottoms = [0.0] * len(centres)
         for number, line in enumerate(chart.lines):
             values = [components.get(line.metric, 0.0) for components in seconds]
-            heights = [fmean(values[neighbours]) for neighbours in slices]
+            heights = _means(values, slices)
             ax.bar(
                 centres,
                 heights,
@@ -250,18 +250,20 @@ def _literal(label: str) -> str:
     return label
 
 
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[float], list[float]]:
-    """At most ``MOST_POINTS`` points: means of neighbours, if there are more."""
-    if len(steps) <= MOST_POINTS:
-        return list(map(float, steps)), list(values)
+def thinned(rows: Sequence[Row], name: str) -> tuple[list[float], list[float]]:
+    """At most ``MOST_POINTS`` steps and values: means of neighbours, if there are more."""
+    steps, values = series(rows, name)
     slices = _slices(len(steps), MOST_POINTS)
-    thin_steps = [fmean(steps[neighbours]) for neighbours in slices]
-    return thin_steps, [fmean(values[neighbours]) for neighbours in slices]
+    return _means(steps, slices), _means(values, slices)
+
+
+def _means(values: Sequence[float], slices: Sequence[slice]) -> list[float]:
+    return [fmean(values[neighbours]) for neighbours in slices]
 
 
 def _slices(count: int, limit: int) -> list[slice]:
     """At most ``limit`` slices of equal size (the last one may be shorter) of ``count`` items."""
-    size = -(-count // limit)
+    size = -(-count // limit) or 1  # rounded up
     return [slice(start, start + size) for start in range(0, count, size)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,11 +109,9 @@ class Run:
         """The rows, without the idle engines of a last step that had nothing left to generate."""
         rows = list(self.rows)
         if rows and rows[-1].get("throughput/tokens_per_s") == 0:
-            last_row: dict[str, Any] = {}
-            for name, value in rows[-1].items():
-                if not name.startswith(("throughput/", "idle/")):
-                    last_row[name] = value
-            rows[-1] = last_row
+            idle = ("throughput/", "idle/")
+            row = rows.pop().items()
+            rows.append({name: value for name, value in row if not name.startswith(idle)})
         return rows
 
     def tiles(self) -> list[tuple[str, str, str]]:
@@ -187,29 +185,22 @@ class Step:
     samples: list[PageSample]
 
 
-def sample_steps(
-    rows: Sequence[Row], columns: int = COLUMNS, *, newest: bool = False
-) -> list[Step]:
-    """The samples of the first, the last, and steps evenly between.
+def sample_steps(rows: Sequence[Row], *, newest: bool = False) -> list[Step]:
+    """The samples of the first, the last, and steps evenly between: ``COLUMNS`` steps.
 
     Args:
-        columns: most steps.
         newest: the newest steps instead, the last one first.
     """
-    samples: dict[int, list[Row]] = {}  # by step
+    step_rows: dict[int, list[Row]] = {}
     for row in rows:
-        samples.setdefault(row["step"], []).append(row)
-    steps = sorted(samples)
+        step_rows.setdefault(row["step"], []).append(row)
+    steps = sorted(step_rows)
     if newest:
-        shown = steps[: -columns - 1 : -1]
-    elif len(steps) <= columns:
-        shown = steps
-    else:
-        shown = []
-        for column in range(columns):
-            index = round(column * (len(steps) - 1) / max(columns - 1, 1))
-            shown.append(steps[index])
-    return [Step(step, list(map(sample_of, samples[step]))) for step in shown]
+        steps = steps[: -COLUMNS - 1 : -1]
+    elif len(steps) > COLUMNS:
+        gap = (len(steps) - 1) / (COLUMNS - 1)
+        steps = [steps[round(column * gap)] for column in range(COLUMNS)]
+    return [Step(step, list(map(sample_of, step_rows[step]))) for step in steps]
 
 
 def sample_of(row: Row) -> PageSample:
@@ -295,7 +286,7 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
     context: dict[str, Any] = {
         "runs": runs,
         "title": runs[0].label if len(runs) == 1 else f"{len(runs)} runs",
-        "sections": _drawn_sections(runs),
+        "sections": list(_drawn_sections(runs)),  # the template reads them twice
         "live_script": LIVE_SCRIPT if live else "",
         "made": time.strftime("%Y-%m-%d %H:%M:%S"),
         "refresh_s": refresh_s if running else 0,
@@ -329,15 +320,9 @@ def page(folders: Sequence[Path], refresh_s: float = 0.0, *, live: bool = False)
     return templates.get_template("page.html.j2").render(context)
 
 
-def _drawn_sections(runs: Sequence[Run]) -> list[tuple[Section, list[tuple[Chart, str]]]]:
+def _drawn_sections(runs: Sequence[Run]) -> Iterator[tuple[Section, list[tuple[Chart, str]]]]:
     """The sections about these runs, each chart with its SVG ("" if it has no data)."""
-    rows: list[Row] = []
-    chart_rows: dict[str, Sequence[Row]] = {}
-    for run in runs:
-        rows += run.rows
-        chart_rows[run.label] = run.chart_rows()
-    result = []
+    rows = [row for run in runs for row in run.rows]
+    chart_rows = {run.label: run.chart_rows() for run in runs}
     for section in sections(rows, several=len(runs) > 1):
-        charts = [(chart, figures.draw(chart, chart_rows)) for chart in section.charts]
-        result.append((section, charts))
-    return result
+        yield section, [(chart, figures.draw(chart, chart_rows)) for chart in section.charts]
