@@ -183,8 +183,10 @@ class StreamPoller:
         self._task: asyncio.Task[dict[str, GenerationOutput]] | None = None
 
     def poll(self, request_ids: Collection[str]) -> asyncio.Task[dict[str, GenerationOutput]]:
-        """The running poll, or a new one; it includes these requests if it has not asked the
-        engines yet."""
+        """The running poll, or a new one.
+
+        It includes these requests if it has not called the engines yet.
+        """
         self._polled |= set(request_ids)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._poll())

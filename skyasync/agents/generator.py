@@ -101,8 +101,10 @@ def agent_generator(
 
 
 def agent_config(cfg: Config, max_length: int) -> dict[str, object]:
-    """The ``config`` of agent programs: settings of the environments; for an agent file also those
-    of the sampling."""
+    """The ``config`` of agent programs: settings of the environments.
+
+    For an agent file it has those of the sampling, too.
+    """
     config: dict[str, object] = dict(cfg.environment.env_config)
     if not cfg.generator.agent_func_path:
         return config

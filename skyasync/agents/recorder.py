@@ -121,7 +121,7 @@ def _digests(conversation: Iterable[str]) -> Iterator[bytes]:
 
 
 def conversation(messages: list[Message], tools: Tools) -> list[str]:
-    """What a template reads, as comparable items: the tools, then each message.
+    """The conversation of a template as comparable items: the tools, then the messages.
 
     Ids of tool calls and reasoning are left out: programs need not send them back.
     """

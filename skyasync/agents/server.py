@@ -1,5 +1,4 @@
-"""An endpoint over the inference client: a program that takes a base URL and a key becomes a
-rollout.
+"""The endpoint of agent programs: one that takes a base URL and a key becomes a rollout.
 
     agent program ── HTTP, its key ──▶ Endpoint ─ API ─▶ ModelCall ──▶ InferenceClient ──▶ engines
                                                                        └──▶ the episode's Recorder

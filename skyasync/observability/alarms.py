@@ -1,4 +1,4 @@
-"""What a run's metrics show to be wrong, in words, and what to change.
+"""Faults that the metrics of a run show, in words, and what to change.
 
 Invariant: a pure function of the rows of ``metrics.jsonl``. An alarm compares the last ``WINDOW``
 steps with the first ones, or with a limit that no healthy recipe comes near; before so many steps
@@ -187,8 +187,7 @@ class AlarmWatch:
 
 
 def _collapse(course: _Course) -> Iterator[str]:
-    """A single update that ends all learning: rewards are below all earlier ones, and equal within
-    every group."""
+    """An update that ends all learning: lower rewards than ever, equal within every group."""
     rows = jsonl.rows_with(course.rows, "reward/mean")
     rows = jsonl.rows_with(rows, "reward/mixed_groups")
     collapse = 0  # the row after the last step that had informative groups

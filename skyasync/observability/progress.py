@@ -48,7 +48,7 @@ class LatestSample:
 
     @classmethod
     def of(cls, step: int, record: Mapping[str, Any]) -> LatestSample:
-        """From a record of ``samples.jsonl``."""
+        """The beginning of a record of ``samples.jsonl``."""
         reward = nan  # a sample that was not graded
         if record["reward"] is not None:
             reward = float(record["reward"])
@@ -113,7 +113,7 @@ class ProgressRecorder(Tracker):
         self._step = max(self._step, step)
 
     def phase(self, text: str) -> None:
-        """What the run is doing: "starting engines", "training", ..."""
+        """Set what the run is doing: "starting engines", "training", ..."""
         self._phase = text
 
     def log(self, metrics: Metrics, step: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run achieved, where its time went, and what limits its speed.
+"""Summary of a run: its scores, where its time went, and what limits its speed.
 
 Invariant: a pure function of the rows of ``metrics.jsonl``; figures that were not logged are left
 out, never guessed. Shares and rates are weighted by the time of their steps, so that they hold for
@@ -274,8 +274,7 @@ def _durations(spans: Iterable[tuple[str, float]]) -> str:
 
 
 def _figure(summary: Summary, name: str, form: str) -> str:
-    """A mean as text; after samples per second, which are of all of training, also the rate
-    without evaluations."""
+    """A mean as text; samples per second are followed by the rate without evaluations."""
     text = form.format(summary.means[name])
     if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
         text += f" ({form.format(summary.samples_per_s)} without evaluations)"

@@ -266,7 +266,7 @@ class ScreenConsole(Console):
 
     @property
     def size(self) -> ConsoleDimensions:
-        """As it is now."""
+        """The size now: the user may have resized the terminal."""
         try:
             return ConsoleDimensions(*os.get_terminal_size(self.file.fileno()))
         except (OSError, ValueError):
@@ -482,7 +482,7 @@ class _Captured:
         return [self._as_shown(line) for line in complete]
 
     def rest(self) -> list[str]:
-        """As ``lines``, with the unfinished last line."""
+        """Lines as those of ``lines``, with the unfinished last one."""
         lines = self.lines()
         if self._torn.strip():
             lines.append(self._as_shown(self._torn))

@@ -269,8 +269,7 @@ class Timeline:
         return self._clock() - self._began
 
     def close(self) -> None:
-        """Fill the gaps and terminate the array. Safe to call twice; later events stay in memory
-        only."""
+        """Fill the gaps and terminate the array; later events stay in memory. Safe to call twice."""
         with self._lock:
             if self._file is not None:
                 now = self._clock()

@@ -66,7 +66,10 @@ _STOPS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", 
 
 
 class MessagesApi(Api):
-    """In a stream one block is open at a time: the thinking, the text, then each call of a tool."""
+    """Anthropic's messages.
+
+    In a stream one block is open at a time: the thinking, the text, then the calls of tools.
+    """
 
     prefix = "msg"
 

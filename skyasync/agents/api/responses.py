@@ -65,8 +65,10 @@ _ITEMS = ("message", "reasoning", "function_call", "function_call_output")
 
 
 class ResponsesApi(Api):
-    """In a stream one item is open at a time: the reasoning, the message, then each call of a
-    tool."""
+    """OpenAI's Responses.
+
+    In a stream one item is open at a time: the reasoning, the message, then the calls of tools.
+    """
 
     prefix = "resp"
 
