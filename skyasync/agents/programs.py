@@ -333,7 +333,7 @@ def ray_processes(
     """
 
     def start() -> RpcTransport:
-        # Imported here: the module is also for programs without Ray.
+        # Imported here: episodes can be played without Ray.
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 

@@ -329,26 +329,32 @@ def render(summary: Summary, run_alarms: Sequence[Alarm] = ()) -> Group:
         figures.add_row(Text(label, style="bold"), Text(text))
     blocks: list[Table | Text] = [figures]
     if summary.phases and summary.total_s:
-        # Phases nest (an update is a part of training), and in asynchronous plans they overlap.
-        title = "where the time of training goes (phases nest and overlap: shares do not add up to 100%)"
-        table = Table(
-            title=title,
-            title_justify="left",
-            box=None,
-            padding=(0, 2, 0, 0),
-        )
-        table.add_column("phase")
-        table.add_column("seconds per step", justify="right")
-        table.add_column("of the time", justify="right")
-        for name, seconds in summary.phases.items():
-            share = seconds * summary.steps / summary.total_s
-            table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}")
-        blocks += [Text(), table]
+        blocks += [Text(), _phase_table(summary)]
     for line in alarm_lines(run_alarms):
         blocks += [Text(), Text(line, style="bold yellow")]
     if not any(alarm.nothing_learned for alarm in run_alarms):
         blocks += [Text(), Text(summary.limit, style="bold cyan")]
     return Group(*blocks)
+
+
+def _phase_table(summary: Summary) -> Table:
+    # Phases nest (an update is a part of training), and in asynchronous plans they overlap.
+    title = (
+        "where the time of training goes (phases nest and overlap: shares do not add up to 100%)"
+    )
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+    )
+    table.add_column("phase")
+    table.add_column("seconds per step", justify="right")
+    table.add_column("of the time", justify="right")
+    for name, seconds in summary.phases.items():
+        share = seconds * summary.steps / summary.total_s
+        table.add_row(name.replace("_", " "), f"{seconds:.3f}", f"{share:.0%}")
+    return table
 
 
 def _score(evaluation: Evaluation) -> str:

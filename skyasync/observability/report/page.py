@@ -12,13 +12,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyasync.config.values import written
 from skyasync.observability import jsonl
 from skyasync.observability.alarms import RESTARTS, alarms
 from skyasync.observability.lines import duration
-from skyasync.observability.plots import Row, labels, series
+from skyasync.observability.plots import Row, labels
 from skyasync.observability.report import figures, settings
 from skyasync.observability.report.charts import Chart, Section, sections
 from skyasync.observability.run_dir import FAILED, LOST, RUNNING, STOPPED, Status, read_status
@@ -89,6 +89,14 @@ def _warning_steps(rows: Sequence[Row]) -> dict[str, list[int]]:
     return steps
 
 
+class Tile(NamedTuple):
+    """A figure at the top of the page, and a word about it."""
+
+    name: str
+    figure: str
+    word: str = ""
+
+
 class Run:
     """The data of one run that a page shows."""
 
@@ -102,8 +110,8 @@ class Run:
         self.model = Path(str(self.settings.get("trainer.policy.model.path", ""))).name
         self.summary = summarise(self.rows)
         self.took = duration(self.summary.total_s)
-        rewards = series(self.rows, "reward/mean")[1]
-        self.last_reward = f"{rewards[-1]:.3f}" if rewards else "–"
+        self.rewards = jsonl.values_of(self.rows, "reward/mean")
+        self.last_reward = f"{self.rewards[-1]:.3f}" if self.rewards else "–"
 
     def chart_rows(self) -> list[Row]:
         """The rows, without the idle engines of a last step that had nothing left to generate."""
@@ -114,26 +122,27 @@ class Run:
             rows.append({name: value for name, value in row if not name.startswith(idle)})
         return rows
 
-    def tiles(self) -> list[tuple[str, str, str]]:
-        """The tiles of the page: name, figure, and a word about it."""
+    def tiles(self) -> list[Tile]:
+        """The tiles of the page; figures that were not logged have none."""
         summary = self.summary
-        means = self.summary.means
-        rewards = series(self.rows, "reward/mean")[1]
-        tiles: list[tuple[str, str, str]] = []
+        means = summary.means
+        tiles = []
         if summary.first and summary.last and summary.best:
-            word = f"from {summary.first.value:.2f}, best {summary.best.value:.2f} in step {summary.best.step}"
-            tiles.append(("held-out score", f"{summary.last.value:.3f}", word))
-        if rewards:
-            tiles.append(("reward", f"{rewards[-1]:.3f}", f"from {rewards[0]:.2f}"))
+            best = summary.best
+            word = f"from {summary.first.value:.2f}, best {best.value:.2f} in step {best.step}"
+            tiles.append(Tile("held-out score", f"{summary.last.value:.3f}", word))
+        if self.rewards:
+            word = f"from {self.rewards[0]:.2f}"
+            tiles.append(Tile("reward", self.last_reward, word))
         if summary.step_s is not None:
-            tiles.append(("steps", f"{summary.steps:,}", course(summary)))
+            tiles.append(Tile("steps", f"{summary.steps:,}", course(summary)))
         for name, label, form in FIGURES:
             if name not in means or name == "sync/logprob_gap":  # a chart shows it
                 continue
             word = ""
             if name == "throughput/samples_per_s" and summary.samples_per_s is not None:
                 word = f"{form.format(summary.samples_per_s)} without evaluations"
-            tiles.append((label, form.format(means[name]), word))
+            tiles.append(Tile(label, form.format(means[name]), word))
         return tiles
 
 
