@@ -247,8 +247,10 @@ class Timeline:
             lanes = self._lanes.setdefault(track, Lanes())
             lane = lanes.place(span)
             self._emit_span(name, self._thread(track, lane), span.start_s, span.end_s, args)
-            running = [s for s in self._open.values() if s.track == track]
-            open_since = min((s.start_s for s in running), default=float("inf"))
+            open_since = float("inf")
+            for open_span in self._open.values():
+                if open_span.track == track:
+                    open_since = min(open_since, open_span.start_s)
             self._emit_gaps(track, lane, lanes.gaps(lane, self._began, open_since))
 
     def spans(self) -> list[Span]:
