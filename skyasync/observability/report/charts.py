@@ -241,10 +241,16 @@ def sections(rows: Sequence[Row], *, several: bool = False) -> list[Section]:
     ]
 
 
-def _lines_below(prefix: str, names: Iterable[str], **style: bool) -> tuple[Line, ...]:
+def _lines_below(
+    prefix: str, names: Iterable[str], *, smooth: bool = False, markers: bool = False
+) -> tuple[Line, ...]:
     """A line for each metric that begins with the prefix, labelled with the rest of its name."""
-    below = sorted(name for name in names if name.startswith(prefix))
-    return tuple(Line(name, name.removeprefix(prefix), **style) for name in below)
+    lines = []
+    for name in sorted(names):
+        if name.startswith(prefix):
+            label = name.removeprefix(prefix)
+            lines.append(Line(name, label, smooth=smooth, markers=markers))
+    return tuple(lines)
 
 
 def _log_ratios(names: Iterable[str]) -> Chart:
