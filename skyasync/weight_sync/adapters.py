@@ -17,17 +17,19 @@ from skyasync.weight_sync.tensors import digest, digests_of, refuse
 from skyasync.weight_sync.transfers.file import read_file
 
 PREFIX = "base_model.model."  # of the names in peft's folders
-_FIRST = ".lora_A.weight"
-_SECOND = ".lora_B.weight"
+_LORA_A = ".lora_A.weight"
+_LORA_B = ".lora_B.weight"
 
 
 class Adapter(NamedTuple):
-    """Args:
-    weights: by the names of peft's folders.
-    config: of peft's, as much as engines read.
-    scale: alpha / rank.
-    transposed: layers whose weight is ``[in, out]``.
-    base: dtype and content of the frozen weights (``frozen_weights_id``).
+    """A LoRA adapter as it is sent.
+
+    Args:
+        weights: by the names of peft's folders.
+        config: of peft's, as much as engines read.
+        scale: alpha / rank.
+        transposed: layers whose weight is ``[in, out]``.
+        base: dtype and content of the frozen weights (``frozen_weights_id``).
     """
 
     weights: Mapping[str, Tensor]
@@ -38,18 +40,15 @@ class Adapter(NamedTuple):
 
     def layers(self) -> dict[str, tuple[Tensor, Tensor]]:
         """A ``[rank, in]`` and B ``[out, rank]`` by the layer's name."""
-        names = [
-            name.removeprefix(PREFIX).removesuffix(_FIRST)
-            for name in self.weights
-            if name.endswith(_FIRST)
-        ]
-        return {
-            name: (self.weights[PREFIX + name + _FIRST], self.weights[PREFIX + name + _SECOND])
-            for name in names
-        }
+        layers = {}
+        for name, lora_a in self.weights.items():
+            if name.endswith(_LORA_A):
+                layer = name.removeprefix(PREFIX).removesuffix(_LORA_A)
+                layers[layer] = (lora_a, self.weights[PREFIX + layer + _LORA_B])
+        return layers
 
     def encode(self) -> Encoded:
-        about = {
+        header = {
             "config": self.config,
             "scale": self.scale,
             "transposed": self.transposed,
@@ -59,21 +58,21 @@ class Adapter(NamedTuple):
         return Encoded(
             self.weights,
             digests_of(self.weights),
-            WeightsHeader(adapter=about),
+            WeightsHeader(adapter=header),
             {"sync/bytes": float(size)},
         )
 
     @classmethod
     def decode(cls, received: ReceivedWeights) -> Adapter:
         """Raises WeightSyncError naming a tensor that is not what was sent."""
-        wrong = [
+        differing = [
             name
             for name, sent in received.digests.items()
             if digest(received.weights[name]) != sent
         ]
-        refuse(wrong, "the file of adapters has")
-        assert received.about.adapter is not None
-        return cls(received.weights, **received.about.adapter)
+        refuse(differing, "the file of adapters has")
+        assert received.header.adapter is not None
+        return cls(received.weights, **received.header.adapter)
 
 
 def read_adapter(path: str) -> Adapter:
@@ -84,9 +83,11 @@ def with_added(
     weight: Tensor, halves: tuple[Tensor, Tensor], scale: float, *, transposed: bool
 ) -> Tensor:
     """W + scale * B A, rounded to W's dtype once."""
-    first, second = halves
-    added = second @ first
-    return (weight + (added.T if transposed else added) * scale).to(weight.dtype)
+    lora_a, lora_b = halves
+    product = lora_b @ lora_a  # [out, in]
+    if transposed:
+        product = product.T
+    return (weight + product * scale).to(weight.dtype)
 
 
 def frozen_weights_id(dtype: object, digests: Mapping[str, str]) -> str:

@@ -48,7 +48,7 @@ from skyasync.weight_sync.update import (
 )
 
 Sequences = Sequence[Sequence[int]]
-GRACE_S = 30.0  # for engines to fall asleep after an error
+GRACE_S = 30.0  # for engines to fall asleep after an error, which is then raised in any case
 
 
 class Policy(Source, Protocol):
@@ -94,11 +94,10 @@ class Colocation:
         self.engines = engines
         self.probe = list(probe)
         self.hybrid = frozenset(hybrid)
-        # the engines that sleep; all of them
-        self._only = (self.hybrid,) if hybrid else ()
-        self.scores: list[list[float]] | None = (
-            None  # of the prompts, by the weights that are on the host
-        )
+        # Arguments of ``engines.sleep``: without any, all engines sleep.
+        self._sleepers = (self.hybrid,) if hybrid else ()
+        # Of the verification prompts, by the weights that are in host memory.
+        self.scores: list[list[float]] | None = None
         self.policy_on_devices = True
         self.awake = asyncio.Event()
         self._changing = asyncio.Lock()
@@ -115,7 +114,7 @@ class Colocation:
 
     @property
     def source(self) -> Source:
-        """Of the weights that are synced."""
+        """The source of the weights that are synced."""
         if self.hybrid:
             return self.policy
         return ColocatedPolicy(self)
@@ -125,22 +124,19 @@ class Colocation:
         return self.awake.is_set()
 
     async def wait_for_engines(self) -> None:
-        """Wait until the engines have the devices; the policy may have them again when this
-        returns."""
+        """Wait until the engines get the devices. They may have lost them when this returns."""
         await self.awake.wait()
 
     @asynccontextmanager
     async def for_engines(self) -> AsyncIterator[bool]:
-        """The devices do not change hands inside; whether the engines have them."""
+        """Whether the engines have the devices, which stays so inside the context."""
         async with self._changing:
             yield self.engines_are_awake
 
     async def give_devices_to_policy(self) -> None:
         """Put the engines to sleep, and bring the policy back; nothing if it is there."""
         async with self._changing:
-            if self.engines_are_awake:
-                await self.engines.sleep(*self._only)
-                self.awake.clear()
+            await self._put_engines_to_sleep()
             if not self.policy_on_devices:
                 await self.policy.onload()
                 self.policy_on_devices = True
@@ -151,26 +147,31 @@ class Colocation:
         async with self.weights.between_syncs() as update, self._changing:
             await self.policy.offload()
             self.policy_on_devices = False
+            # The cache takes the rest of the memory, some of which loading needs: it comes last.
             await self.engines.wake("weights", self.hybrid)
             await self.engines.update_weights(update, self.hybrid)
             await self.engines.wake("cache", self.hybrid)
             self.awake.set()
 
     async def policy_is_lost(self) -> None:
-        """Its processes have ended: the engines sleep while others load it."""
+        """The policy's processes have ended: the engines sleep while other processes load it."""
         async with self._changing:
-            if self.engines_are_awake:
-                await self.engines.sleep(*self._only)
-                self.awake.clear()
+            await self._put_engines_to_sleep()
+
+    async def _put_engines_to_sleep(self) -> None:
+        if self.engines_are_awake:
+            await self.engines.sleep(*self._sleepers)
+            self.awake.clear()
 
     def restart(self, policy: Policy) -> None:
-        """Other processes have loaded the policy, and have it on the devices; the next sync wakes
-        the engines."""
+        """Other processes have loaded the policy onto the devices; the next sync wakes engines."""
         self.policy = policy
         self.policy_on_devices = True
         self.scores = None
 
     async def give_devices_to_engines(self) -> None:
+        # A verification comes when the engines are awake: the policy scores before it leaves.
+        # With hybrid engines ``source`` is the policy itself, which stays able to score.
         if self.probe and not self.hybrid:
             self.scores = await self.policy.score(self.probe)
         else:
@@ -180,30 +181,38 @@ class Colocation:
 
 
 class ColocatedPolicy(WeightTransfer):
-    """The policy's transfer while the policy has the devices. Parts are loaded while the engines
-    have them."""
+    """The policy's transfer, which takes the devices and gives them to the engines.
+
+    Updates in parts are published only: the engines load them while they have the devices.
+    """
 
     def __init__(self, colocation: Colocation) -> None:
         self._colocation = colocation
 
     @property
     def transfer(self) -> WeightTransfer:
-        transfer = self._colocation.policy.transfer
-        transfer.expects_late_engines, self.proves_content = (
-            self.expects_late_engines,
-            transfer.proves_content,
-        )
+        transfer = self._policy_transfer
+        transfer.expects_late_engines = self.expects_late_engines
+        self.proves_content = transfer.proves_content
         return self
 
+    @property
+    def _policy_transfer(self) -> WeightTransfer:
+        # Read at each use: a failed policy is replaced by another one.
+        return self._colocation.policy.transfer
+
     async def score(self, sequences: Sequences) -> list[list[float]]:
-        """For other prompts the policy comes back, next to engines that are awake if there is
-        enough memory."""
+        """Log-probabilities of prompts, those of the verification prompts from before.
+
+        For other prompts the policy comes back, next to engines that are awake if there is enough
+        memory.
+        """
         colocation = self._colocation
         if colocation.policy_on_devices:
             return await colocation.policy.score(sequences)
-        if colocation.scores is not None and list(map(list, sequences)) == list(
-            map(list, colocation.probe)
-        ):
+        # Compared as lists, because prompts may be tuples or arrays.
+        is_probe = list(map(list, sequences)) == list(map(list, colocation.probe))
+        if colocation.scores is not None and is_probe:
             return colocation.scores
         await colocation.policy.onload()
         try:
@@ -213,39 +222,41 @@ class ColocatedPolicy(WeightTransfer):
 
     async def publish(self, version: int) -> WeightUpdate:
         await self._colocation.give_devices_to_policy()
-        update = await self._colocation.policy.transfer.publish(version)
+        update = await self._policy_transfer.publish(version)
         if update.backend != CUDA_IPC:
             await self._colocation.give_devices_to_engines()
         return update
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
-        return await self._colocation.policy.transfer.publish_whole(update)
+        return await self._policy_transfer.publish_whole(update)
 
     async def send(self, update: WeightUpdate) -> None:
-        await self._colocation.policy.transfer.send(update)
+        await self._policy_transfer.send(update)
 
     async def release(self, update: WeightUpdate) -> None:
-        await self._colocation.policy.transfer.release(update)
+        await self._policy_transfer.release(update)
 
     async def release_retained(self) -> None:
-        await self._colocation.policy.transfer.release_retained()
+        await self._policy_transfer.release_retained()
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        """What was sent in parts is read from the policy, while it is in host memory.
+        """All weights, of an update in parts from the policy while it is in host memory.
 
         Raises:
-            WeightsMovedError: if it is not there.
+            WeightsMovedError: if the policy is on its devices.
         """
-        transfer = self._colocation.policy.transfer
+        transfer = self._policy_transfer
         if transfer.proves_content:  # it has a copy in host memory: the policy need not be there
             return await transfer.for_late_engine(version)
-        async with self._colocation.for_engines() as ours:
-            if not ours:
+        async with self._colocation.for_engines() as engines_awake:
+            if not engines_awake:
                 raise WeightsMovedError("the policy is on its devices, and may be training")
             return await transfer.for_late_engine(version)
 
 
 class ColocatedEngines:
+    """The engines as a sync's destination: an update wakes them."""
+
     def __init__(self, colocation: Colocation) -> None:
         self._colocation = colocation
         self.score = colocation.engines.score
@@ -261,11 +272,13 @@ class ColocatedEngines:
         await engines.wake("weights")
         if update.backend == CUDA_IPC:
             try:
-                parts = colocation.policy.transfer.parts(update)
-                async with afterwards(parts.aclose):
-                    async for part in parts:
-                        unproven = await engines.update_weights(part)
+                components = colocation.policy.transfer.parts(update)
+                async with afterwards(components.aclose):
+                    async for component in components:
+                        unproven = await engines.update_weights(component)
             except BaseException as error:
+                # The engines must not stay awake with incomplete weights next to the policy. What
+                # fails in that is a note: the first error is the cause.
                 try:
                     async with asyncio.timeout(GRACE_S):
                         await engines.update_weights(replace(update, info=BROKEN_OFF))

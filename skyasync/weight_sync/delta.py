@@ -1,4 +1,4 @@
-"""The delta encoding: only what has changed since the last weight sync, lossless.
+"""The delta encoding: the elements that changed since the previous weight sync, lossless.
 
     trainer: copy of what was sent ── compare ──▶ delta, digests ──▶ applied to what the engine has
         ──▶ its digests
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,14 +38,21 @@ from torch import Tensor
 from skyasync.weight_sync.tensors import TensorSpecs, digest, digests_of, specs_of
 from skyasync.weight_sync.update import WeightMismatchError, WeightSyncError
 
-MOST = 0.5  # of the bytes of all weights: a delta that takes more is not sent
+# A delta that takes more than this fraction of all bytes is not sent: it would save less than half,
+# and an engine has more work with it than with a copy of all weights.
+MAX_FRACTION = 0.5
 PIECE = 1 << 16  # elements; their positions fit into two bytes
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Changes(NamedTuple):
-    """Of one tensor: how many elements of each piece are sent (int32), where they are (bytes), what
-    they are."""
+    """The changes of one tensor, as they are sent.
+
+    Args:
+        counts: ``[pieces]``, int32: how many elements of each piece are sent.
+        where: ``[bytes]``, uint8: their positions; the module's table has the forms.
+        values: ``[elements]``, integers: their new values.
+    """
 
     counts: Tensor
     where: Tensor
@@ -54,53 +60,57 @@ class Changes(NamedTuple):
 
 
 def changes(old: Tensor, new: Tensor) -> tuple[Changes | None, int]:
-    """What makes ``old`` into ``new``, None if nothing, and how many elements differ; ``old``
-    becomes ``new`` here.
+    """The changes from ``old`` to ``new``, or None, and the number of elements that differ.
 
-    Both are on the CPU, contiguous, of one dtype and shape.
+    Both are on the CPU, contiguous, of one dtype and shape. ``old`` becomes ``new`` here.
     """
-    before = integers(old)
-    after = integers(new)
-    counts = np.zeros(-(-len(after) // PIECE), dtype=np.int32)
+    old_elements = integers(old)
+    new_elements = integers(new)
+    counts = np.zeros(-(-len(new_elements) // PIECE), dtype=np.int32)
     where: list[npt.NDArray[Any]] = []
     values: list[npt.NDArray[Any]] = []
-    changed = 0
-    for number, first in enumerate(range(0, len(after), PIECE)):
-        was = before[first : first + PIECE]
-        now = after[first : first + PIECE]
-        differs = was != now
+    changed_count = 0
+    for number, start in enumerate(range(0, len(new_elements), PIECE)):
+        old_piece = old_elements[start : start + PIECE]
+        new_piece = new_elements[start : start + PIECE]
+        differs = old_piece != new_piece
         count = int(np.count_nonzero(differs))
         if not count:
             continue
-        changed += count
-        if _bytes_of_positions(count, len(now)) + count * now.itemsize >= now.nbytes:
-            counts[number] = len(now)
-            values.append(now.copy())
+        changed_count += count
+        size = len(new_piece)
+        if _bytes_of_positions(count, size) + count * new_piece.itemsize >= new_piece.nbytes:
+            counts[number] = size
+            values.append(new_piece.copy())
         else:
-            positions = np.flatnonzero(differs)
             counts[number] = count
-            few = _few(count, len(now))
-            where.append(
-                positions.astype(np.uint16).view(np.uint8) if few else np.packbits(differs)
-            )
-            values.append(now[positions])
-        was[:] = now
-    if not changed:
+            positions = np.flatnonzero(differs)
+            if _is_sparse(count, size):
+                where.append(positions.astype(np.uint16).view(np.uint8))
+            else:
+                where.append(np.packbits(differs))
+            values.append(new_piece[positions])
+        # The copy follows piece by piece, while both are in the processor's cache.
+        old_piece[:] = new_piece
+    if not changed_count:
         return None, 0
-    if where:
-        joined_where = np.concatenate(where)
-    else:
-        joined_where = np.zeros(0, np.uint8)
-    return Changes(*map(torch.from_numpy, (counts, joined_where, np.concatenate(values)))), changed
+    # concatenate needs one array at least, and no piece may have positions
+    joined_where = np.concatenate([np.zeros(0, np.uint8), *where])
+    sent = Changes(
+        torch.from_numpy(counts),
+        torch.from_numpy(joined_where),
+        torch.from_numpy(np.concatenate(values)),
+    )
+    return sent, changed_count
 
 
 def put(tensor: Tensor, sent: Changes) -> None:
-    """Write what was sent into a tensor, in place; on a device by way of the host.
+    """Write changes into a tensor, in place.
 
     Raises:
-        WeightSyncError: if it is not of a tensor of this size and dtype; nothing has been written
-            then.
+        WeightSyncError: if they are of another size or dtype; nothing has been written then.
     """
+    # NumPy writes the pieces, so tensors on a device go by way of the host.
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         host = tensor.cpu().contiguous()
         put(host, sent)
@@ -110,45 +120,56 @@ def put(tensor: Tensor, sent: Changes) -> None:
     values = sent.values.numpy()
     where = sent.where.numpy()
     counts = sent.counts.tolist()
-    sizes = [min(PIECE, len(elements) - first) for first in range(0, len(elements), PIECE)]
+    full_count, rest_size = divmod(len(elements), PIECE)
+    sizes = [PIECE] * full_count
+    if rest_size:
+        sizes.append(rest_size)
+    # All is checked before the first write: a tensor is changed completely or not at all.
     fits = (
         values.dtype == elements.dtype and len(counts) == len(sizes) and sum(counts) == len(values)
     )
     if not fits or sum(map(_bytes_of_positions, counts, sizes)) != len(where):
         raise WeightSyncError("changes arrived that are of another tensor, or cut short")
-    at_value = at_position = 0
+    values_read = 0
+    bytes_read = 0
     for number, (count, size) in enumerate(zip(counts, sizes, strict=True)):
         piece = elements[number * PIECE :][:size]
-        new = values[at_value:][:count]
-        bits = where[at_position:][: _bytes_of_positions(count, size)]
+        new_elements = values[values_read:][:count]
+        positions = where[bytes_read:][: _bytes_of_positions(count, size)]
         if count == size:
-            piece[:] = new
-        elif _few(count, size):
-            piece[np.frombuffer(bits.tobytes(), dtype=np.uint16)] = new
+            piece[:] = new_elements
+        elif _is_sparse(count, size):
+            # Copied: after a mask of odd length these two-byte integers begin at an odd address.
+            piece[np.frombuffer(positions.tobytes(), dtype=np.uint16)] = new_elements
         elif count:
-            piece[np.flatnonzero(np.unpackbits(bits, count=size))] = new
-        at_value = at_value + len(new)
-        at_position = at_position + len(bits)
+            piece[np.flatnonzero(np.unpackbits(positions, count=size))] = new_elements
+        values_read += len(new_elements)
+        bytes_read += len(positions)
 
 
 def integers(tensor: Tensor) -> npt.NDArray[Any]:
-    """The elements of a contiguous tensor on the CPU, as a flat numpy array of integers that shares
-    its memory."""
-    return tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()]).numpy()
+    """The elements of a contiguous tensor on the CPU as integers, ``[elements]``, not copied."""
+    elements = tensor.detach().reshape(-1)
+    return elements.view(_INTEGERS[tensor.element_size()]).numpy()
 
 
-def _few(count: int, size: int) -> bool:
-    return 2 * count < -(-size // 8)
+def _bytes_of_mask(size: int) -> int:
+    return -(-size // 8)  # rounded up
+
+
+def _is_sparse(count: int, size: int) -> bool:
+    """Whether positions of two bytes take less than one bit for each element."""
+    return 2 * count < _bytes_of_mask(size)
 
 
 def _bytes_of_positions(count: int, size: int) -> int:
     if count == size:
         return 0
-    return min(2 * count, -(-size // 8))
+    return min(2 * count, _bytes_of_mask(size))
 
 
 class WeightsHeader(NamedTuple):
-    """What a file or a broadcast contains, besides the digests.
+    """The kind of weights that a file or a broadcast has.
 
     Args:
         base: the content of the weights that it is a delta of; empty for all weights.
@@ -160,14 +181,17 @@ class WeightsHeader(NamedTuple):
     keep: bool = False
     adapter: dict[str, Any] | None = None
 
+    def message(self) -> dict[str, Any]:
+        """The fields that are set, for JSON."""
+        return {name: value for name, value in self._asdict().items() if value}
+
 
 class Encoded(NamedTuple):
-    """What is sent instead of the full weights: ``tensors``, and the digests of what the engines
-    must have."""
+    """Weights as they are sent, and the digests of the tensors that engines must have then."""
 
     tensors: Mapping[str, Tensor]
     digests: dict[str, str]
-    about: WeightsHeader
+    header: WeightsHeader
     metrics: dict[str, float]
 
     @property
@@ -175,13 +199,17 @@ class Encoded(NamedTuple):
         return content_of(self.digests)
 
 
+def _is_unproven(_name: str, _tensor: Tensor) -> bool:
+    return False
+
+
 class ReceivedWeights(NamedTuple):
-    """What has arrived in an engine.
+    """Weights that have arrived in an engine.
 
     Args:
-        weights: full tensors by name, or what ``about`` says.
-        digests: of what the engine must have afterwards; empty for a broadcast that has only
-            checked the bytes.
+        weights: full tensors by name, or what ``header`` says.
+        digests: of the weights that the engine must have afterwards; empty for a broadcast that
+            has only checked the bytes.
         in_place: whether a tensor of this name is the very one whose bytes its writer has proven.
         stays: the tensors will not change or disappear: an engine may compute on them where they
             are.
@@ -189,18 +217,19 @@ class ReceivedWeights(NamedTuple):
 
     weights: Mapping[str, Tensor]
     digests: Mapping[str, str]
-    about: WeightsHeader = WeightsHeader()
-    in_place: Callable[[str, Tensor], bool] = lambda _name, _tensor: False
+    header: WeightsHeader = WeightsHeader()
+    in_place: Callable[[str, Tensor], bool] = _is_unproven
     stays: bool = False
 
 
 def content_of(digests: Mapping[str, str]) -> str:
     """Identifies weights as a whole, by the digests of their tensors."""
-    return xxhash.xxh3_64_hexdigest(json.dumps(sorted(digests.items())).encode())
+    text = json.dumps(sorted(digests.items()))
+    return xxhash.xxh3_64_hexdigest(text.encode())
 
 
 class DeltaEncoder:
-    """On the trainer: compares tensor after tensor with a copy of what was sent last."""
+    """The trainer's side: compares tensor after tensor with a copy of the weights sent before."""
 
     def __init__(self) -> None:
         self._copy: dict[str, Tensor] = {}
@@ -208,8 +237,7 @@ class DeltaEncoder:
         self._fallbacks = 0
 
     def encode(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> Encoded:
-        """What has changed since the last time, or all weights if that takes fewer bytes; keeps a
-        copy.
+        """Encode a delta, or all weights if a delta takes too many bytes; keeps a copy.
 
         Args:
             specs: of all tensors, as they are sent.
@@ -218,27 +246,31 @@ class DeltaEncoder:
         if specs != specs_of(self._copy):
             self._copy = {}
             for name, tensor in weights:
-                self._copy[name] = tensor.to("cpu", specs[name][0], copy=True).contiguous()
+                dtype, _ = specs[name]
+                self._copy[name] = tensor.to("cpu", dtype, copy=True).contiguous()
             self._digests = digests_of(self._copy)
             return self.whole({"sync/share_changed": 1.0})
         base = content_of(self._digests)
-        limit = MOST * sum(tensor.nbytes for tensor in self._copy.values())
+        limit = MAX_FRACTION * self._bytes()
         delta: dict[str, Tensor] = {}
-        changed = size = 0
+        changed_count = 0
+        size = 0
         for name, tensor in weights:
-            sent, count = changes(self._copy[name], tensor.to("cpu", specs[name][0]).contiguous())
+            dtype, _ = specs[name]
+            tensor = tensor.to("cpu", dtype).contiguous()
+            sent, count = changes(self._copy[name], tensor)
             if sent is None:
                 continue
-            changed = changed + count
-            size = size + sum(part.nbytes for part in sent)
+            changed_count += count
+            size += sum(component.nbytes for component in sent)
             self._digests[name] = digest(self._copy[name])
             if size > limit:
                 delta.clear()  # all weights will be sent, from the copy
             else:
-                delta |= {f"{part}:{name}": value for part, value in sent._asdict().items()}
-        metrics = {
-            "sync/share_changed": changed / max(sum(prod(shape) for _, shape in specs.values()), 1)
-        }
+                for component, value in sent._asdict().items():
+                    delta[f"{component}:{name}"] = value
+        elements = sum(tensor.numel() for tensor in self._copy.values())
+        metrics = {"sync/share_changed": changed_count / max(elements, 1)}
         if size > limit:
             return self.whole(metrics, fell_back=True)
         metrics |= {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
@@ -247,44 +279,47 @@ class DeltaEncoder:
     def whole(
         self, metrics: Mapping[str, float] | None = None, *, fell_back: bool = False
     ) -> Encoded:
-        """All weights that were encoded last, for an engine with other ones.
+        """All weights of the latest encoding, for an engine with other ones.
 
         Args:
             fell_back: they replace a delta.
         """
         self._fallbacks += fell_back
-        size = sum(tensor.nbytes for tensor in self._copy.values())
-        own = {"sync/bytes": float(size), "sync/fallbacks": float(self._fallbacks)}
-        return Encoded(
-            self._copy, dict(self._digests), WeightsHeader(keep=True), {**(metrics or {}), **own}
-        )
+        metrics = dict(metrics or {})
+        metrics["sync/bytes"] = float(self._bytes())
+        metrics["sync/fallbacks"] = float(self._fallbacks)
+        return Encoded(self._copy, dict(self._digests), WeightsHeader(keep=True), metrics)
+
+    def _bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._copy.values())
 
 
 class DeltaDecoder:
-    """In an engine whose own weights have another layout or dtype: keeps a copy of what was
-    sent."""
+    """The side of an engine whose weights have another layout or dtype: keeps a copy of all."""
 
     def __init__(self) -> None:
         self._copy: dict[str, Tensor] = {}
         self._content = ""
 
     def decode(
-        self, sent: Mapping[str, Tensor], digests: Mapping[str, str], about: WeightsHeader
+        self, sent: Mapping[str, Tensor], digests: Mapping[str, str], header: WeightsHeader
     ) -> Mapping[str, Tensor]:
         """All weights, after all weights or a delta arrived.
 
         Raises:
             WeightMismatchError: for a delta of other weights; nothing has been changed then.
         """
-        if not about.base and not about.keep:
+        if not header.base and not header.keep:
+            # No delta will follow: the memory of the copy is freed.
             self._copy = {}
             self._content = ""
             return sent
-        if about.base:
-            if about.base != self._content:
+        if header.base:
+            if header.base != self._content:
                 raise WeightMismatchError(
-                    f"a delta of other weights ({about.base}) than are kept ({self._content})"
+                    f"a delta of other weights ({header.base}) than are kept ({self._content})"
                 )
+            # Unknown until all changes are written: a failure in between must not look complete.
             self._content = ""
             put_changes(sent, self._copy)
         elif specs_of(sent) == specs_of(self._copy):
@@ -299,5 +334,9 @@ class DeltaDecoder:
 @torch.no_grad()
 def put_changes(sent: Mapping[str, Tensor], into: Mapping[str, Tensor]) -> None:
     """Write a delta into the tensors of the same names."""
-    for name in (key.removeprefix("counts:") for key in sent if key.startswith("counts:")):
-        put(into[name], Changes(*(sent[f"{part}:{name}"] for part in Changes._fields)))
+    for key, counts in sent.items():
+        if key.startswith("counts:"):
+            name = key.removeprefix("counts:")
+            where = sent[f"where:{name}"]
+            values = sent[f"values:{name}"]
+            put(into[name], Changes(counts, where, values))

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Sharded(Protocol):
-    """A weight of which this rank has a part, or what it is computed from; ``full_tensor`` is
-    collective."""
+    """A weight of which this rank has a shard. ``full_tensor`` is collective."""
 
     def full_tensor(self) -> Tensor: ...
 
@@ -59,24 +58,22 @@ class FullTensors:
         if layout is None:
             yield from gathered(self._weights, self._dtype)
         elif layout.one_by_one:
-            for name, whole in gathered(self._weights, self._dtype):
-                yield from (
-                    [(name, whole)]
-                    if name in layout.unchanged
-                    else layout.split({name: whole}).items()
-                )
+            for name, tensor in gathered(self._weights, self._dtype):
+                if name in layout.unchanged:
+                    yield name, tensor
+                else:
+                    yield from layout.split({name: tensor}).items()
         else:
+            # All at once, so in host memory: a device may not have room for a second copy.
             weights: dict[str, Tensor] = {}
-            for name, whole in gathered(self._weights, self._dtype):
-                weights[name] = (
-                    (whole.to(self._dtype) if whole.is_floating_point() else whole)
-                    .cpu()
-                    .contiguous()
-                )
+            for name, tensor in gathered(self._weights, self._dtype):
+                if tensor.is_floating_point():
+                    tensor = tensor.to(self._dtype)
+                weights[name] = tensor.cpu().contiguous()
             yield from layout.split(weights).items()
 
     def only_gather(self) -> None:
-        """For a rank that keeps nothing."""
+        """Take part in the gathers of all tensors, on a rank that keeps none."""
         for _ in gathered(self._weights, self._dtype):
             pass
 
@@ -98,11 +95,16 @@ class FileLayout:
         self._adapters = adapters
         tensors = meta_tensors(specs)
         at_once = specs_of(self.split(tensors))
-        of_each = {name: specs_of(self.split({name: tensor})) for name, tensor in tensors.items()}
-        one_by_one = {name: spec for split in of_each.values() for name, spec in split.items()}
+        one_by_one = dict[str, TensorSpec]()
+        self.unchanged = set[str]()  # parameters that are tensors of a file as they are
+        for name, tensor in tensors.items():
+            split = specs_of(self.split({name: tensor}))
+            one_by_one |= split
+            if split == {name: specs[name]}:
+                self.unchanged.add(name)
         self.one_by_one = one_by_one == at_once
+        # Equal, but in the order in which the tensors come.
         self.specs: TensorSpecs = one_by_one if self.one_by_one else at_once
-        self.unchanged = {name for name, split in of_each.items() if split == {name: specs[name]}}
 
     @staticmethod
     def differs(model: PreTrainedModel) -> bool:
@@ -112,31 +114,31 @@ class FileLayout:
         return bool(get_model_conversion_mapping(model))
 
     def split(self, weights: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """These parameters as the tensors of files."""
+        """Convert parameters to the tensors of files."""
         # Imported here: the controller's process uses this module and no model.
         from transformers.core_model_loading import revert_weight_conversion
 
-        with (
-            self._adapters.detached() if self._adapters else nullcontext()
-        ):  # transformers looks at the model's layers
+        # transformers looks at the model's layers, and does not know LoRA's.
+        plain_model = self._adapters.detached() if self._adapters else nullcontext()
+        with plain_model:
             tensors: Mapping[str, Tensor] = revert_weight_conversion(self._model, weights)
         return tensors
 
 
 def specs_in(weights: Mapping[str, Any], dtype: torch.dtype) -> TensorSpecs:
-    """Of full weights, floating-point ones converted to ``dtype``."""
-    return {
-        name: (dtype if w.dtype.is_floating_point else w.dtype, tuple(w.shape))
-        for name, w in weights.items()
-    }
+    """Specs of full weights, floating-point ones converted to ``dtype``."""
+    specs = {}
+    for name, weight in weights.items():
+        sent_dtype = dtype if weight.dtype.is_floating_point else weight.dtype
+        specs[name] = (sent_dtype, tuple(weight.shape))
+    return specs
 
 
 class StageTensor:
-    """A weight of one stage of a pipeline, with the interface of a sharded tensor: all stages
-    gather it.
+    """A weight of one pipeline stage, with the interface of a sharded tensor: all stages gather it.
 
     Args:
-        own: this rank's shard, or None on other stages.
+        shard: of this rank, or None on other stages.
         device: where it is received.
         source: the rank of the pipeline that has it.
     """
@@ -144,34 +146,35 @@ class StageTensor:
     def __init__(
         self,
         spec: TensorSpec,
-        own: Tensor | None,
+        shard: Tensor | None,
         device: torch.device,
         source: int,
         group: dist.ProcessGroup,
     ) -> None:
         self.dtype, self.shape = spec
-        self._own = own
+        self._shard = shard
         self._device = device
         self._source = source
         self._group = group
 
     def to(self, dtype: torch.dtype) -> StageTensor:
-        if self._own is None:
-            own = None
+        if self._shard is None:
+            shard = None
         else:
-            own = self._own.detach().to(dtype)
-        return StageTensor((dtype, self.shape), own, self._device, self._source, self._group)
+            shard = self._shard.detach().to(dtype)
+        return StageTensor((dtype, self.shape), shard, self._device, self._source, self._group)
 
     def full_tensor(self) -> Tensor:
-        if self._own is None:
-            whole = torch.empty(self.shape, dtype=self.dtype, device=self._device)
+        if self._shard is None:
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self._device)
         else:
-            own = self._own.detach()
-            whole = (
-                (own.full_tensor() if isinstance(own, DTensor) else own).to(self.dtype).contiguous()
-            )
-        dist.broadcast(whole, src=self._source, group=self._group)
-        return whole
+            tensor = self._shard.detach()
+            if isinstance(tensor, DTensor):
+                tensor = tensor.full_tensor()
+            tensor = tensor.to(self.dtype).contiguous()
+        # Within the stage the shards are gathered first; then its rank sends to the other stages.
+        dist.broadcast(tensor, src=self._source, group=self._group)
+        return tensor
 
 
 def gathered(
@@ -183,16 +186,18 @@ def gathered(
         dtype: shards of a wider floating-point dtype travel as this one, in fewer bytes.
     """
     for name, value in tensors.items():
-        sharded = isinstance(value, DTensor | StageTensor)
         if (
             dtype
-            and sharded
+            and isinstance(value, DTensor | StageTensor)
             and value.dtype.is_floating_point
             and value.dtype.itemsize > dtype.itemsize
         ):
-            value = (value.detach() if isinstance(value, DTensor) else value).to(dtype)
+            # Before the gather, so that it moves fewer bytes. A StageTensor detaches by itself.
+            if isinstance(value, DTensor):
+                value = value.detach()
+            value = value.to(dtype)
         if isinstance(value, Sharded):
-            whole = value.full_tensor()
-        else:
-            whole = value
-        yield name, (whole.numbers() if isinstance(whole, Quantized) else whole).detach()
+            value = value.full_tensor()
+        if isinstance(value, Quantized):
+            value = value.numbers()
+        yield name, value.detach()

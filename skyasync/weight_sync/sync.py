@@ -42,6 +42,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Protocol
 
 from skyasync.utils.task_group import afterwards, together
@@ -57,11 +58,12 @@ from skyasync.weight_sync.update import (
 from skyasync.weight_sync.verify.log_probabilities import FLOAT32, Rounding, TokenVerifier, gap
 
 Paused = Callable[[], AbstractAsyncContextManager[None]]
-TRIES = 3  # of sending all weights again after a failure in their transfer
+# Of sending all weights again after a failure in their transfer: each try has lost an engine.
+TRIES = 3
 
 
 class Source(Protocol):
-    """What has the weights (the dispatch to the workers)."""
+    """The owner of the weights (the dispatch to the workers)."""
 
     @property
     def transfer(self) -> WeightTransfer: ...
@@ -69,7 +71,7 @@ class Source(Protocol):
 
 
 class Destination(Protocol):
-    """What needs them (the inference client)."""
+    """The receiver of the weights (the inference client)."""
 
     @property
     def proves_weights(self) -> bool: ...
@@ -114,23 +116,21 @@ class WeightSync:
     _last_scored: int = field(default=0, init=False)  # the last sync that was verified with prompts
     _engines: int = field(default=1, init=False)  # that were verified then
     _tokens: TokenVerifier = field(default_factory=TokenVerifier, init=False)
-    _unproven: Sequence[str] = field(
-        default=(), init=False
-    )  # weights that an engine could never compare
+    # Weights that an engine could never compare.
+    _unproven: Sequence[str] = field(default=(), init=False)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     _metrics: dict[str, float] = field(default_factory=dict, init=False)  # of the last publishing
     _late_engine: bool = field(default=False, init=False)  # one that was not verified with prompts
     _lost: bool = field(default=False, init=False)  # the source was given up
-    _fresh: asyncio.Event = field(
-        default_factory=asyncio.Event, init=False
-    )  # a late engine need not wait for a sync
+    # Set while a late engine need not wait for a sync.
+    _fresh: asyncio.Event = field(default_factory=asyncio.Event, init=False)
 
     def __post_init__(self) -> None:
+        # Before the first sync a late engine gets an error at once, not a wait.
         self._fresh.set()
 
     def restart(self, source: Source) -> None:
-        """The weights come from other processes from here on; late engines wait for the first sync
-        from them.
+        """Take the weights from other processes; late engines wait for the first sync from them.
 
         The measured floor stays: it depends on the models and their dtypes.
         """
@@ -142,10 +142,9 @@ class WeightSync:
             self._fresh.clear()
 
     async def measure_floor(self) -> None:
-        """Compare trainer and engines while all have the weights of one file; ``verify`` is then
-        measured by it.
+        """Measure the floor of ``verify``, while trainer and engines have the weights of one file.
 
-        Without it the first ``verify`` is such a comparison.
+        If this is left out, the first ``verify`` measures it.
 
         Raises:
             WeightSyncError: if they differ by more than rounding can explain.
@@ -154,24 +153,26 @@ class WeightSync:
             await self._compare("with the weights of one file")
 
     async def sync(self, version: int, paused: Paused = nullcontext) -> None:
-        """Synchronise the weights as ``version``; the engines are idle, or ``paused`` while they
-        load them.
-
-        They go on while the weights are published: no engine reads what is written then.
+        """Synchronise the weights as ``version``.
 
         If an engine cannot load a delta, or the transfer was interrupted by a failure, all engines
-        that are left get all weights.
+        that are left get all weights. Sender and engines may wait for each other (NCCL), so the
+        first failure of either is raised at once.
 
-        Sender and engines may wait for each other (NCCL), so the first failure of either is raised
-        at once.
+        Args:
+            paused: around the loading, unless the engines are idle. They go on while the weights
+                are published: no engine reads what is written then.
         """
         async with self._turn:
-            self._published, transfer = None, self.source.transfer
+            self._published = None
+            transfer = self.source.transfer
             transfer.expects_late_engines = self.expects_late_engines
             if self.expects_late_engines:
                 self._fresh.clear()  # until these can be had; if that fails, until others can
             publishing = asyncio.ensure_future(transfer.publish(version))
             async with afterwards(self._release, publishing):
+                # A cancelled sync does not cancel the publishing, which other processes go on with:
+                # ``_release`` waits for it.
                 update = await asyncio.shield(publishing)
                 async with paused():
                     update = await self._loaded(update)
@@ -183,38 +184,39 @@ class WeightSync:
             self._version = version
 
     async def _loaded(self, update: WeightUpdate) -> WeightUpdate:
-        """What the engines have loaded: the update, or all weights in place of it."""
+        """The update that the engines have loaded: this one, or all weights in place of it."""
         try:
             await self._transferred(update)
             return update
         except (WeightMismatchError, TransferInterruptedError) as error:
-            first = error
+            first_error = error  # Python forgets ``error`` at the end of the clause
         for _ in range(TRIES):
-            whole = await self.source.transfer.publish_whole(update)
-            async with afterwards(self.source.transfer.release, whole):
+            full_update = await self.source.transfer.publish_whole(update)
+            async with afterwards(self.source.transfer.release, full_update):
                 try:
-                    await self._transferred(whole)
-                    return whole
+                    await self._transferred(full_update)
+                    return full_update
                 except TransferInterruptedError:
                     continue
-        raise first
+        raise first_error
 
     async def _transferred(self, update: WeightUpdate) -> None:
         transfer = self.source.transfer
         try:
-            async with together() as both:
-                both.start(transfer.send(update))
-                loaded = both.start(self.destination.update_weights(update))
-        except WeightReceiverFailedError as error:  # the others wait for it
+            async with together() as tasks:
+                tasks.start(transfer.send(update))
+                loading = tasks.start(self.destination.update_weights(update))
+        except WeightReceiverFailedError as error:
+            # By NCCL the policy's ranks wait for the failed engine and cannot be released.
             self._lost = transfer.engine_failed(error)
             raise
-        self._unproven = loaded.result() or ()
+        self._unproven = loading.result() or ()
 
     async def _release(self, publishing: asyncio.Future[WeightUpdate]) -> None:
-        """Release what has been published, or still is, if the sync was cancelled meanwhile."""
+        """Release a published update, after its publishing if the sync was cancelled meanwhile."""
         try:
             update = await publishing
-        except Exception:  # which the sync has raised: there is nothing to be released
+        except Exception:  # the sync has raised it: there is nothing to be released
             return
         if not self._lost:
             await self.source.transfer.release(update)
@@ -223,8 +225,9 @@ class WeightSync:
 
     @asynccontextmanager
     async def between_syncs(self) -> AsyncIterator[WeightUpdate]:
-        """What the engines have, for one that joins late; no sync begins inside. The next
-        ``verify`` includes it.
+        """The engines' weights for one that joins late; the next ``verify`` includes it.
+
+        No sync begins inside.
 
         Raises:
             WeightSyncError: if no engine has received weights yet.
@@ -254,29 +257,30 @@ class WeightSync:
         return self._turn
 
     async def release_retained(self) -> None:
-        """No engine will join late any more: free what was kept for one. A file with a name would
-        stay otherwise."""
+        """Free the weights that are retained for late engines: none will join any more."""
+        # A file with a name would stay otherwise.
         if self._published is not None:
             await self.source.transfer.release_retained()
 
     async def verify(self, version: int) -> dict[str, float]:
-        """Score the verification prompts, if they are due; the engines are not paused. Returns
-        metrics.
+        """Score the verification prompts, if they are due; the engines are not paused.
+
+        Returns:
+            Metrics.
 
         Raises:
             WeightSyncError: with the engine, the difference, the floor and the limit.
         """
-        early = self._syncs <= 2
+        early = self._syncs <= 2  # after two, both buffers of shared memory have been in use
         regular = self._syncs % self.interval == 0
-        regular = regular and (self.interval == 1 or self._tokens.last_verified < self._syncs - 1)
+        if self.interval > 1 and self._tokens.last_verified >= self._syncs - 1:
+            regular = False  # sampled tokens have verified the previous sync at least
         if not self.probe or (self._proven and not early and not regular and not self._late_engine):
             return self._metrics
         self._late_engine = False
         metrics = await self._compare(f"after the weight sync to version {version}")
         if metrics:
             self._last_scored = self._syncs
-        else:
-            self._last_scored = self._last_scored
         return self._metrics | metrics
 
     def sampled(self, version: int, gap: float) -> None:
@@ -289,33 +293,38 @@ class WeightSync:
         Raises:
             WeightSyncError: if it is beyond the limit (``TokenVerifier``).
         """
+        # Tokens of an earlier version are compared with weights that the engines no longer have.
         if self._floor is not None and version == self._version:
-            limit = self.tolerance or self.rounding.limit(self._floor)
-            most = self.tolerance or self.rounding.most
-            scored = self._last_scored == self._syncs
             self._tokens.verify(
-                version, gap, limit, most, sync=self._syncs, engines=self._engines, scored=scored
+                version,
+                gap,
+                limit=self.tolerance or self.rounding.limit(self._floor),
+                highest_limit=self.tolerance or self.rounding.highest_limit,
+                sync=self._syncs,
+                engines=self._engines,
+                scored=self._last_scored == self._syncs,
             )
 
-    async def _compare(self, when: str) -> dict[str, float]:
-        async with together() as both:
-            trainer = both.create_task(self.source.score(self.probe))
-            engines = both.create_task(self.destination.score(self.probe))
-        if (
-            not engines.result()
-        ):  # every engine has failed: their replacements are verified next time
+    async def _compare(self, occasion: str) -> dict[str, float]:
+        async with together() as tasks:
+            trainer = tasks.create_task(self.source.score(self.probe))
+            engines = tasks.create_task(self.destination.score(self.probe))
+        if not engines.result():
+            # Every engine has failed: their replacements are verified next time.
             self._late_engine = True
             return {}
         gaps = [gap(trainer.result(), engine) for engine in engines.result()]
         if self._floor is None or (self.adapted and self._syncs and self._proven):
-            self._floor = max(self._floor or 0.0, min(each.mean for each in gaps))
+            # The smallest, so that one broken engine does not raise the limit for itself.
+            lowest_mean = min(difference.mean for difference in gaps)
+            self._floor = max(self._floor or 0.0, lowest_mean)
             self.adapted = self.adapted and not self._syncs  # once is enough
         limit = self.tolerance or self.rounding.limit(self._floor)
         self._engines = len(gaps)
-        worst = max(gaps, key=lambda each: each.mean)
+        worst = max(gaps, key=attrgetter("mean"))
         if worst.mean > limit:
             raise WeightSyncError(
-                f"{when} engine {gaps.index(worst)} and the trainer differ by {worst.mean:.3g} in log-probability "
+                f"{occasion} engine {gaps.index(worst)} and the trainer differ by {worst.mean:.3g} in log-probability "
                 f"(mean over the verification prompts; largest {worst.largest:.3g}); at start-up they differed by "
                 f"{self._floor:.3g}, and allowed is {limit:.3g} (generator.weight_sync_tolerance)"
             )

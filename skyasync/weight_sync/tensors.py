@@ -1,5 +1,4 @@
-"""Dtypes and shapes of tensors by name, known before the tensors exist; and how tensors are cut
-into chunks.
+"""Tensor specs (dtypes and shapes by name, before the tensors exist), chunks and digests.
 
 Digests say whether an engine holds exactly the bytes that were sent, without sending them twice. A
 digest depends on a tensor's bytes in row-major order and on nothing else, so it is the same on
@@ -11,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -23,9 +21,12 @@ from skyasync.weight_sync.update import WeightSyncError
 TensorSpec = tuple[torch.dtype, tuple[int, ...]]
 TensorSpecs = Mapping[str, TensorSpec]
 
-SUMMED = 1 << 20  # elements that ``sum_of`` adds up at a time
-_GOLDEN = -7046029254386353131  # 2^64 over the golden ratio
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# ``sum_of`` adds up so many elements at a time: their int64 copies take 8 MB.
+SUM_BLOCK = 1 << 20
+# 2^64 over the golden ratio, as int64: its odd multiples spread over all 64 bits.
+_GOLDEN = -7046029254386353131
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size
+NAMED_TENSORS = 3  # that an error names: a stale layer has a dozen
 
 
 def specs_of(tensors: Mapping[str, Tensor]) -> TensorSpecs:
@@ -39,26 +40,32 @@ def bytes_of(spec: TensorSpec) -> int:
 
 def meta_tensors(specs: TensorSpecs) -> dict[str, Tensor]:
     """Tensors without memory."""
-    return {
-        name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, (dtype, shape) in specs.items()
-    }
+    tensors = {}
+    for name, (dtype, shape) in specs.items():
+        tensors[name] = torch.empty(shape, dtype=dtype, device="meta")
+    return tensors
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The dtype's name in ``torch``: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def to_message(specs: TensorSpecs) -> dict[str, Any]:
-    """The same as text and numbers only; ``from_message`` is its inverse, and takes specs as
-    well."""
-    return {
-        name: (str(dtype).removeprefix("torch."), list(shape))
-        for name, (dtype, shape) in specs.items()
-    }
+    """Specs as text and numbers. ``from_message`` is its inverse, and takes specs as well."""
+    message = {}
+    for name, (dtype, shape) in specs.items():
+        message[name] = (dtype_name(dtype), list(shape))
+    return message
 
 
 def from_message(message: Mapping[str, Any]) -> TensorSpecs:
-    return {
-        name: (attrgetter(dtype)(torch) if isinstance(dtype, str) else dtype, tuple(shape))
-        for name, (dtype, shape) in message.items()
-    }
+    specs = {}
+    for name, (dtype, shape) in message.items():
+        if isinstance(dtype, str):
+            dtype = getattr(torch, dtype)
+        specs[name] = (dtype, tuple(shape))
+    return specs
 
 
 def as_message(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,14 +75,19 @@ def as_message(info: Mapping[str, Any]) -> dict[str, Any]:
     return dict(info)
 
 
-def chunks_of(specs: TensorSpecs, most: int) -> list[list[str]]:
-    """The names of each chunk: no larger than ``most`` bytes unless one tensor is; each tensor
-    begins at a multiple of its elements' size, without which it cannot be viewed in the chunk."""
+def chunks_of(specs: TensorSpecs, max_bytes: int) -> list[list[str]]:
+    """The tensor names of each chunk.
+
+    A chunk is no larger than ``max_bytes``, unless one tensor is.
+    """
     chunks: list[list[str]] = [[]]
     end = 0
     for name, spec in specs.items():
-        size, (dtype, _) = bytes_of(spec), spec
-        if chunks[-1] and (end + size > most or end % dtype.itemsize):
+        size = bytes_of(spec)
+        dtype, _ = spec
+        # A tensor begins at a multiple of its element size: otherwise no view of the chunk has it.
+        is_misaligned = end % dtype.itemsize != 0
+        if chunks[-1] and (end + size > max_bytes or is_misaligned):
             chunks.append([])
             end = 0
         chunks[-1].append(name)
@@ -85,8 +97,10 @@ def chunks_of(specs: TensorSpecs, most: int) -> list[list[str]]:
 
 def pack(tensor: Tensor, spec: TensorSpec, into: Tensor) -> None:
     """Copy a tensor into bytes, converted to its spec."""
-    converted = tensor.detach().to(into.device, spec[0]).contiguous()
-    into[: bytes_of(spec)].copy_(converted.reshape(-1).view(torch.uint8))
+    dtype, _ = spec
+    converted = tensor.detach().to(into.device, dtype).contiguous()
+    data = converted.reshape(-1).view(torch.uint8)
+    into[: bytes_of(spec)].copy_(data)
 
 
 def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str, Tensor]:
@@ -95,34 +109,37 @@ def unpack(buffer: Tensor, names: Sequence[str], specs: TensorSpecs) -> dict[str
     end = 0
     for name in names:
         dtype, shape = specs[name]
-        size = bytes_of(specs[name])
-        tensors[name] = buffer[end : end + size].view(dtype).view(shape)
-        end += size
+        start = end
+        end += bytes_of(specs[name])
+        tensors[name] = buffer[start:end].view(dtype).view(shape)
     return tensors
 
 
 def sum_of(tensor: Tensor) -> Tensor:
-    """A checksum of every byte and its position, the same on every device (int64, added up modulo
-    2^64).
+    """A checksum of every byte and its position: int64, ``[]``, the same on every device.
 
     A single element that differs always changes it.
     """
-    elements = tensor.detach().reshape(-1).view(_INTEGERS[tensor.element_size()])
+    integers = _INTEGERS[tensor.element_size()]
+    elements = tensor.detach().reshape(-1).view(integers)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    factors = torch.arange(min(SUMMED, max(len(elements), 1)), device=tensor.device) * _GOLDEN | 1
-    for first in range(0, len(elements), SUMMED):
-        piece = elements[first : first + SUMMED].long()
-        total = total * 31 + (piece * factors[: len(piece)]).sum()
+    positions = torch.arange(min(SUM_BLOCK, len(elements)), device=tensor.device)
+    # Odd factors are invertible modulo 2^64: no difference of one element is multiplied to zero.
+    factors = positions * _GOLDEN | 1
+    for start in range(0, len(elements), SUM_BLOCK):
+        block = elements[start : start + SUM_BLOCK].long()
+        # int64 wraps around on every device, so the order in which a device adds does not matter.
+        block_sum = (block * factors[: len(block)]).sum()
+        # 31 makes the sum depend on the order of blocks, and is odd like the factors.
+        total = total * 31 + block_sum
     return total
-
-
-NAMED = 3  # tensors that an error names; a stale layer has a dozen
 
 
 def digest(tensor: Tensor) -> str:
     """16 hexadecimal digits. About 10 GB a second on one core, several times as fast as a copy."""
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return xxhash.xxh3_64_hexdigest(data.numpy().data)
+    elements = tensor.detach().cpu().contiguous().reshape(-1)
+    # NumPy has no bfloat16, so the bytes are hashed.
+    return xxhash.xxh3_64_hexdigest(elements.view(torch.uint8).numpy().data)
 
 
 def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
@@ -130,22 +147,33 @@ def digests_of(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def holds(current: Tensor, sent: Tensor, sent_digest: str) -> bool:
-    """Whether ``current`` is ``sent`` in the holder's own dtype; ``sent_digest`` is what its sender
-    computed."""
+    """Whether ``current`` is ``sent`` in the holder's own dtype.
+
+    Args:
+        sent_digest: of ``sent``, as the sender computed it.
+    """
     if current.shape != sent.shape:
         return False
     if current.dtype == sent.dtype:
         return digest(current) == sent_digest
-    return digest(sent) == sent_digest and torch.equal(current.cpu(), sent.cpu().to(current.dtype))
+    # Another dtype has other bytes: what arrived is checked first, then its conversion.
+    if digest(sent) != sent_digest:
+        return False
+    converted = sent.cpu().to(current.dtype)
+    return torch.equal(current.cpu(), converted)
 
 
-def refuse(wrong: list[str], where: str) -> None:
-    """Raises WeightSyncError naming the tensors of ``wrong``, if there are any."""
-    if wrong:
-        if len(wrong) > NAMED:
-            more = f" and {len(wrong) - NAMED} more"
-        else:
-            more = ""
+def shortened(names: Sequence[str]) -> str:
+    """The names as an error lists them: "a, b, c and 9 more"."""
+    listing = ", ".join(names[:NAMED_TENSORS])
+    if len(names) > NAMED_TENSORS:
+        return f"{listing} and {len(names) - NAMED_TENSORS} more"
+    return listing
+
+
+def refuse(differing: list[str], finding: str) -> None:
+    """Raises WeightSyncError naming the differing tensors, if there are any."""
+    if differing:
         raise WeightSyncError(
-            f"{where} other weights than the trainer sent in {', '.join(wrong[:NAMED])}{more}"
+            f"{finding} other weights than the trainer sent in {shortened(differing)}"
         )

@@ -12,7 +12,7 @@ CUDA_IPC = "cuda_ipc"
 """The backend whose updates come in parts; see ``skyasync.weight_sync.transfers.cuda_ipc``."""
 
 ADAPTER_ID = 1
-"""Of the one adapter that a vLLM engine has."""
+"""The id of the one adapter that a vLLM engine has."""
 
 PART_BYTES = 1 << 30
 """Most bytes of a part or a chunk, unless one tensor is larger: it takes long compared to sending a
@@ -20,11 +20,11 @@ message, and its memory is little compared to a model's, whose embeddings alone 
 about 8B parameters on."""
 
 BROKEN_OFF: dict[str, Any] = {"broken_off": True}
-"""Instead of a part's ``info``: the other parts will not come."""
+"""Replaces a part's ``info``: the other parts will not come."""
 
 
 class WeightReceiverFailedError(RuntimeError):
-    """What was to load weights has failed."""
+    """An engine that was to load weights has failed."""
 
 
 class WeightSyncError(RuntimeError):
@@ -36,8 +36,7 @@ class WeightMismatchError(WeightSyncError):
 
 
 class TransferInterruptedError(WeightSyncError):
-    """Not all weights arrived, since another member of the group failed; the engine is
-    unchanged."""
+    """Weights did not arrive, since another member of the group failed; the engine is unchanged."""
 
 
 class WeightsMovedError(WeightSyncError):
@@ -45,20 +44,19 @@ class WeightsMovedError(WeightSyncError):
 
 
 class UpdateRouter(Protocol):
-    """How engines on other Ray nodes than the policy's rank 0 get an update."""
+    """Gets an update to engines on other Ray nodes than the policy's rank 0."""
 
     def on(self, update: WeightUpdate, node: str) -> AbstractAsyncContextManager[WeightUpdate]: ...
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights that engines can load: ``info`` is what the way needs (a path, a rendezvous,
-    names).
+    """New weights that engines can load.
 
     Args:
+        info: for the reader of ``backend``: a path, a rendezvous, names.
         content: identifies the weights; empty if it is not needed.
-        base: the delta was computed against the weights with this ``content``; empty: all weights
-            are sent.
+        base: the ``content`` of the weights that a delta is of; empty: all weights are sent.
         metrics: of publishing.
         remote: for engines on other nodes than rank 0's; None: all engines use ``info``.
     """
@@ -80,19 +78,18 @@ class WeightUpdate:
 
 
 def is_whole(update: WeightUpdate) -> bool:
-    """Whether an engine that has loaded it has all weights: it has no parts, or is the last
-    part."""
+    """Whether an engine that has loaded it has all weights: it has no parts, or is the last."""
     return bool(update.info.get("last", "broken_off" not in update.info))
 
 
 class CurrentContent:
-    """Which weights an engine has, by their content."""
+    """The content of the weights that an engine has."""
 
     def __init__(self) -> None:
         self.content = ""
 
     def begin(self, update: WeightUpdate) -> None:
-        """Before an update: until ``complete`` the content is unknown.
+        """Begin an update: until ``complete`` the content is unknown.
 
         Raises:
             WeightMismatchError: for the delta of other weights; nothing has been changed then.

@@ -124,8 +124,8 @@ def test_both_ends_hold_the_same_after_every_step(weights, tmp_path):
         remove_weights(path)
         assert digests == {name: digest(tensor) for name, tensor in weights.items()}
         assert {name: digest(tensor) for name, tensor in found.items()} == digests
-        seen.append((bool(sent.about.base), sent.metrics["sync/fallbacks"]))
-        if sent.about.base:
+        seen.append((bool(sent.header.base), sent.metrics["sync/fallbacks"]))
+        if sent.header.base:
             assert sent.metrics["sync/share_changed"] == pytest.approx(share, abs=0.01)
     assert seen == [(False, 0), (True, 0), (True, 0), (True, 0), (False, 1), (True, 1)]
 
@@ -147,7 +147,7 @@ def test_a_file_says_what_it_is_of_and_its_digests_are_of_the_weights(weights, t
         publish(sender, each, tmp_path) for each in (weights, step(weights, 0.01))
     )
     assert read_metadata(whole_path)[1].keep and not read_metadata(whole_path)[1].base
-    assert read_metadata(delta)[1].base == whole.content == changed.about.base
+    assert read_metadata(delta)[1].base == whole.content == changed.header.base
     assert read_metadata(delta)[0].keys() == weights.keys() == read_weights(whole_path).keys()
 
 

@@ -232,7 +232,7 @@ async def test_what_is_kept_in_a_folder_of_several_machines_is_gone_with_the_run
         await pair.hand_over()
         await pair.verify()
         assert [str(path) for path in tmp_path.iterdir()] == [
-            pair.dispatch.transfer._last.info["path"]
+            pair.dispatch.transfer._retained_update.info["path"]
         ]
     await pair.sync.release_retained()
     assert not list(tmp_path.iterdir())

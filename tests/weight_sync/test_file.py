@@ -175,4 +175,4 @@ def test_weights_are_readable_by_their_owner_alone_also_where_several_machines_s
     assert [stat.S_IMODE(each.stat().st_mode) for each in path.parent.glob("skyasync*")] == [0o600]
     kept = FileSender(list, list, 0, str(tmp_path) if named else "")
     assert stat.S_IMODE(os.stat(kept.keep(str(path))).st_mode) == 0o600
-    kept.remove(kept._retained[0])
+    kept.remove(kept._retained_file[0])

@@ -82,7 +82,7 @@ class Engine:
             return self.decoded(received)
 
     def decoded(self, received: ReceivedWeights) -> Weights:
-        found = dict(self.decoder.decode(received.weights, received.digests, received.about))
+        found = dict(self.decoder.decode(received.weights, received.digests, received.header))
         assert digests_of(found) == received.digests, "digests that an engine verifies"
         return found
 

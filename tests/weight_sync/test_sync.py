@@ -161,7 +161,9 @@ def shifted(scores, by):
 @virtual_time
 async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
     trainer, engines = Trainer(), Engines([(-1.0, -2.0001)])
-    both = WeightSync(trainer, engines, [[1, 2, 3]], rounding=Rounding(least=1e-6, most=1.0))
+    both = WeightSync(
+        trainer, engines, [[1, 2, 3]], rounding=Rounding(lowest_limit=1e-6, highest_limit=1.0)
+    )
     await both.measure_floor()
     engines.scores = [[[-1.0, -2.0003]]]
     await both.sync(1)
@@ -178,7 +180,9 @@ async def test_the_limit_follows_from_the_gap_at_start_up_and_both_are_said():
 async def test_one_token_with_a_large_difference_does_not_end_the_run():
     row = [-1.0] * 200
     trainer, engines = Trainer([row]), Engines(shifted([row], 1e-5))
-    both = WeightSync(trainer, engines, [[0] * 201], rounding=Rounding(least=1e-6, most=1.0))
+    both = WeightSync(
+        trainer, engines, [[0] * 201], rounding=Rounding(lowest_limit=1e-6, highest_limit=1.0)
+    )
     await both.measure_floor()
     engines.scores[0][0][7] += 3e-3  # 300 times the noise floor
     await both.verify(1)
@@ -194,7 +198,7 @@ async def test_a_noise_floor_of_zero_allows_for_rounding():
 
 
 def adapted(engines, backend="shared_memory"):
-    trainer, rounding = Trainer(backend=backend), Rounding(least=1e-6, most=1e-3)
+    trainer, rounding = Trainer(backend=backend), Rounding(lowest_limit=1e-6, highest_limit=1e-3)
     return WeightSync(trainer, engines, [[1, 2, 3]], rounding=rounding, adapted=True)
 
 

@@ -6,7 +6,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from skyasync.weight_sync.tensors import digests_of, specs_of
-from skyasync.weight_sync.transfers.file import _NAMES, writing
+from skyasync.weight_sync.transfers.file import _DTYPE_NAMES, writing
 
 MIXED = {
     "odd": torch.arange(5).bfloat16(),
@@ -29,7 +29,7 @@ def test_it_holds_what_was_put_in_any_order_with_digests_that_were_known_last(tm
         assert opened.metadata() == digests_of(MIXED)
 
 
-@pytest.mark.parametrize("dtype", list(_NAMES))
+@pytest.mark.parametrize("dtype", list(_DTYPE_NAMES))
 def test_every_dtype_arrives_as_it_is(tmp_path, dtype):
     sent = torch.arange(4).to(dtype)
     with writing(tmp_path / "file", {"a": (dtype, (4,))}, {}) as file:

@@ -132,7 +132,7 @@ async def test_bytes_that_the_trainer_proves_are_not_digested_again_and_no_layer
 
 
 def checked(worker):
-    return sorted(worker.weight_transfer_engine.layer_check._checked)
+    return sorted(worker.weight_transfer_engine.layer_check._checked_names)
 
 
 async def test_changes_alone_leave_the_weights_that_a_whole_file_leaves(pair):

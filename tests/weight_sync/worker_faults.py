@@ -45,6 +45,7 @@ def load_without_comparison(worker: Any, info: dict[str, Any], skipped: str) -> 
     """Load sent weights as a broadcast between GPUs does, by a loader that skips some; the error message, or ""."""
     from vllm.config import set_current_vllm_config
 
+    from skyasync.weight_sync.transfers.vllm_worker import refuse_stale
     from skyasync.weight_sync.update import WeightSyncError
 
     engine = worker.weight_transfer_engine
@@ -54,13 +55,13 @@ def load_without_comparison(worker: Any, info: dict[str, Any], skipped: str) -> 
         return load((name, tensor) for name, tensor in weights if skipped not in name)
 
     received = engine._reader.read(info)
-    weights = engine._decoder.decode(received.weights, received.digests, received.about)
+    weights = engine._decoder.decode(received.weights, received.digests, received.header)
     with (
         set_current_vllm_config(worker.vllm_config),
         patch.object(engine.model, "load_weights", load_others),
     ):
         try:
-            engine._load(weights.items())
+            refuse_stale(engine._reload(weights.items()), engine.model)
         except WeightSyncError as error:
             return str(error)
     return ""

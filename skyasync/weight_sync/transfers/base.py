@@ -32,7 +32,9 @@ class PolicyRanks(Protocol):
 
 
 class WeightTransfer(ABC):
-    """Every update of ``publish``, ``publish_whole`` and ``for_late_engine`` is released once.
+    """The controller's object of a transfer.
+
+    Every update of ``publish``, ``publish_whole`` and ``for_late_engine`` is released once.
 
     Attributes:
         proves_content: digests prove after every sync what the engines have; else the verification
@@ -79,16 +81,16 @@ class WeightTransfer(ABC):
         """Make the weights available to the engines, or ready to be sent."""
 
     async def send(self, update: WeightUpdate) -> None:
-        """What must be done while the engines load the update."""
+        """Send the update while the engines load it."""
         return
 
     async def parts(self, update: WeightUpdate) -> AsyncGenerator[WeightUpdate]:
-        """What the engines load, one part after the other."""
+        """The parts that the engines load, one after the other."""
         yield update
 
     @abstractmethod
     async def release(self, update: WeightUpdate) -> None:
-        """No engine loads the update any more."""
+        """Release an update, which no engine loads any more."""
 
     @abstractmethod
     async def for_late_engine(self, version: int) -> WeightUpdate:
@@ -103,16 +105,15 @@ class WeightTransfer(ABC):
         return await self.publish(update.version)
 
     def engine_failed(self, cause: BaseException) -> bool:
-        """An engine has failed while all engines load; whether the policy's ranks are lost with
-        it."""
+        """Note an engine's failure during the loading; whether the policy's ranks are lost too."""
         return False
 
     def changing(self) -> AbstractAsyncContextManager[None]:
-        """Around whatever changes the policy's weights."""
+        """A context for every change of the policy's weights."""
         return nullcontext()
 
     async def release_retained(self) -> None:
-        """No engine will join late any more: free what is kept for one."""
+        """Free the weights that are retained for late engines: none will join any more."""
         return
 
     async def _ranks(self, method: str, *args: object) -> list[Any]:

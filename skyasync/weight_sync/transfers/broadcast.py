@@ -1,5 +1,4 @@
-"""Weights by broadcast: ranks of the policy to every worker of every engine, by NCCL on GPUs and by
-gloo on CPUs.
+"""Weights by broadcast: from policy ranks to all workers of engines (NCCL on GPUs, gloo on CPUs).
 
 Invariant: both ends cut the same ``specs`` into the same chunks and deal them over the senders in
 turn, so they make the same broadcasts in the same order. All ranks gather all tensors; a sender
@@ -65,14 +64,15 @@ if TYPE_CHECKING:
     from skyasync.weight_sync.full_tensors import FullTensors
 
 BACKEND = "nccl"  # the setting's name of this way
+# For a late engine's weights to arrive after it has loaded or failed; then the ranks are ended.
 SETTLE_S = 60.0
 
 
 class BroadcastSender:
-    """On each policy rank; all ranks iterate, and some of them send.
+    """The end on each policy rank: all ranks iterate, and some of them send.
 
     Rank 0's store listens as long as its process lives, so that a member that comes after its
-    groups have ended is told so.
+    groups have ended gets an error at once.
     """
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, device: torch.device) -> None:
@@ -86,8 +86,11 @@ class BroadcastSender:
     def open(
         self, host: str, receivers: int, timeout_s: float, senders: Sequence[int] = (0,)
     ) -> dict[str, Any]:
-        """Leave the former groups and listen for the members of new ones; how they find them. Of
-        rank 0."""
+        """Leave the former groups and listen for the members of new ones, on rank 0.
+
+        Returns:
+            The rendezvous: how members find the groups.
+        """
         self.close()
         if self._store is None:
             timeout = timedelta(seconds=timeout_s)
@@ -100,18 +103,22 @@ class BroadcastSender:
             "senders": list(senders),
             "receivers": receivers,
             "timeout_s": timeout_s,
+            # So many chunks are in flight (``TensorGroup.most_in_flight``): PART_BYTES in all.
             "chunk_bytes": PART_BYTES // max(2, len(senders)),
         }
         self._group = TensorGroup(self._store, rendezvous, self._device, sender=0)
         return rendezvous
 
     def specs(self) -> dict[str, Any]:
-        """Of what ``send`` sends. No communication."""
+        """The specs of the tensors that ``send`` sends. No communication."""
         return to_message(self._weights().specs)
 
     def send(self, rendezvous: Mapping[str, Any]) -> str:
-        """Ends when every member has this rank's weights; all ranks call it. Why it was
-        interrupted, or ""."""
+        """Send this rank's chunks to all members; all ranks call it.
+
+        Returns:
+            Why it was interrupted, or "".
+        """
         weights = self._weights()
         if self._rank not in rendezvous["senders"]:
             weights.only_gather()
@@ -124,9 +131,8 @@ class BroadcastSender:
             reason = self.send_tensors(remaining, weights.specs)
         except TransferInterruptedError as error:
             reason = str(error)
-        except (
-            BaseException
-        ):  # in a gather, without which the receivers would wait for the next chunk
+        except BaseException:
+            # In a gather: the receivers would wait for the next chunk.
             self.close()
             raise
         for _ in remaining:  # the other ranks gather all
@@ -136,40 +142,43 @@ class BroadcastSender:
     def send_tensors(
         self, tensors: Iterable[tuple[str, Tensor]], specs: TensorSpecs, *, sums: bool = True
     ) -> str:
-        """Send this sender's chunks of all tensors to all members; why it was interrupted, or "".
+        """Send this sender's chunks of all tensors to all members.
 
         A chunk is on its way while the tensors after it are gathered.
 
         Args:
-            sums: the members check what they received by sums, not by digests.
+            sums: the members check by sums, not by digests.
+
+        Returns:
+            Why it was interrupted, or "".
         """
         assert self._group is not None
         group = self._group
         remaining = iter(tensors)
         checksums = list[Tensor]()
-        own = group.rendezvous["senders"].index(self._rank)
+        position = group.rendezvous["senders"].index(self._rank)
         chunks = chunks_of(specs, group.rendezvous["chunk_bytes"])
         try:
             group.join()
             for number, names in enumerate(chunks):
-                if number % group.senders != own:
+                if number % group.senders != position:
                     for _ in names:
                         next(remaining)
                     continue
                 if number >= group.most_in_flight:
-                    group.finish(own)
+                    group.finish(position)
                 buffer = self._packed(remaining, names, specs)
                 if sums:
-                    checksums += [
-                        sum_of(tensor) for tensor in unpack(buffer, names, specs).values()
-                    ]
-                group.start(own, buffer)
-                del buffer  # its memory is another one's
-            for _ in range(own, min(len(chunks), group.most_in_flight), group.senders):
-                group.finish(own)
+                    checksums += map(sum_of, unpack(buffer, names, specs).values())
+                group.start(position, buffer)
+                del buffer  # the group has it: its memory is free when the broadcast has ended
+            # The chunks that no later chunk of this sender has waited for.
+            in_flight = min(len(chunks), group.most_in_flight)
+            for _ in range(position, in_flight, group.senders):
+                group.finish(position)
             if checksums:
-                group.start(own, torch.stack(checksums))
-                group.finish(own)
+                group.start(position, torch.stack(checksums))
+                group.finish(position)
         except TransferInterruptedError as error:
             return str(error)
         return ""
@@ -194,8 +203,10 @@ class BroadcastSender:
 
 
 class BroadcastReader:
-    """In each process that has a model. If the senders are on CPUs, the weights arrive in host
-    memory."""
+    """The end in each process that has a model.
+
+    If the senders are on CPUs, the weights arrive in host memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -208,17 +219,21 @@ class BroadcastReader:
             TransferInterruptedError: if not all of them arrived.
             WeightSyncError: if they are not what was sent.
         """
-        return {name: tensor for chunk in self.chunks(info) for name, tensor in chunk.items()}
+        weights = dict[str, Tensor]()
+        for chunk in self.chunks(info):
+            weights |= chunk
+        return weights
 
     def chunks(self, info: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """The same, in chunks as they arrive; the check follows the last one."""
+        """All weights in chunks as they arrive; the check follows the last one."""
         specs = from_message(info["specs"])
         rendezvous = info["rendezvous"]
         if rendezvous["device"] == "cpu":
             device = torch.device("cpu")
         else:
             device = self._device
-        group = self._group = meet(self._group, rendezvous, device)
+        group = meet(self._group, rendezvous, device)
+        self._group = group
         group.join()
         chunks = chunks_of(specs, rendezvous["chunk_bytes"])
         sums = [dict[str, Tensor]() for _ in range(group.senders)]
@@ -226,29 +241,30 @@ class BroadcastReader:
         def start(number: int) -> None:
             if number < len(chunks):
                 size = sum(bytes_of(specs[name]) for name in chunks[number])
-                group.start(
-                    number % group.senders, torch.empty(size, dtype=torch.uint8, device=device)
-                )
+                buffer = torch.empty(size, dtype=torch.uint8, device=device)
+                group.start(number % group.senders, buffer)
 
         for number in range(group.most_in_flight):
             start(number)
         for number, names in enumerate(chunks):
-            chunk = unpack(group.finish(number % group.senders), names, specs)
+            sender = number % group.senders
+            chunk = unpack(group.finish(sender), names, specs)
             if "digests" not in info:
-                sums[number % group.senders] |= {
-                    name: sum_of(tensor) for name, tensor in chunk.items()
-                }
+                for name, tensor in chunk.items():
+                    sums[sender][name] = sum_of(tensor)
             yield chunk
+            # After the caller has loaded the chunk: no more than ``most_in_flight`` are in memory.
             start(number + group.most_in_flight)
-        wrong: list[str] = []
+        differing: list[str] = []
         for sender, received in enumerate(sums):
             if received:
                 group.start(sender, torch.empty(len(received), dtype=torch.int64, device=device))
-                right = torch.stack(list(received.values())) == group.finish(sender)
-                wrong += [
-                    name for name, same in zip(received, right.tolist(), strict=True) if not same
-                ]
-        refuse(wrong, "the engine received")
+                checksums = torch.stack(list(received.values())).tolist()
+                sent = group.finish(sender).tolist()
+                for name, checksum, sent_checksum in zip(received, checksums, sent, strict=True):
+                    if checksum != sent_checksum:
+                        differing.append(name)
+        refuse(differing, "the engine received")
 
     def close(self) -> None:
         if self._group is not None:
@@ -257,6 +273,8 @@ class BroadcastReader:
 
 
 class Ranks(PolicyRanks, Protocol):
+    """The policy's processes, which are ended if they wait in vain."""
+
     def give_up(self, reason: str, cause: BaseException | None = None) -> None: ...
 
 
@@ -265,9 +283,9 @@ class BroadcastTransfer(WeightTransfer):
     """Sends from all ranks' shards to all engines.
 
     Args:
-        workers: of an engine, each with a part of the model.
-        engines: those that take part in the next sync, by their indices.
-        senders: ranks that send to them.
+        workers: of an engine, each with a shard of the model.
+        engines: the indices of the engines that take part in the next sync.
+        senders: the number of ranks that send to them.
         timeout_s: for a member to join, and by gloo for a chunk.
         recovers: a member that fails inside leaves the others (gloo).
     """
@@ -291,14 +309,13 @@ class BroadcastTransfer(WeightTransfer):
         self._senders = senders
         self._timeout_s = timeout_s
         self._recovers = recovers
-        self._members: list[int] | None = (
-            None  # of the current group; None: there is no group, or a late engine's
-        )
+        # Engines of the current group; None: there is no group, or a late engine's.
+        self._members: list[int] | None = None
         self._nodes: list[tuple[str, str]] = []  # of the ranks, with their addresses
         self._rendezvous: dict[str, Any] = {}
-        self._moved = False  # the weights are not those that were sent last
-        self._resting = asyncio.Lock()  # while nothing may change them
-        self._alone: asyncio.Task[str] | None = None  # sends to a late engine
+        self._weights_moved = False  # the weights are not those of the latest sync
+        self._weights_lock = asyncio.Lock()  # while nothing may change the weights
+        self._late_sending: asyncio.Task[str] | None = None  # to a late engine
 
     @classmethod
     def of_run(
@@ -315,38 +332,45 @@ class BroadcastTransfer(WeightTransfer):
         )
 
     async def publish(self, version: int) -> WeightUpdate:
-        """Nothing is sent yet."""
+        """Form a group with the engines that are alive. Nothing is sent yet."""
         members = list(self._engines())
         if members != self._members:
             await self._open(len(members), self._senders)
             self._members = members
-        self._moved = False
+        self._weights_moved = False
         return await self._update(version, members)
 
     async def publish_whole(self, update: WeightUpdate) -> WeightUpdate:
-        """For the engines that are left, in a new group."""
+        """Publish once more for the engines that are left, in a new group."""
         self._members = None
         return await self.publish(update.version)
 
     async def send(self, update: WeightUpdate) -> None:
-        """Ends when every engine has the weights, or a member of a group that recovers has
-        failed."""
-        if self._members and (reason := await self._sent()):
+        """Send to all engines, until they have the weights.
+
+        Raises:
+            TransferInterruptedError: if a member failed, unless the group recovers: then the
+                engines raise it.
+        """
+        if not self._members:
+            return
+        reason = await self._sent()
+        if reason:
             self._members = None
             if not self._recovers:
                 raise TransferInterruptedError(reason)
 
     @asynccontextmanager
     async def changing(self) -> AsyncIterator[None]:
-        async with self._resting:
-            self._moved = True
+        async with self._weights_lock:
+            self._weights_moved = True
             yield
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        """From here on the weights are sent, until ``release``."""
-        await self._resting.acquire()
+        """Begin to send to one engine; the weights do not change until ``release``."""
+        await self._weights_lock.acquire()
         try:
-            if self._moved:
+            if self._weights_moved:
                 raise WeightsMovedError(
                     "the weights are not those that the other engines have any more"
                 )
@@ -354,31 +378,34 @@ class BroadcastTransfer(WeightTransfer):
             await self._open(1, senders=1)
             update = await self._update(version, None)
         except BaseException:
-            self._resting.release()
+            self._weights_lock.release()
             raise
-        self._alone = asyncio.ensure_future(self._sent())
+        self._late_sending = asyncio.ensure_future(self._sent())
         return update
 
     async def release(self, update: WeightUpdate) -> None:
-        """After ``for_late_engine``: the engine has the weights, or the ranks may be waiting for it
-        and are ended."""
-        sending = self._alone
-        self._alone = None
+        """End ``for_late_engine``, and the ranks if they may still wait for the engine."""
+        sending = self._late_sending
+        self._late_sending = None
         if sending is None:
             return
         try:
             await asyncio.wait({sending}, timeout=SETTLE_S)
             if not sending.done():
                 self._give_up("an engine that came late has not met them in its weight sync")
-            elif error := sending.exception():
+                return
+            error = sending.exception()
+            if error is not None:
                 self._give_up("the weights could not be sent to an engine that came late", error)
-            elif (reason := sending.result()) and not self._recovers:
+                return
+            reason = sending.result()
+            if reason and not self._recovers:
                 self._give_up(
                     f"the weights could not be sent to an engine that came late: {reason}"
                 )
         finally:
             sending.cancel()
-            self._resting.release()
+            self._weights_lock.release()
 
     def engine_failed(self, cause: BaseException) -> bool:
         if not self._recovers:
@@ -392,18 +419,22 @@ class BroadcastTransfer(WeightTransfer):
         self._ranks_to_end.give_up(reason, cause)
 
     async def _open(self, engines: int, senders: int) -> None:
-        self._nodes = self._nodes or await self._policy.call("node")
+        if not self._nodes:
+            self._nodes = await self._policy.call("node")
         ranks = spread([node for node, _ in self._nodes], senders)
-        arguments = (self._nodes[0][1], engines * self._workers, self._timeout_s, ranks)
-        self._rendezvous = await self._rank_0("open", *arguments)
+        host = self._nodes[0][1]
+        receivers = engines * self._workers
+        self._rendezvous = await self._rank_0("open", host, receivers, self._timeout_s, ranks)
 
     async def _sent(self) -> str:
-        """Ends when all senders have sent; why one was interrupted, or ""."""
-        return next(filter(None, await self._ranks("send", self._rendezvous)), "")
+        """Let all ranks send; returns why one was interrupted, or ""."""
+        reasons = await self._ranks("send", self._rendezvous)
+        return next(filter(None, reasons), "")
 
     async def _update(self, version: int, members: list[int] | None) -> WeightUpdate:
         info = {"rendezvous": self._rendezvous, "specs": await self._rank_0("specs")}
         if not self._recovers:
+            # An engine that fails inside NCCL takes these with it.
             info["members"] = members
         return WeightUpdate(version, BACKEND, info, remote=_InterruptingUpdate())
 
@@ -421,12 +452,14 @@ class _InterruptingUpdate:
 
 
 def spread(nodes: Sequence[str], count: int) -> list[int]:
-    """Ranks on as many nodes as possible, the first of each before any second; ``nodes`` has each
-    rank's."""
-    # positions of the ranks on their nodes
-    seen = Counter[str]()
-    positions = list[int]()
+    """Choose ranks on as many nodes as possible, one of each node before any second one.
+
+    Args:
+        nodes: of the ranks.
+    """
+    ranks_of_node = Counter[str]()
+    positions = list[int]()  # of the ranks among those of their nodes
     for node in nodes:
-        positions.append(seen[node])
-        seen[node] += 1
+        positions.append(ranks_of_node[node])
+        ranks_of_node[node] += 1
     return sorted(range(len(nodes)), key=positions.__getitem__)[:count]

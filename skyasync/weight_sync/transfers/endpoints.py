@@ -1,5 +1,4 @@
-"""Both ends of every weight transfer: ``WeightSender`` on one rank of the policy, ``WeightReader``
-in an engine.
+"""Both ends of all weight transfers: ``WeightSender`` of a policy rank, ``WeightReader`` of an engine.
 
 Invariant: all ways iterate over ``FullTensors``, so no rank has a second copy of all weights in
 memory of its own. The exceptions are the copy that a delta is computed against, and shared memory
@@ -9,7 +8,6 @@ that engines have mapped.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from operator import methodcaller
 from typing import Any
 
 import torch
@@ -26,11 +24,13 @@ from skyasync.weight_sync.transfers.shared_memory import BufferReader, SharedMem
 
 
 class WeightSender:
-    """Args:
-    weights: makes a new pass over the full weights. All ranks make and iterate them alike.
-    adapter: the LoRA adapters alone, on rank 0; all ranks call it.
-    folder: for files; empty is shared memory of this machine.
-    two_buffers: engines compute on the shared memory; else they copy from it.
+    """The senders of all transfers on one rank of the policy.
+
+    Args:
+        weights: makes a new pass over the full weights. All ranks make and iterate them alike.
+        adapter: the LoRA adapters alone, on rank 0; all ranks call it.
+        folder: for files; empty is shared memory of this machine.
+        two_buffers: engines compute on the shared memory; else they copy from it.
     """
 
     def __init__(
@@ -47,13 +47,14 @@ class WeightSender:
         self.broadcast = BroadcastSender(weights, rank, device)
         self.remote = RemoteSender(weights, rank, torch.device("cpu"))
         self.cuda_ipc = CudaIPCSender(weights, rank, device)
-
-        self._new_sender = lambda name: TRANSFERS.find(name).new_sender(weights, rank)
+        self._weights = weights
+        self._rank = rank
 
     def call(self, sender: str, method: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
         if sender not in vars(self):
-            vars(self)[sender] = self._new_sender(sender)
-        return methodcaller(method, *args)(vars(self)[sender])
+            # of a transfer that a user has registered
+            setattr(self, sender, TRANSFERS.find(sender).new_sender(self._weights, self._rank))
+        return getattr(getattr(self, sender), method)(*args)
 
 
 class WeightReader:
@@ -64,16 +65,21 @@ class WeightReader:
         self.broadcast = BroadcastReader(device)
 
     def read(self, info: Mapping[str, Any]) -> ReceivedWeights:
-        """The weights of an update. Raises TransferInterruptedError if another member of a
-        broadcast fails."""
+        """Read the weights of an update.
+
+        Raises:
+            TransferInterruptedError: if another member of a broadcast fails.
+        """
+        # The keys say which transfer has published the update.
         if "rendezvous" in info:
             weights = self.broadcast.read(info)
-            about = WeightsHeader(**info.get("about", {}))
-            return ReceivedWeights(weights, info.get("digests", {}), about, stays=True)
+            header = WeightsHeader(**info.get("about", {}))
+            return ReceivedWeights(weights, info.get("digests", {}), header, stays=True)
         if "specs" in info:
             weights = self.buffers.read(info)
             digests = info["digests"]
             if info.get("late"):
+                # The buffer was proven when it was written, some time before: compare all tensors.
                 return ReceivedWeights(weights, digests, stays=True)
             return ReceivedWeights(weights, digests, in_place=self.buffers.is_in_place, stays=True)
         return ReceivedWeights(*read_file(info["path"]))

@@ -1,5 +1,4 @@
-"""Weights by a safetensors file, in shared memory of the machine or in a folder that several
-machines see.
+"""Weights by a safetensors file, in shared memory of the machine or in a shared folder.
 
 Invariant: a file is complete before its name exists (it is renamed into place), and its writer
 removes it; files of a killed process are removed by the next writer on the machine. It carries the
@@ -39,11 +38,11 @@ if TYPE_CHECKING:
     from skyasync.weight_sync.transfers.remote import RemoteEngines
 
 PREFIX = "skyasync-weights-"  # then the writer's process: <number>-<namespace>
-OWNER_ALONE = 0o600
-ABOUT = ":about"  # the key of ``WeightsHeader`` among the digests; no tensor's name begins so
-PIECE = 1 << 18  # elements that are converted and written at a time
-NOT_YET = "0" * 16  # instead of a digest
-_NAMES = {
+OWNER_ALONE = 0o600  # weights are private to the user
+HEADER_KEY = ":about"  # of ``WeightsHeader`` among the digests; no tensor's name begins so
+PIECE = 1 << 18  # elements that are converted and written at a time, in the processor's cache
+PENDING_DIGEST = "0" * 16  # as long as a digest: the header is written again in its place
+_DTYPE_NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
@@ -68,13 +67,14 @@ class FileTransfer(WeightTransfer):
         super().__init__(policy)
         self._encoding = encoding
         self._remote = remote
-        self._last: WeightUpdate | None = None
+        self._retained_update: WeightUpdate | None = None
         self._resent = 0  # updates besides the first that name its file, and are to be released
 
     async def publish(self, version: int) -> WeightUpdate:
-        self._last = None
+        self._retained_update = None
         self._resent = 0
-        update = _update(version, (await self._ranks("write", self._encoding))[0])
+        written, *_ = await self._ranks("write", self._encoding)
+        update = _update(version, written)
         if self._remote is None:
             return update
         return await self._remote.announce(update)
@@ -87,42 +87,45 @@ class FileTransfer(WeightTransfer):
         if self._encoding == "delta":
             update = _update(update.version, await self._rank_0("write_whole", True))
         if self._remote is None:
-            whole = update
+            full_update = update
         else:
-            whole = await self._remote.announce_again(update)
-        self._resent += self._encoding != "delta"
-        return whole
+            full_update = await self._remote.announce_again(update)
+        # After a delta the full weights have a file of their own; else both updates name one.
+        if self._encoding != "delta":
+            self._resent += 1
+        return full_update
 
     async def release(self, update: WeightUpdate) -> None:
         if self._resent:
             self._resent -= 1
         elif not self.expects_late_engines or self._encoding == "delta":
             await self._rank_0("remove", update.info["path"])
-        elif self._last is None:
+        elif self._retained_update is None:
             path = await self._rank_0("keep", update.info["path"])
-            self._last = WeightUpdate(
+            self._retained_update = WeightUpdate(
                 update.version, update.backend, {"path": path}, update.content, update.base
             )
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        update = self._last
         if self._encoding == "delta":
+            # From the encoder's copy, which has the weights of the latest sync.
             update = _update(version, await self._rank_0("write_whole", False))
-        assert update is not None
+        else:
+            assert self._retained_update is not None
+            update = self._retained_update
         if self._remote is None:
             return update
         return await self._remote.announce(update, late=True)
 
     async def release_retained(self) -> None:
-        last = self._last
-        self._last = None
-        if last is not None:
-            await self._rank_0("remove", last.info["path"])
+        update = self._retained_update
+        self._retained_update = None
+        if update is not None:
+            await self._rank_0("remove", update.info["path"])
 
 
 Written = tuple[str, str, str, dict[str, float]]
-"""A file: its path, the content of the weights, that of what it is a delta of ("" for all weights),
-metrics."""
+"""A file: its path, the content of the weights, the content that a delta is of or "", metrics."""
 
 
 def _update(version: int, written: Written) -> WeightUpdate:
@@ -131,7 +134,7 @@ def _update(version: int, written: Written) -> WeightUpdate:
 
 
 class FileSender:
-    """On each policy rank.
+    """The writer on each policy rank.
 
     Args:
         folder: of several machines; empty is memory of this one.
@@ -149,13 +152,12 @@ class FileSender:
         self._rank = rank
         self._folder = folder
         self._delta = DeltaEncoder()
-        self._retained: tuple[str, int | None] = ("", None)  # path and descriptor
+        self._retained_file: tuple[str, int | None] = ("", None)  # path and descriptor
 
     def write(self, encoding: str = "full") -> Written | None:
-        """Write a file on rank 0; all ranks call it. The retained file is removed first: there is
-        space for one."""
+        """Write a file on rank 0; all ranks call it."""
         if self._rank == 0:
-            self._drop()
+            self._drop()  # the retained file first: there is space for one
         if encoding == "adapter":
             adapter = self._adapter()
             if self._rank == 0:
@@ -170,41 +172,41 @@ class FileSender:
         return write_one_by_one(tensors.specs, tensors, self._folder), "", "", {}
 
     def write_whole(self, fell_back: bool) -> Written:
-        """All weights that were last written as a delta."""
+        """Write all weights of the latest delta."""
         return self._written(self._delta.whole(fell_back=fell_back))
 
     def _written(self, encoded: Encoded) -> Written:
-        return (
-            write_encoded(encoded, self._folder),
-            encoded.content,
-            encoded.about.base,
-            encoded.metrics,
-        )
+        path = write_encoded(encoded, self._folder)
+        return path, encoded.content, encoded.header.base, encoded.metrics
 
     def keep(self, path: str) -> str:
-        """Keep a file until the next one; the path by which processes of this user find it from now
-        on.
+        """Retain a file until the next one.
 
         In memory of this machine it loses its name, so that the kernel frees it with this process,
         however that ends.
+
+        Returns:
+            The path by which processes of this user find it from now on.
         """
         self._drop()
         if self._folder:
-            self._retained = path, None
+            self._retained_file = path, None
         else:
             descriptor = os.open(path, os.O_RDWR)
             remove_weights(path)
-            self._retained = f"/proc/{os.getpid()}/fd/{descriptor}", descriptor
-        return self._retained[0]
+            path = f"/proc/{os.getpid()}/fd/{descriptor}"
+            self._retained_file = path, descriptor
+        return path
 
     def remove(self, path: str) -> None:
-        if path == self._retained[0]:
+        if path == self._retained_file[0]:
             self._drop()
         else:
             remove_weights(path)
 
     def _drop(self) -> None:
-        (path, descriptor), self._retained = self._retained, ("", None)
+        path, descriptor = self._retained_file
+        self._retained_file = ("", None)
         if descriptor is not None:
             os.close(descriptor)
         elif path:
@@ -212,25 +214,27 @@ class FileSender:
 
 
 def read_file(path: str) -> tuple[dict[str, Tensor], dict[str, str], WeightsHeader]:
-    """Tensors, digests, and what the file contains besides all weights."""
-    return (read_weights(path), *read_metadata(path))
+    """Tensors, digests, and the header."""
+    weights = read_weights(path)
+    digests, header = read_metadata(path)
+    return weights, digests, header
 
 
 def read_metadata(path: str) -> tuple[dict[str, str], WeightsHeader]:
-    """The digest of each tensor before it was written, by name, and what the file contains besides
-    all weights."""
+    """The digest of each tensor before it was written, by name, and the header."""
     with safe_open(path, framework="pt") as file:
         digests = dict(file.metadata() or {})
-    return digests, WeightsHeader(**json.loads(digests.pop(ABOUT, "{}")))
+    return digests, WeightsHeader(**json.loads(digests.pop(HEADER_KEY, "{}")))
 
 
 def write_encoded(encoded: Encoded, folder: str = "") -> str:
-    about = {name: value for name, value in encoded.about._asdict().items() if value}
-    return write_weights(encoded.tensors, folder, encoded.digests | {ABOUT: json.dumps(about)})
+    """Write weights with their digests and header; returns the path."""
+    header = json.dumps(encoded.header.message())
+    return write_weights(encoded.tensors, folder, encoded.digests | {HEADER_KEY: header})
 
 
 def directories() -> tuple[Path, ...]:
-    """Shared memory where the system has it, then the folder for temporary files."""
+    """Shared memory if the system has it, then the folder for temporary files."""
     shm = Path("/dev/shm")
     temporary = Path(tempfile.gettempdir())
     if os.access(shm, os.W_OK):
@@ -261,27 +265,35 @@ def write_one_by_one(
         UserError: if there is no space for them.
     """
     sweep(folder)
-    target = Path(folder)
-    if not folder:  # the first with enough space: a container's shared memory may be 64 MB
-        size = sum(map(bytes_of, specs.values()))
-        free = {path: shutil.disk_usage(path).free for path in directories()}
-        if not any(space > size for space in free.values()):
-            spaces = ", ".join(f"{path} has {space >> 20} MiB" for path, space in free.items())
-            raise UserError(
-                f"the weights take {size >> 20} MiB on their way to the engines; free: {spaces}"
-            )
-        target = next(path for path, space in free.items() if space > size)
-    path = target / f"{PREFIX}{os.getpid()}-{_namespace(folder)}-{uuid.uuid4().hex[:8]}.safetensors"
-    unfinished = path.with_suffix(".writing")
+    if folder:
+        target = Path(folder)
+    else:
+        target = _with_space(sum(map(bytes_of, specs.values())))
+    writer = f"{os.getpid()}-{_namespace(folder)}"
+    unique = uuid.uuid4().hex[:8]
+    path = target / f"{PREFIX}{writer}-{unique}.safetensors"
+    scratch = path.with_suffix(".writing")
     try:
-        unfinished.touch(OWNER_ALONE)
-        with writing(unfinished, specs, metadata) as file:
+        scratch.touch(OWNER_ALONE)  # before the first byte: no other user may read it
+        with writing(scratch, specs, metadata) as file:
             for name, tensor in weights:
                 file.put(name, tensor)
-        unfinished.rename(path)
+        scratch.rename(path)
     finally:
-        unfinished.unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
     return str(path)
+
+
+def _with_space(size: int) -> Path:
+    """The first directory with more than ``size`` bytes: a container's shm may have 64 MB."""
+    free = {path: shutil.disk_usage(path).free for path in directories()}
+    for path, space in free.items():
+        if space > size:
+            return path
+    spaces = [f"{path} has {space >> 20} MiB" for path, space in free.items()]
+    raise UserError(
+        f"the weights take {size >> 20} MiB on their way to the engines; free: {', '.join(spaces)}"
+    )
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
@@ -318,13 +330,13 @@ def sweep(folder: str = "") -> None:
     Containers may share the memory but not the numbers of processes, so those of other namespaces
     are left alone.
     """
-    for directory in [Path(folder)] if folder else directories():
+    folders = (Path(folder),) if folder else directories()
+    for directory in folders:
         for path in directory.glob(f"{PREFIX}*-{_namespace(folder)}-*"):
             writer = path.name.removeprefix(PREFIX).split("-")[0]
             if writer.isdigit() and not _process_exists(int(writer)):
-                with contextlib.suppress(
-                    OSError
-                ):  # another user's, or removed by another process just now
+                # It may be another user's, or just have been removed by another process.
+                with contextlib.suppress(OSError):
                     path.unlink()
 
 
@@ -339,12 +351,11 @@ def _process_exists(number: int) -> bool:
 
 
 def _namespace(folder: str = "") -> str:
-    """Where a process's number is unique: in this machine's namespace; a folder may have writers of
-    other machines."""
+    """The name of a space in which a process's number is unique."""
     namespace = ""  # of a system that has only one
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid").removeprefix("pid:[").removesuffix("]")
-    if folder:
+    if folder:  # it may have writers of other machines; "-" separates the file name's fields
         return f"{namespace}@{socket.gethostname().replace('-', '_')}"
     return namespace
 
@@ -364,27 +375,28 @@ class TensorFile:
         self._specs = specs
         self._with_digests = metadata is None
         if metadata is None:
-            self._metadata = dict.fromkeys(specs, NOT_YET)
+            self._metadata = dict.fromkeys(specs, PENDING_DIGEST)
         else:
             self._metadata = dict(metadata)
         self._missing = set(specs)
         self._offsets = self._write_header()
 
     def put(self, name: str, tensor: Tensor) -> None:
-        """Write it, in the dtype of its spec."""
+        """Write a tensor in the dtype of its spec."""
         dtype, shape = self._specs[name]
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name} has the shape {list(tensor.shape)}; expected {list(shape)}")
         self._file.seek(self._offsets[name])
-        hashed = xxhash.xxh3_64()
+        hasher = xxhash.xxh3_64()
         elements = tensor.detach().cpu().reshape(-1)
-        for first in range(0, len(elements), PIECE):
-            piece = elements[first : first + PIECE].to(dtype).view(torch.uint8).numpy().data
-            self._file.write(piece)
+        for start in range(0, len(elements), PIECE):
+            piece = elements[start : start + PIECE].to(dtype)
+            data = piece.view(torch.uint8).numpy().data  # NumPy has no bfloat16
+            self._file.write(data)
             if self._with_digests:
-                hashed.update(piece)
+                hasher.update(data)
         if self._with_digests:
-            self._metadata[name] = hashed.hexdigest()
+            self._metadata[name] = hasher.hexdigest()
         self._missing.discard(name)
 
     def finish(self) -> None:
@@ -395,23 +407,31 @@ class TensorFile:
             self._write_header()
 
     def _write_header(self) -> dict[str, int]:
-        """Returns where each tensor begins: the largest elements first, so that all are aligned."""
-        entries: dict[str, object] = {"__metadata__": self._metadata} if self._metadata else {}
+        """Write the safetensors header; returns the offset of each tensor in the file."""
+        entries: dict[str, object] = {}
+        if self._metadata:
+            entries["__metadata__"] = self._metadata
         offsets = {}
         end = 0
-        for name in sorted(self._specs, key=lambda name: (-self._specs[name][0].itemsize, name)):
+        # Large elements first, so that all are aligned; by name, so that the layout is unique.
+        for name in sorted(self._specs, key=self._file_order):
             dtype, shape = self._specs[name]
             offsets[name] = end
-            end = end + bytes_of(self._specs[name])
+            end += bytes_of(self._specs[name])
             entries[name] = {
-                "dtype": _NAMES[dtype],
+                "dtype": _DTYPE_NAMES[dtype],
                 "shape": list(shape),
                 "data_offsets": [offsets[name], end],
             }
         text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)  # the format's padding: the data begins aligned
         self._file.write(len(text).to_bytes(8, "little") + text)
-        return {name: 8 + len(text) + first for name, first in offsets.items()}
+        data_start = 8 + len(text)
+        return {name: data_start + offset for name, offset in offsets.items()}
+
+    def _file_order(self, name: str) -> tuple[int, str]:
+        dtype, _ = self._specs[name]
+        return -dtype.itemsize, name
 
 
 @contextmanager

@@ -1,5 +1,4 @@
-"""The groups of a broadcast, as one member sees them: each sender with the receivers, and the
-receivers of a node.
+"""The groups of a broadcast: each sender with the receivers, and the receivers of a node.
 
 ```
 one node, or one receiver per node              several nodes
@@ -40,7 +39,7 @@ from torch.distributed import BroadcastOptions, PrefixStore, TCPStore
 from skyasync.errors import headline
 from skyasync.weight_sync.update import TransferInterruptedError
 
-POLL_S = 0.005
+POLL_S = 0.005  # short compared to a weight sync
 POLLS_PER_S = 10_000  # of all members together, which one process answers
 
 
@@ -67,7 +66,7 @@ class TensorGroup:
         self._sender = sender
         self._joined = False
         self.most_in_flight = max(2, self.senders)
-        self._groups: dict[int, Any] = {}  # by their senders, those that this member is in
+        self._groups: dict[int, Any] = {}  # by sender, the groups that this member is in
         self._in_flight: dict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # by senders
         self._node: Any = None  # the group of the node
         self._node_size = 1
@@ -82,18 +81,21 @@ class TensorGroup:
             return
         except Exception as error:
             reason = headline(error)
+        # Outside the clause: the error's traceback would keep the group and its connections alive.
         self._fail(reason)
 
     def _meet(self) -> None:
         receivers = self.rendezvous["receivers"]
         host = gethostname()
-        number = 0
-        position = 0
+        number = 0  # of this receiver, or of its node if there are several nodes
+        position = 0  # of this receiver on its node
         if self._sender is None:
             number = self._count("receivers", 1) - 1
             position = self._count(f"on {host}", 1) - 1
             if position == 0:
-                self._store.set(f"number of {host}", str(self._count("nodes", 1) - 1))
+                node_number = self._count("nodes", 1) - 1
+                self._store.set(f"number of {host}", str(node_number))
+        # Last: who sees all members joined reads the final counts.
         self._count("joined", 1)
         size = self.senders + receivers
         until = time.monotonic() + self.rendezvous["timeout_s"]
@@ -107,7 +109,9 @@ class TensorGroup:
                     f"not all members of the group joined within {self.rendezvous['timeout_s']:g} s"
                 )
             time.sleep(max(POLL_S, size / POLLS_PER_S))
-        tree = (nodes := self._count("nodes")) > 1
+        nodes = self._count("nodes")
+        tree = nodes > 1
+        # With several nodes one receiver of each, its leader.
         members = 1 + (nodes if tree else receivers)
         if self._sender is not None:
             self._groups[self._sender] = self._connect(f"sender {self._sender}", 0, members)
@@ -121,18 +125,18 @@ class TensorGroup:
         if self._node_size > 1:
             self._node = self._connect(f"node {number}", position, self._node_size)
 
-    def _count(self, what: str, more: int = 0) -> int:
-        return int(self._store.add(what, more))
+    def _count(self, counter: str, increment: int = 0) -> int:
+        return int(self._store.add(counter, increment))
 
     def _connect(self, name: str, rank: int, size: int) -> Any:  # noqa: ANN401  (NCCL's or gloo's)
         store = PrefixStore(name, self._store)
         timeout = timedelta(seconds=self.rendezvous["timeout_s"])
         if self._device.type == "cuda":
+            # Imported here: builds of torch without CUDA lack it.
             from torch.distributed import ProcessGroupNCCL
 
-            if (
-                self._device.index is not None
-            ):  # a rank of the policy sees one GPU, whose number it does not name
+            # A rank of the policy sees one GPU, whose number it does not name.
+            if self._device.index is not None:
                 torch.cuda.set_device(self._device)
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = timeout
@@ -143,33 +147,29 @@ class TensorGroup:
         options = gloo._Options()
         options._timeout = timeout
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        if interface not in (
-            "",
-            "lo",
-            "lo0",
-        ):  # loopback is for ranks on one node; engines may be on others
+        # Loopback is for ranks on one node, and engines may be on others.
+        if interface not in ("", "lo", "lo0"):
             options._devices = [gloo.create_device(interface=interface)]
         else:
-            own_address = self.rendezvous["host"]
-            if self._sender != 0:  # this machine's address, as the first sender's machine sees it
-                with socket.create_connection(
-                    (own_address, self.rendezvous["port"]), timeout=10
-                ) as connection:
-                    own_address = connection.getsockname()[0]
-            options._devices = [gloo.create_device(hostname=str(own_address))]
+            address = self.rendezvous["host"]
+            if self._sender != 0:
+                # A machine may have several addresses: take the one on the way to the first sender.
+                sender_address = (address, self.rendezvous["port"])
+                with socket.create_connection(sender_address, timeout=10) as connection:
+                    address = connection.getsockname()[0]
+            options._devices = [gloo.create_device(hostname=str(address))]
         return gloo(store, rank, size, options)
 
     def start(self, sender: int, tensor: Tensor) -> None:
-        """The sender's next broadcast, of or into the tensor."""
+        """Start the sender's next broadcast, of or into the tensor."""
         options = BroadcastOptions()
         options.rootRank = 0
         try:
             if not self._groups and self._node is None:
                 raise RuntimeError("the group has been closed")
+            work = None  # of a sender whose chunks come from another receiver of this node
             if sender in self._groups:
                 work = self._groups[sender].broadcast([tensor], options)
-            else:
-                work = None
             self._in_flight[sender].append((work, tensor))
             return
         except Exception as error:
@@ -177,21 +177,22 @@ class TensorGroup:
         self._fail(reason)
 
     def finish(self, sender: int) -> Tensor:
-        """The tensor of the sender's first broadcast in flight, once it may be used, and the node
-        has it."""
+        """Wait for the sender's earliest broadcast in flight, and pass it on in the node.
+
+        Returns:
+            Its tensor, which may be used.
+        """
         options = BroadcastOptions()
-        tensor = self._in_flight[sender][0][1]
-        options.rootRank = sender % self._node_size
+        _, tensor = self._in_flight[sender][0]
+        options.rootRank = sender % self._node_size  # the sender's leader on this node
         try:
             self._wait(sender)
             if self._node is not None:
                 self._node.broadcast([tensor], options).wait()
             return tensor
-        except (
-            Exception
-        ) as error:  # whose traceback would keep the group, and by that the connections
+        except Exception as error:
             reason = headline(error)
-        self._fail(reason)
+        self._fail(reason)  # outside the clause, as in ``join``
 
     def _wait(self, sender: int) -> None:
         work, _ = self._in_flight[sender].popleft()
@@ -203,23 +204,24 @@ class TensorGroup:
         raise TransferInterruptedError(f"the broadcast of weights was interrupted: {reason}")
 
     def close(self) -> None:
-        """Close the connections, by which the others know; those that still join are told. Safe to
-        call twice."""
+        """Close the connections, by which the other members see it. Safe to call twice."""
         with suppress(Exception):  # the first sender's process has ended
-            self._store.set("interrupted", "")
+            self._store.set("interrupted", "")  # for members that still join
         self._close(self._node)
         self._node = None
-        for sender in sorted(
-            self._groups, key=lambda sender: len(self._in_flight[sender])
-        ):  # the idle first
+        # Idle groups first: a broadcast in flight in gloo can only be waited for.
+        for sender in sorted(self._groups, key=self._in_flight_count):
             while self._in_flight[sender] and self._device.type != "cuda":
-                with suppress(Exception):
+                with suppress(Exception):  # the wait is all that counts here
                     self._wait(sender)
             self._close(self._groups.pop(sender))
         self._in_flight.clear()
 
+    def _in_flight_count(self, sender: int) -> int:
+        return len(self._in_flight[sender])
+
     def _close(self, group: Any) -> None:  # noqa: ANN401
-        """The last use of a gloo group closes its connections."""
+        # A gloo group closes its connections with the last reference to it.
         if group is not None and self._device.type == "cuda":
             group.abort()
 
@@ -230,8 +232,7 @@ def meet(
     device: torch.device,
     sender: int | None = None,
 ) -> TensorGroup:
-    """The former groups, if they have this rendezvous; else new ones, after the former have been
-    closed.
+    """The former groups if they have this rendezvous; else close them and make new ones.
 
     Raises:
         TransferInterruptedError: if the first sender has left.
@@ -241,9 +242,8 @@ def meet(
             return former
         former.close()
     try:
-        return TensorGroup(
-            _connected(rendezvous, rendezvous["timeout_s"]), rendezvous, device, sender
-        )
+        store = _connected(rendezvous, rendezvous["timeout_s"])
+        return TensorGroup(store, rendezvous, device, sender)
     except Exception as error:
         raise TransferInterruptedError(
             f"the sender of weights is not there: {headline(error)}"
@@ -251,21 +251,20 @@ def meet(
 
 
 def _connected(rendezvous: Mapping[str, Any], timeout_s: float) -> TCPStore:
-    """Raises OSError at once if the sender's process has ended: ``TCPStore`` would try again until
-    its limit."""
+    """The first sender's store. Raises OSError at once if the sender's process has ended."""
     host = rendezvous["host"]
     port = rendezvous["port"]
+    # ``TCPStore`` would try again until its limit.
     socket.create_connection((host, port), timeout=timeout_s).close()
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
 def interrupt(rendezvous: Mapping[str, Any]) -> None:
     """Let members that wait for others to join stop waiting. For any process."""
-    PrefixStore(rendezvous["name"], _connected(rendezvous, 10.0)).set("interrupted", "")
+    store = PrefixStore(rendezvous["name"], _connected(rendezvous, 10.0))
+    store.set("interrupted", "")
 
 
 async def interrupt_soon(rendezvous: Mapping[str, Any]) -> None:
-    try:
+    with suppress(Exception):  # the process of the sender has ended, and no member waits for it
         await asyncio.to_thread(interrupt, rendezvous)
-    except Exception:  # the sender's process has ended
-        return

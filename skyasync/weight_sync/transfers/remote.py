@@ -1,5 +1,4 @@
-"""Engines on other nodes of a Ray cluster than the policy's rank 0, if the weights are in memory of
-its machine.
+"""Engines on other nodes than the policy's rank 0, if the weights are in its machine's memory.
 
 Invariant: what engines of rank 0's node read, rank 0 broadcasts to the workers of the others, from
 where it is. So the other policy ranks take no part, and an engine that fails, joins late or is
@@ -33,10 +32,12 @@ from skyasync.weight_sync.update import TransferInterruptedError, WeightUpdate
 
 
 class RemoteEngines:
-    """Args:
-    nodes: of the engines that are alive, Ray's names by the engines' indices.
-    workers: of an engine, each of which receives all weights.
-    timeout_s: for an engine to join, and for a chunk.
+    """The controller's side: gives remote engines what rank 0's node reads from memory.
+
+    Args:
+        nodes: of the engines that are alive, Ray's names by the engines' indices.
+        workers: of an engine, each of which receives all weights.
+        timeout_s: for an engine to join, and for a chunk.
     """
 
     def __init__(
@@ -51,14 +52,15 @@ class RemoteEngines:
         self._nodes = nodes
         self._workers = workers
         self._timeout_s = timeout_s
-        self.home = self._host = ""  # rank 0's node and address
+        self.home = ""  # rank 0's node
+        self._host = ""  # and its address
         self._members: list[int] = []  # of the group
         self._rendezvous: dict[str, Any] = {}
-        self._update: WeightUpdate | None = None  # to be sent
-        self._reported: set[str] = set()  # nodes that a line of output has been printed for
+        self._sends = False  # the current update has remote engines
+        self._reported_nodes: set[str] = set()  # nodes that a line of output has been printed for
 
     async def announce(self, update: WeightUpdate, *, late: bool = False) -> WeightUpdate:
-        """The update with what remote engines need.
+        """Add a router for remote engines to an update.
 
         Args:
             late: it is for one late engine, which meets rank 0 alone; else for all engines that are
@@ -68,67 +70,71 @@ class RemoteEngines:
             self.home, self._host = await self._policy.call_first("node")
         if late:
             return replace(update, remote=_RemoteUpdate(self, None))
-        nodes = {
-            index: node for index, node in self._nodes().items() if node not in ("", self.home)
-        }
-        self._update = update if nodes else None
-        if not nodes:
+        engines = []
+        nodes = set()
+        for engine, node in self._nodes().items():
+            if node not in ("", self.home):
+                engines.append(engine)
+                nodes.add(node)
+        self._sends = bool(engines)
+        if not engines:
             return replace(update, remote=_RemoteUpdate(self, None))
-        if sorted(nodes) != self._members:
-            await self.open(len(nodes))
-            self._members = sorted(nodes)
-        if not self._reported.issuperset(nodes.values()):
-            self._reported.update(nodes.values())
-            count = len(set(nodes.values()))
-            print(
-                f"weights go to engines on {count} other node{'s' if count > 1 else ''} by broadcast"
-            )
+        engines.sort()
+        if engines != self._members:
+            await self.open(len(engines))
+            self._members = engines
+        if not nodes <= self._reported_nodes:
+            self._reported_nodes |= nodes
+            plural = "s" if len(nodes) > 1 else ""
+            print(f"weights go to engines on {len(nodes)} other node{plural} by broadcast")
         message = await self.message(update)
         size = sum(map(bytes_of, from_message(message["specs"]).values()))
-        metrics = update.metrics | {"sync/bytes_to_nodes": float(size * len(nodes))}
+        metrics = update.metrics | {"sync/bytes_to_nodes": float(size * len(engines))}
         return replace(update, metrics=metrics, remote=_RemoteUpdate(self, message))
 
     async def announce_again(self, update: WeightUpdate) -> WeightUpdate:
-        """After a failure: for the engines that are left, in a new group."""
+        """Announce after a failure, in a new group of the engines that are left."""
         self._members = []
         return await self.announce(update)
 
     async def send(self, update: WeightUpdate) -> None:
-        """While the engines load. A failure is the engines' to raise: those that are left did not
-        get the weights."""
-        if self._update is not None:
+        """Send to remote engines while they load."""
+        if self._sends:
             start = time.monotonic()
+            # The reason of an interruption is left to the engines, which raise it.
             await self.send_copy(update)
             update.metrics["sync/to_nodes_s"] = time.monotonic() - start
 
     async def open(self, engines: int) -> None:
-        """Leave the former group; so many engines will join the new one."""
+        """Leave the former group, and open one that so many engines will join."""
         self._members = []
-        arguments = (self._host, engines * self._workers, self._timeout_s)
-        self._rendezvous = await self._policy.call_first(
-            "transfer_weights", "remote", "open", *arguments
-        )
+        receivers = engines * self._workers
+        self._rendezvous = await self._rank_0("open", self._host, receivers, self._timeout_s)
 
     async def message(self, update: WeightUpdate) -> dict[str, Any]:
-        message = await self._policy.call_first(
-            "transfer_weights", "remote", "describe", update.info
-        )
+        """The ``info`` of an update for remote engines."""
+        message = await self._rank_0("describe", update.info)
         return {**message, "rendezvous": self._rendezvous}
+
+    async def _rank_0(self, method: str, *args: object) -> Any:  # noqa: ANN401  (what the method returns)
+        return await self._policy.call_first("transfer_weights", "remote", method, *args)
 
     async def send_copy(self, update: WeightUpdate) -> str:
         """Returns why it was interrupted, or ""."""
-        reason: str = await self._policy.call_first(
-            "transfer_weights", "remote", "send_copy", update.info
-        )
+        reason: str = await self._rank_0("send_copy", update.info)
         if reason:
+            # A group that was interrupted is closed: the next update opens one.
             self._members = []
         return reason
 
 
 @dataclass(frozen=True)
 class _RemoteUpdate:
-    """Args: message: for the remote engines that are alive; None: each engine that comes is a late
-    one."""
+    """The router of an update.
+
+    Args:
+        message: for the remote engines that are alive; None: each engine that comes is late.
+    """
 
     engines: RemoteEngines
     message: dict[str, Any] | None
@@ -146,9 +152,12 @@ class _RemoteUpdate:
             sending = asyncio.ensure_future(self.engines.send_copy(update))
         try:
             yield replace(update, info=message)
-            if sending is not None and (reason := await sending):
-                raise TransferInterruptedError(reason)
+            if sending is not None:
+                reason = await sending
+                if reason:
+                    raise TransferInterruptedError(reason)
         except BaseException:
+            # Otherwise rank 0 and the other engines would wait for this one to join.
             await interrupt_soon(message["rendezvous"])
             raise
         finally:
@@ -157,16 +166,19 @@ class _RemoteUpdate:
 
 
 class RemoteSender(BroadcastSender):
-    """On rank 0: sends what is in memory of its machine, a shared-memory buffer or a file."""
+    """Sends what rank 0's machine has in memory, a shared-memory buffer or a file."""
 
     def describe(self, info: Mapping[str, Any]) -> dict[str, Any]:
-        """What the members need to know of it besides the rendezvous."""
-        weights, digests, about = _read(info)
-        shown = {name: value for name, value in about._asdict().items() if value}
-        return {"specs": to_message(specs_of(weights)), "digests": dict(digests), "about": shown}
+        """Specs, digests and header for the members."""
+        weights, digests, header = _read(info)
+        return {
+            "specs": to_message(specs_of(weights)),
+            "digests": dict(digests),
+            "about": header.message(),
+        }
 
     def send_copy(self, info: Mapping[str, Any]) -> str:
-        """Ends when every member has it; why it was interrupted, or ""."""
+        """Send to all members; returns why it was interrupted, or ""."""
         weights, _, _ = _read(info)
         return self.send_tensors(weights.items(), specs_of(weights), sums=False)
 

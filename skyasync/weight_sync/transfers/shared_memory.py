@@ -1,5 +1,4 @@
-"""Weights in shared memory that the engines of this machine compute on where it is: an update is a
-pointer.
+"""Weights in shared memory, on which the engines of this machine compute: an update is a pointer.
 
 Invariant: what engines compute on is never written to. There are two buffers, ``_front`` that
 engines compute on and ``_back`` that is written next; they change roles when a weight sync ends.
@@ -24,7 +23,8 @@ from __future__ import annotations
 import mmap
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from math import prod
@@ -61,9 +61,12 @@ THREADS = 4  # at most: memory is no faster for more
 
 @TRANSFERS.register("shared_memory")
 class SharedMemoryTransfer(WeightTransfer):
-    """Args:
-    computed_on: engines compute on the memory. Then it is proven before they are paused, else while
-    they copy it. remote: engines on other nodes.
+    """Writes all weights into shared memory.
+
+    Args:
+        computed_on: engines compute on the memory. Then it is proven before they are paused, else
+            while they copy it.
+        remote: engines on other nodes.
     """
 
     proves_content = True
@@ -78,13 +81,15 @@ class SharedMemoryTransfer(WeightTransfer):
         self._info: dict[str, Any] = {}  # that was published last
 
     async def publish(self, version: int) -> WeightUpdate:
-        self._info = (await self._ranks("write"))[0]
+        self._info, *_ = await self._ranks("write")
         if self._computed_on:
             await self._rank_0("prove")
-        update = WeightUpdate(version, "shared_memory", self._info)
+        return await self._announced(WeightUpdate(version, "shared_memory", self._info))
+
+    async def _announced(self, update: WeightUpdate, *, late: bool = False) -> WeightUpdate:
         if self._remote is None:
             return update
-        return await self._remote.announce(update)
+        return await self._remote.announce(update, late=late)
 
     async def send(self, update: WeightUpdate) -> None:
         if not self._computed_on:
@@ -102,14 +107,12 @@ class SharedMemoryTransfer(WeightTransfer):
         await self._rank_0("release", update.info["path"])
 
     async def for_late_engine(self, version: int) -> WeightUpdate:
-        update = WeightUpdate(version, "shared_memory", {**self._info, "late": True})
-        if self._remote is None:
-            return update
-        return await self._remote.announce(update, late=True)
+        info = {**self._info, "late": True}
+        return await self._announced(WeightUpdate(version, "shared_memory", info), late=True)
 
 
 class SharedMemorySender:
-    """On each policy rank."""
+    """The writer on each policy rank."""
 
     def __init__(self, weights: Callable[[], FullTensors], rank: int, *, two_buffers: bool) -> None:
         self._weights = weights
@@ -118,8 +121,7 @@ class SharedMemorySender:
         self.writer = BufferWriter(two_buffers=two_buffers)
 
     def write(self) -> dict[str, Any] | None:
-        """Write all weights on rank 0; all ranks call it. Returns what engines need to find
-        them."""
+        """Write all weights on rank 0; all ranks call it. Returns an update's ``info``."""
         tensors = self._weights()
         if self._rank != 0:
             tensors.only_gather()
@@ -133,13 +135,16 @@ class SharedMemorySender:
         self.writer.release(path)
 
     def free(self) -> None:
-        """No engine needs the buffers any more."""
+        """Free the buffers: no engine needs them any more."""
         self.writer = BufferWriter(two_buffers=self._two_buffers)
 
 
 class BufferWriter:
-    """Args: two_buffers: engines compute on what was written. If they copy it, one buffer is
-    enough."""
+    """Writes and proves buffers.
+
+    Args:
+        two_buffers: engines compute on the buffers. If they copy them, one buffer is enough.
+    """
 
     def __init__(self, *, two_buffers: bool = True) -> None:
         self._two_buffers = two_buffers
@@ -149,49 +154,47 @@ class BufferWriter:
         self._pool = ThreadPoolExecutor(self._threads, "weights")
 
     def write(self, specs: TensorSpecs, weights: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """Write these into the buffer that no engine reads; returns what ``BufferReader.read``
-        needs.
+        """Write weights into the buffer that no engine reads.
 
         Args:
             specs: of all weights, as they will be read: they are converted on the way.
             weights: in the order of ``specs``. No more than a few of them are in memory at a time.
+
+        Returns:
+            The ``info`` that ``BufferReader.read`` takes.
         """
         if self._back is None or self._back.specs != specs:
             self._back = _Buffer(specs)
         buffer = self._back
         copies = dict[str, Future[str]]()
+        recent = deque[Future[str]](maxlen=self._threads + 1)
         for name, tensor in weights:
             copies[name] = self._pool.submit(_copy, buffer.tensors[name], tensor)
-            unfinished = [
-                copy for copy in list(copies.values())[-self._threads - 1 :] if not copy.done()
-            ]
-            if (
-                len(unfinished) > self._threads
-            ):  # as many tensors as threads are in memory, and no more
-                unfinished[0].result()
+            recent.append(copies[name])
+            # As many tensors as threads are in memory, and no more.
+            unfinished_copies = [copy for copy in recent if not copy.done()]
+            if len(unfinished_copies) > self._threads:
+                unfinished_copies[0].result()
         buffer.digests = {name: copy.result() for name, copy in copies.items()}
         return buffer.info
 
     def prove(self) -> None:
-        """Raises WeightSyncError unless the buffer has what was written last."""
+        """Read the written buffer again. Raises WeightSyncError if it has other bytes."""
         buffer = self._back
         assert buffer is not None
         current = self._pool.map(digest, buffer.tensors.values())
-        wrong = [
-            name
-            for name, own in zip(buffer.tensors, current, strict=True)
-            if buffer.digests[name] != own
-        ]
-        refuse(wrong, "the shared memory holds")
+        differing = []
+        for name, current_digest in zip(buffer.tensors, current, strict=True):
+            if current_digest != buffer.digests[name]:
+                differing.append(name)
+        refuse(differing, "the shared memory holds")
 
     def release(self, path: str) -> None:
-        """A weight sync has ended: engines compute on the buffer that was written last, if this is
-        its path."""
-        back = self._back
-        front = self._front
-        if self._two_buffers and back is not None and path == back.info["path"]:
-            self._front = back
-            self._back = front or _Buffer(back.specs)
+        """End a weight sync: engines compute on the written buffer, if this is its path."""
+        written = self._back
+        if self._two_buffers and written is not None and path == written.info["path"]:
+            self._back = self._front or _Buffer(written.specs)
+            self._front = written
 
 
 class _Buffer:
@@ -199,53 +202,54 @@ class _Buffer:
 
     def __init__(self, specs: TensorSpecs) -> None:
         self.specs = dict(specs)
-        self._file = FileIO(
-            os.memfd_create("skyasync-weights"), "r+"
-        )  # closed with this; engines keep what they map
-        self._file.truncate(max(sum(map(_aligned_bytes, specs.values())), 1))
+        # Closed with this object; engines keep the memory that they have mapped.
+        self._file = FileIO(os.memfd_create("skyasync-weights"), "r+")
+        size = sum(map(_aligned_bytes, specs.values()))
+        self._file.truncate(max(size, 1))  # an empty file cannot be mapped
         self.tensors = _tensors(mmap.mmap(self._file.fileno(), 0), specs)
         self.digests: dict[str, str] = {}
 
     @property
     def info(self) -> dict[str, Any]:
-        """Where it is, and what is in it."""
+        """An update's ``info``."""
         path = f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
         return {"path": path, "file": _identity(path), "specs": self.specs, "digests": self.digests}
 
 
 class BufferReader:
-    """In an engine: the buffers that it has mapped, each once."""
+    """The reader in an engine, which maps each buffer once."""
 
     def __init__(self) -> None:
-        self._mapped: dict[
-            tuple[int, int], dict[str, Tensor]
-        ] = {}  # the one that was read last comes last
+        # By the identity of their files, in the order in which they were read.
+        self._mapped_buffers: dict[tuple[int, int], dict[str, Tensor]] = {}
 
     def read(self, info: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The tensors, mapped. They cannot be written to, and stay until two more buffers have been
-        read.
+        """Map the tensors. They cannot be written to, and stay until two more buffers are read.
 
         Raises:
             FileNotFoundError: if they are not there; most likely their writer runs on another
                 machine.
         """
         file = tuple(info["file"])
+        # Another process may have got the writer's number, and have another file by this path.
         if not os.path.exists(info["path"]) or _identity(info["path"]) != file:
             raise missing_file_error(info["path"])
-        tensors = self._mapped.pop(file, None)
+        tensors = self._mapped_buffers.pop(file, None)
         if tensors is None:
             with open(info["path"], "rb") as buffer, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*not writable.*")  # as it should be
                 memory = mmap.mmap(buffer.fileno(), 0, access=mmap.ACCESS_READ)
                 tensors = _tensors(memory, from_message(info["specs"]))
-        self._mapped = dict([*self._mapped.items()][-1:])
-        self._mapped[file] = tensors
+        # The previous buffer stays: the engine computes on it until the update is complete.
+        while len(self._mapped_buffers) > 1:
+            del self._mapped_buffers[next(iter(self._mapped_buffers))]
+        self._mapped_buffers[file] = tensors
         return dict(tensors)
 
     def is_in_place(self, name: str, tensor: Tensor) -> bool:
-        """Whether it is the one that was read last by this name, where its writer has it."""
-        last = next(reversed(self._mapped.values()), {})
-        return name in last and tensor.is_set_to(last[name])
+        """Whether ``tensor`` is the memory that the latest buffer has by this name."""
+        tensors = next(reversed(self._mapped_buffers.values()), {})
+        return name in tensors and tensor.is_set_to(tensors[name])
 
 
 def _identity(path: str) -> tuple[int, int]:
@@ -264,34 +268,44 @@ def _tensors(memory: mmap.mmap, specs: TensorSpecs) -> dict[str, Tensor]:
     for name, (dtype, shape) in specs.items():
         count = prod(shape)
         if count:
-            tensors[name] = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(
-                shape
-            )
+            elements = torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+            tensors[name] = elements.view(shape)
         else:
-            tensors[name] = torch.empty(shape, dtype=dtype)
+            tensors[name] = torch.empty(shape, dtype=dtype)  # frombuffer takes no empty range
         offset += _aligned_bytes((dtype, shape))
     return tensors
 
 
 def _copy(into: Tensor, sent: Tensor) -> str:
-    """Copy a tensor, converted if need be; the digest of what was to arrive, as ``digests.digest``
-    computes it."""
+    """Copy a tensor, converted to the target's dtype.
+
+    Returns:
+        The digest of the converted source, as ``tensors.digest`` computes it.
+    """
     source = sent.detach().cpu().reshape(-1)
     target = into.view(-1)
-    if (
-        source.dtype == target.dtype
-    ):  # sliced by NumPy, which takes a tenth of the time of slices of a tensor
-        whole = _as_bytes(source)
-        place = _as_bytes(target)
-        chunks = ((whole[i : i + PIECE], place[i : i + PIECE]) for i in range(0, len(place), PIECE))
+    hasher = xxhash.xxh3_64()
+    for chunk, target_chunk in _chunks(source, target):
+        # Hashed from the source while it is in the processor's cache: ``prove`` reads the target.
+        np.copyto(target_chunk, chunk)
+        hasher.update(chunk.data)
+    return hasher.hexdigest()
+
+
+def _chunks(
+    source: Tensor, target: Tensor
+) -> Iterator[tuple[NDArray[np.uint8], NDArray[np.uint8]]]:
+    """Bytes of the converted source and of the target, chunk by chunk."""
+    if source.dtype == target.dtype:
+        # Sliced by NumPy, which takes a tenth of the time of slices of a tensor.
+        source_bytes = _as_bytes(source)
+        target_bytes = _as_bytes(target)
+        for start in range(0, len(target_bytes), PIECE):
+            yield source_bytes[start : start + PIECE], target_bytes[start : start + PIECE]
     else:
-        parts = zip(source.split(CONVERTED), target.split(CONVERTED), strict=True)
-        chunks = ((_as_bytes(part.to(target.dtype)), _as_bytes(place)) for part, place in parts)
-    hashed = xxhash.xxh3_64()
-    for chunk, into_chunk in chunks:
-        np.copyto(into_chunk, chunk)
-        hashed.update(chunk.data)
-    return hashed.hexdigest()
+        source_chunks = source.split(CONVERTED)
+        for chunk, target_chunk in zip(source_chunks, target.split(CONVERTED), strict=True):
+            yield _as_bytes(chunk.to(target.dtype)), _as_bytes(target_chunk)
 
 
 def _as_bytes(tensor: Tensor) -> NDArray[np.uint8]:

@@ -1,5 +1,4 @@
-"""A vLLM worker's reader of all weight transfers, as one transfer engine of vLLM's own
-weight-transfer API.
+"""The reader of all weight transfers in a vLLM worker, by vLLM's weight-transfer API.
 
 Invariant: after an update every layer computes with the weights that were sent, and tied embeddings
 are still tied. Weights have the layout that their kernels need (vLLM packs weights after loading
@@ -45,7 +44,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from skyasync.weight_sync.adapters import read_adapter
 from skyasync.weight_sync.delta import DeltaDecoder, ReceivedWeights
-from skyasync.weight_sync.tensors import NAMED, digest, refuse, sum_of
+from skyasync.weight_sync.tensors import digest, digests_of, refuse, shortened, sum_of
 from skyasync.weight_sync.transfers.endpoints import WeightReader
 from skyasync.weight_sync.update import (
     ADAPTER_ID,
@@ -81,8 +80,11 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
-    """All weights arrive before the first layer is changed; only parts by CUDA IPC, and broadcasts
-    between GPUs, are loaded as they come."""
+    """Loads updates into a worker's model.
+
+    All weights arrive before the first layer is changed. Only parts by CUDA IPC, and broadcasts
+    between GPUs, are loaded as they come.
+    """
 
     init_info_cls = NoInitInfo
     update_info_cls = UpdateInfo
@@ -95,24 +97,27 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         model: torch.nn.Module,
     ) -> None:
         super().__init__(config, vllm_config, device, model)
-        layers = [layer for layer in model.modules() if isinstance(layer, VocabParallelEmbedding)]
-        heads = [layer for layer in layers if isinstance(layer, ParallelLMHead)]
-        embeddings = [layer for layer in layers if not isinstance(layer, ParallelLMHead)]
+        heads = []
+        embeddings = []
+        for path, layer in model.named_modules():
+            # vLLM's output layer is a subclass of its input embedding.
+            if isinstance(layer, ParallelLMHead):
+                heads.append(layer)
+            elif isinstance(layer, VocabParallelEmbedding):
+                embeddings.append((layer, f"{path}.weight"))
         #: Output layers whose weight is the very parameter of an input embedding.
-        self._tied = [
-            (head, embedding)
-            for head in heads
-            for embedding in embeddings
-            if head.weight is embedding.weight
-        ]
-        names = {id(module): f"{path}.weight" for path, module in model.named_modules()}
+        self._tied_layers: list[tuple[ParallelLMHead, VocabParallelEmbedding]] = []
+        tied_names = []
+        for head in heads:
+            for embedding, name in embeddings:
+                if head.weight is embedding.weight:
+                    self._tied_layers.append((head, embedding))
+                    tied_names.append((head, name))
         self._decoder = DeltaDecoder()
         self._reader = WeightReader(device)
-        self.layer_check = LayerCheck(
-            model, [(head, names[id(embedding)]) for head, embedding in self._tied]
-        )
-        self._parts = PartLoader(self) if config.backend == CUDA_IPC else None
-        self.interrupted = ""  # why the last update did not arrive
+        self.layer_check = LayerCheck(model, tied_names)
+        self._part_loader = PartLoader(self) if config.backend == CUDA_IPC else None
+        self.interrupted = ""  # why the latest update did not arrive
 
     def parse_update_info(self, update_dict: dict[str, Any]) -> UpdateInfo:
         return UpdateInfo(update_dict)
@@ -124,31 +129,29 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         info = update_info.info
         if "broken_off" in info or "handle" in info:
-            assert self._parts is not None
-            self._parts.load(info)
+            assert self._part_loader is not None
+            self._part_loader.load(info)
         elif "rendezvous" in info and info["rendezvous"]["device"] != "cpu":
-            self._load(
-                tensor for chunk in self._reader.broadcast.chunks(info) for tensor in chunk.items()
-            )
+            # Between GPUs there is no memory for all weights next to the model's.
+            chunks = self._reader.broadcast.chunks(info)
+            stale = self._reload(tensor for chunk in chunks for tensor in chunk.items())
+            refuse_stale(stale, self.model)
         else:
             self.interrupted = ""
             try:
                 received = self._reader.read(info)
             except TransferInterruptedError as error:
+                # Not raised: vLLM would end the engine, which is unchanged and may go on.
                 self.interrupted = str(error)
                 return
-            weights = self._decoder.decode(received.weights, received.digests, received.about)
-            whole = received._replace(weights=weights)
-            stale = self._reload(checked(whole) if received.digests else weights.items())
-            self.layer_check.check(  # names the very tensor
-                weights,
-                received.digests or {name: digest(tensor) for name, tensor in weights.items()},
-            )
+            weights = self._decoder.decode(received.weights, received.digests, received.header)
+            if received.digests:
+                stale = self._reload(checked(received._replace(weights=weights)))
+            else:
+                stale = self._reload(weights.items())
+            # The check comes before ``refuse_stale``, because it names the very tensor.
+            self.layer_check.check(weights, received.digests or digests_of(weights))
             refuse_stale(stale, self.model)
-
-    def _load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        stale = self._reload(weights)
-        refuse_stale(stale, self.model)
 
     def _reload(self, weights: Iterable[tuple[str, Tensor]]) -> list[str]:
         """Load the weights of all layers. Returns the layers that did not get all of theirs."""
@@ -157,14 +160,13 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
         model: Any = self.model
         model.load_weights(weights)
-        stale = self.stale_layers()
+        stale = self.stale_layers()  # before the counters of the reload are gone
         finalize_layerwise_reload(self.model, self.model_config)
         self.retie()
         return stale
 
     def stale_layers(self) -> list[str]:
-        """Name the layers that an update has not loaded completely; call this before the reload is
-        finalized.
+        """Name the layers that an update has not loaded completely, before the reload is finalized.
 
         Many loaders skip a tensor whose name they do not know, and vLLM leaves the layer's former
         weights in place. vLLM counts the elements that each layer has received. Some layers rightly
@@ -174,68 +176,61 @@ class SkyasyncTransferEngine(WeightTransferEngine[NoInitInfo, UpdateInfo]):
         """
         if getattr(self.model_config, "quantization", None) is not None:
             return []
-        tied_heads = {head for head, _ in self._tied}
+        tied_heads = {head for head, _ in self._tied_layers}
         stale = []
         for name, layer in self.model.named_modules():
             info = get_layerwise_info(layer)
             if not info.can_load() or layer in tied_heads or is_deferred_attention_layer(layer):
                 continue
             elements = sum(parameter.numel() for parameter in layer.parameters(recurse=False))
-            padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
-            if info.load_numel < elements and not padded:
+            is_padded = isinstance(layer, VocabParallelEmbedding) and info.load_numel > 0
+            if info.load_numel < elements and not is_padded:
                 stale.append(name)
         return stale
 
     def retie(self) -> None:
-        for head, embedding in self._tied:
+        for head, embedding in self._tied_layers:
             retie(head, embedding)
 
     def finish_weight_update(self) -> None: ...
 
     def shutdown(self) -> None:
         self._reader.broadcast.close()
-        if self._parts is not None:
-            self._parts.ipc.shutdown()
+        if self._part_loader is not None:
+            self._part_loader.ipc.shutdown()
 
 
 def checked(received: ReceivedWeights) -> Iterator[tuple[str, Tensor]]:
-    """The tensors by name, each compared with its digest as it passes, unless its writer has proven
-    it in place.
+    """The tensors by name, compared with their digests unless their writer has proven them.
 
     Raises:
-        WeightSyncError: at a wrong one.
+        WeightSyncError: at a tensor with another digest.
     """
     for name, tensor in received.weights.items():
-        right = received.in_place(name, tensor) or digest(tensor) == received.digests[name]
-        refuse([] if right else [name], "the vLLM engine received")
+        if not received.in_place(name, tensor) and digest(tensor) != received.digests[name]:
+            refuse([name], "the vLLM engine received")
         yield name, tensor
 
 
 def refuse_stale(layers: Sequence[str], model: torch.nn.Module) -> None:
-    """Raise WeightSyncError naming layers of the model that an update has not loaded, if there are
-    any."""
+    """Raises WeightSyncError naming the layers that an update has not loaded, if there are any."""
     if layers:
-        if len(layers) > NAMED:
-            more = f" and {len(layers) - NAMED} more"
-        else:
-            more = ""
         raise WeightSyncError(
-            f"the vLLM engine did not load all weights of {', '.join(layers[:NAMED])}{more}: the loader of "
-            f"{type(model).__name__} skipped some, and these layers would compute with the former ones"
+            f"the vLLM engine did not load all weights of {shortened(layers)}: the loader of "
+            f"{type(model).__name__} skipped some, and these layers would compute with the former "
+            f"ones"
         )
 
 
 class PartLoader:
-    """Passes parts by CUDA IPC to vLLM's engine for them, with a model that checks the sums of what
-    it is given.
+    """Passes parts by CUDA IPC to vLLM's engine for them, with a model that checks their sums.
 
-    See ``skyasync.weight_sync.transfers.cuda_ipc`` for what keeps the memory alive.
+    ``skyasync.weight_sync.transfers.cuda_ipc`` says how long the memory stays.
     """
 
     def __init__(self, engine: SkyasyncTransferEngine) -> None:
-        # parts of an update that is not complete yet
         self._engine = engine
-        self._loaded = 0
+        self._loaded_parts = 0  # parts of an update that is not complete yet
         self.ipc = IPCWeightTransferEngine(
             engine.config, engine.vllm_config, engine.device, engine.model
         )
@@ -243,15 +238,14 @@ class PartLoader:
 
     def load(self, part: dict[str, Any]) -> None:
         if "broken_off" in part:
-            if (
-                self._loaded
-            ):  # finish the layers as far as they came: the next update brings all of them
-                self._loaded = 0
+            # Finish the layers as far as they came: the next update brings all of them.
+            if self._loaded_parts:
+                self._loaded_parts = 0
                 self.ipc.finish_weight_update()
             return
-        if part["part"] != self._loaded:
+        if part["part"] != self._loaded_parts:
             raise WeightSyncError(
-                f"weight sync: received part {part['part']}, expected part {self._loaded}"
+                f"weight sync: received part {part['part']}, expected part {self._loaded_parts}"
             )
         message = ipc_update_info(part)
         own_gpu = str(torch.cuda.get_device_properties(self._engine.device.index).uuid)
@@ -262,15 +256,16 @@ class PartLoader:
             )
         if part["part"] == 0:
             self.ipc.start_weight_update()
-        self._loaded += 1
-        summed: Any = SumCheck(self._engine.model, part["names"], part["sums"])
-        self.ipc.model = summed
+        self._loaded_parts += 1
+        # vLLM's engine clones the tensors out of the buffer and gives them to ``model``.
+        checked_model: Any = SumCheck(self._engine.model, part["names"], part["sums"])
+        self.ipc.model = checked_model
         try:
             self.ipc.receive_weights(message)
         finally:
             self.ipc.model = self._engine.model
         if part["last"]:
-            self._loaded = 0
+            self._loaded_parts = 0
             stale = self._engine.stale_layers()
             self.ipc.finish_weight_update()
             self._engine.retie()
@@ -280,8 +275,7 @@ class PartLoader:
 
 
 class SumCheck:
-    """Replaces the model while a part is loaded: raises WeightSyncError if its tensors are not what
-    was sent."""
+    """A model for one part, which raises WeightSyncError if the tensors have other sums."""
 
     def __init__(self, model: torch.nn.Module, names: list[str], sums: list[int]) -> None:
         self._model = model
@@ -289,11 +283,13 @@ class SumCheck:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> object:
         weights = list(weights)
+        # Stacked, so that the device is synchronized once.
         sums = torch.stack([sum_of(tensor) for _, tensor in weights]).tolist()
-        wrong = [
-            name for (name, _), own in zip(weights, sums, strict=True) if self._sums[name] != own
-        ]
-        refuse(wrong, "the vLLM engine received")
+        differing = []
+        for (name, _), checksum in zip(weights, sums, strict=True):
+            if checksum != self._sums[name]:
+                differing.append(name)
+        refuse(differing, "the vLLM engine received")
         model: Any = self._model
         return model.load_weights(weights)
 
@@ -301,7 +297,7 @@ class SumCheck:
 def ipc_update_info(part: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
     """A part for vLLM, with the arguments of torch's ``rebuild_cuda_tensor``."""
     handle = part["handle"]
-    size = int(part["handle"]["size"])
+    size = int(handle["size"])
     arguments = (
         torch.Tensor, (size,), (1,), 0, torch.storage.TypedStorage, torch.uint8,
         0,  # the device, which vLLM puts in
@@ -352,28 +348,27 @@ class WorkerExtension:
     def interrupted(self) -> str:
         """Why the last update did not arrive, and nothing has been changed; or ""."""
         worker: Any = self
-        why: str = worker.weight_transfer_engine.interrupted
-        return why
+        reason: str = worker.weight_transfer_engine.interrupted
+        return reason
 
-    def ban(self, tokens: list[int], never: float) -> None:
-        """Set the logits of tokens to ``never``, also where prompts are scored, which
-        ``logit_bias`` does not reach.
+    def ban(self, tokens: list[int], logit: float) -> None:
+        """Set the logits of tokens to ``logit``, for sampling and for the scores of prompts.
 
-        Instead of the tokens of an earlier call: each run that uses a server bans its own.
+        The tokens of an earlier call are allowed again: each run that uses a server bans its own.
         """
         worker: Any = self
         model: Any = worker.get_model()
+        banned_tokens = torch.tensor(tokens)
 
-        def allowed(*arguments: Any) -> Tensor | None:  # noqa: ANN401
-            logits: Tensor | None = type(model).compute_logits(
-                model, *arguments
-            )  # None on ranks that do not sample
-            if logits is None:
-                return logits
-            return logits.index_fill(-1, banned.to(logits.device), never)
+        def compute_logits(*arguments: Any) -> Tensor | None:  # noqa: ANN401
+            # Of the class: an earlier call may have replaced the model's method.
+            logits: Tensor | None = type(model).compute_logits(model, *arguments)
+            if logits is None:  # on ranks that do not sample
+                return None
+            return logits.index_fill(-1, banned_tokens.to(logits.device), logit)
 
-        banned = torch.tensor(tokens)
-        model.compute_logits = allowed
+        # Not by ``logit_bias``, which does not reach the scores of prompts.
+        model.compute_logits = compute_logits
 
     def adapter_differences(self, path: str) -> list[str]:
         """Layers that do not compute with a file's adapter; it has been loaded."""
@@ -382,38 +377,36 @@ class WorkerExtension:
 
 
 def adapter_differences(manager: Any, path: str) -> list[str]:  # noqa: ANN401  (vLLM's LoRAModelManager)
-    """Layers of a file whose halves are not exactly those in the buffers that the kernels read.
-
-    Only if one worker has the whole layer. vLLM multiplies B by alpha / rank when it loads it, in
-    the dtype that it computes in; so does this.
-    """
+    """Name the layers of a file whose halves differ from the buffers that the kernels read."""
     adapter = read_adapter(path)
     slot = manager.lora_index_to_id.index(ADAPTER_ID)
     positions = {name: (module, 0) for name, module in manager.modules.items()}
-    for fused, parts in manager.packed_modules.items():
-        positions |= {
-            part: (manager.modules[fused], index)
-            for index, part in enumerate(parts)
-            if fused in manager.modules
-        }
-    wrong = []
-    for layer, (first, second) in adapter.layers().items():
+    for fused_name, layer_names in manager.packed_modules.items():
+        if fused_name in manager.modules:
+            for index, layer in enumerate(layer_names):
+                positions[layer] = (manager.modules[fused_name], index)
+    differing = []
+    for layer, (lora_a, lora_b) in adapter.layers().items():
         module, index = positions.get(layer, (None, 0))
         if module is None:
-            wrong.append(layer)
-        elif getattr(module, "tp_size", 1) == 1:
-            a = module.lora_a_stacked[index][slot, 0]
-            b = module.lora_b_stacked[index][slot, 0]
-            sent_a = first.to(a.dtype)
-            sent_b = second.to(b.dtype)
-            if adapter.scale == 1:
-                sent_b = sent_b
-            else:
+            differing.append(layer)
+        elif getattr(module, "tp_size", 1) == 1:  # else no worker has the full layer
+            current_a = module.lora_a_stacked[index][slot, 0]
+            current_b = module.lora_b_stacked[index][slot, 0]
+            # As vLLM does when it loads: the scale is multiplied into B, in the computing dtype.
+            sent_a = lora_a.to(current_a.dtype)
+            sent_b = lora_b.to(current_b.dtype)
+            if adapter.scale != 1:
                 sent_b = sent_b * adapter.scale
-            same = a[: len(sent_a), : sent_a.shape[1]].cpu().equal(sent_a)
-            if not same or not b[: len(sent_b), : sent_b.shape[1]].cpu().equal(sent_b):
-                wrong.append(layer)
-    return wrong
+            if not _begins_with(current_a, sent_a) or not _begins_with(current_b, sent_b):
+                differing.append(layer)
+    return differing
+
+
+def _begins_with(buffer: Tensor, sent: Tensor) -> bool:
+    """Whether a buffer, as large as the largest rank, begins with a matrix."""
+    rows, columns = sent.shape
+    return buffer[:rows, :columns].cpu().equal(sent)
 
 
 for name in (BACKEND, CUDA_IPC, BROADCAST):

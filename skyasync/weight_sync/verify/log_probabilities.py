@@ -1,5 +1,4 @@
-"""How far an engine's log-probabilities are from the trainer's, and how far rounding alone may
-bring them.
+"""Log-probability differences of engine and trainer, and the limits that rounding explains.
 
 Invariant: anything missing or not a number is an infinite difference, so a broken engine never
 passes.
@@ -21,70 +20,76 @@ from skyasync.weight_sync.update import WeightSyncError
 
 Scores = Sequence[Sequence[float]]
 
-TIMES = 4.0  # the limit, in floors
+# The limit, in floors. Rounding moves a mean difference by less in a run; other weights move it by
+# more (``skyasync.weight_sync.sync`` has measurements).
+TIMES = 4.0
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What rounding can do to a log-probability, in nats.
+    """The differences of log-probabilities by rounding, in nats.
 
     Args:
-        least: a mean difference that is always allowed: a floor may be zero by luck, if both run
-            the same kernels.
-        most: a floor above it is not rounding: the engine computes another model from the same
-            file.
+        lowest_limit: a mean difference that is always allowed: a floor may be zero by luck, if
+            both run the same kernels.
+        highest_limit: a floor above it is not rounding: the engine computes another model from
+            the same file.
     """
 
-    least: float
-    most: float
+    lowest_limit: float
+    highest_limit: float
 
     def limit(self, floor: float) -> float:
-        """The largest mean difference that rounding explains if ``floor`` was measured at
-        start-up."""
-        return min(max(TIMES * floor, self.least), self.most)
+        """The largest mean difference that rounding explains.
+
+        Args:
+            floor: the mean difference that was measured at start-up.
+        """
+        return min(max(TIMES * floor, self.lowest_limit), self.highest_limit)
 
 
-FLOAT32 = Rounding(least=2e-5, most=1e-3)
-BFLOAT16 = Rounding(least=2e-2, most=0.5)
+# Root mean squares that were measured (``skyasync.weight_sync.sync``): float32 rounding 1e-5, one
+# stale layer 1.5e-4; bfloat16 rounding 0.1, two swapped tensors 2.3.
+FLOAT32 = Rounding(lowest_limit=2e-5, highest_limit=1e-3)
+BFLOAT16 = Rounding(lowest_limit=2e-2, highest_limit=0.5)
 
 
 @dataclass(frozen=True)
 class Gap:
-    """The mean and the largest absolute difference of a token's log-probabilities, of one engine,
-    in nats."""
+    """Absolute differences of one engine's log-probabilities per token, in nats."""
 
     mean: float
     largest: float
 
 
 def gap(expected: Scores, actual: Scores) -> Gap:
-    """Infinite if anything is NaN, infinite or missing."""
-    if [len(e) for e in expected] != [len(a) for a in actual]:
+    """The difference of two lists of scores; infinite if a score is missing or not finite."""
+    if list(map(len, expected)) != list(map(len, actual)):
         return Gap(math.inf, math.inf)
-    gaps = [
-        abs(x - y) for e, a in zip(expected, actual, strict=True) for x, y in zip(e, a, strict=True)
-    ]
-    if not all(map(math.isfinite, gaps)):
+    differences = []
+    for expected_row, actual_row in zip(expected, actual, strict=True):
+        differences += [abs(a - b) for a, b in zip(expected_row, actual_row, strict=True)]
+    if not all(map(math.isfinite, differences)):
         return Gap(math.inf, math.inf)
-    return Gap(math.fsum(gaps) / max(len(gaps), 1), max(gaps, default=0.0))
+    mean = math.fsum(differences) / max(len(differences), 1)
+    return Gap(mean, max(differences, default=0.0))
 
 
 def choose_probe(
     prompts: Iterable[list[int]], tokens: int, *, cuts: bool = True
 ) -> list[list[int]]:
-    """The first prompts, whole, that have no more than ``tokens`` together; of the first one at
-    most as many.
+    """Choose the first prompts that have no more than ``tokens`` together.
 
     Args:
-        cuts: the first one may be cut; images cannot be.
+        cuts: the first one is cut if it is longer; images cannot be cut.
     """
-    chosen: list[list[int]] = []
+    probe: list[list[int]] = []
     for prompt in prompts:
-        if chosen and len(prompt) > tokens:
+        if probe and len(prompt) > tokens:
             break
-        chosen.append(prompt[:tokens] if cuts and len(prompt) > tokens else prompt)
+        probe.append(prompt[:tokens] if cuts else prompt)
         tokens -= len(prompt)
-    return chosen
+    return probe
 
 
 class TokenVerifier:
@@ -112,13 +117,13 @@ class TokenVerifier:
         version: int,
         gap: float,
         limit: float,
-        most: float,
+        highest_limit: float,
         *,
         sync: int,
         engines: int,
         scored: bool,
     ) -> None:
-        """Note the difference of the tokens that were sampled after a sync.
+        """Compare the difference of the tokens that were sampled after a sync with the limit.
 
         Args:
             gap: mean over the tokens of all engines; if one of them is off, only its share counts.
@@ -130,19 +135,21 @@ class TokenVerifier:
             WeightSyncError: for a difference beyond the limit, if tokens have been within it
                 before.
         """
-        within = gap <= limit / engines
+        # The mean is over all engines' tokens: one engine at the limit moves it by its share alone.
+        is_within = gap <= limit / engines
         if scored:
-            self._comparable = within and self._comparable is not False
+            # Once they were not as close as the prompts, they never count.
+            self._comparable = is_within and self._comparable is not False
         if not self._comparable:
             return
         if scored:
             self._floor = max(self._floor, gap)
-        allowed = min(max(limit, TIMES * self._floor), most)
-        if not gap <= allowed:
+        allowed_gap = min(max(limit, TIMES * self._floor), highest_limit)
+        if not gap <= allowed_gap:  # so that NaN is an error
             raise WeightSyncError(
                 f"what the engines sampled by version {version} and the trainer differ by {gap:.3g} in log-probability "
                 f"(mean over the batch's tokens of this version); after verified syncs they differed by "
-                f"{self._floor:.3g}, and allowed is {allowed:.3g} (generator.weight_sync_tolerance)"
+                f"{self._floor:.3g}, and allowed is {allowed_gap:.3g} (generator.weight_sync_tolerance)"
             )
-        if within:
+        if is_within:
             self.last_verified = sync

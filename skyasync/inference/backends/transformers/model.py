@@ -420,7 +420,7 @@ class WeightUpdater:
 
     def apply(self, received: ReceivedWeights) -> None:
         """Raises WeightSyncError if the model does not have what was sent afterwards."""
-        metadata = received.about
+        metadata = received.header
         weights = received.weights
         if metadata.adapter:
             self.adapters.apply(Adapter.decode(received))

@@ -557,7 +557,7 @@ class VLLMEngine(InferenceEngine):
             # A broadcast of adapters, which vLLM reads from a file.
             self._reader = self._reader or WeightReader(torch.device("cpu"))
             adapters = await asyncio.to_thread(self._reader.read, info)
-            encoded = Encoded(adapters.weights, dict(adapters.digests), adapters.about, {})
+            encoded = Encoded(adapters.weights, dict(adapters.digests), adapters.header, {})
             file = await asyncio.to_thread(write_encoded, encoded)
             try:
                 return await self._load_adapter(file, update.version)

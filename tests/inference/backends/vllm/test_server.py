@@ -468,7 +468,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
 
     def handed(sent: Encoded, path: str) -> WeightUpdate:
         return WeightUpdate(
-            engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.about.base
+            engine.version + 1, "shared_memory", {"path": path}, sent.content, sent.header.base
         )
 
     async def far() -> float:
@@ -482,7 +482,7 @@ async def test_what_has_changed_alone_leaves_a_server_with_the_weights_of_the_tr
         assert await far() > TOLERANCE
         weights = {name: weight.detach() for name, weight in engine.model.named_parameters()}
         sent = changed.encode(specs_of(weights), weights.items())
-        bases.append(bool(sent.about.base))
+        bases.append(bool(sent.header.base))
         path = write_encoded(sent)
         if number == 3:
             engine._content.content = "other"
