@@ -225,7 +225,7 @@ def _recorded(run: Path, step: int | None, episode: str, folder: str) -> list[Ro
                     trainer_logprobs = next(logprobs)  # also of other episodes
                     if not prompt_id.startswith(episode):
                         continue
-                    columns = token_columns(segments, decode, trainer_logprobs, most=None)
+                    columns = token_columns(segments, decode, trainer_logprobs, max_tokens=None)
                     rows.append(
                         {
                             "step": recorded_step.step,

@@ -12,7 +12,7 @@ context does not extend the previous one is a sequence of its own (``Trajectory.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar, cast
 
@@ -26,14 +26,13 @@ from skyasync.inference.interface import SamplingParams
 from skyasync.models.images import images_of, reads_images
 from skyasync.rollout.tokenizer import Tokenizer
 
-LONG = 4096
-"""Tokens whose text takes a tokenizer milliseconds: a thread decodes them, so that the event loop
-continues."""
+LONG_TEXT_TOKENS = 4096
+"""So many tokens take a tokenizer milliseconds: a thread decodes them."""
 MAX_CACHED = 8192  # prompts, and as many observations
-SHORT = 256  # tokens of an observation that is remembered
+CACHED_OBSERVATION_TOKENS = 256  # at most: longer observations are rarely those of other episodes
 
-_BEFORE: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-_THOUGHT: Conversation = [_BEFORE[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
+_CHAT: Conversation = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+_THOUGHT: Conversation = [_CHAT[0], {"role": "assistant", "content": "<think>\nz\n</think>\n\ny"}]
 
 
 T = TypeVar("T")
@@ -57,12 +56,12 @@ class ChatTokenizer:
         self._observations: dict[str, list[int]] = {}  # by the messages as JSON
 
     def prompt(self, conversation: Conversation | str, tools: Tools = None) -> Ints:
-        """The tokens that the model continues: the tools, the conversation and the opening of its
-        own message.
+        """The tokens that the model continues: tools, conversation and opening of its message.
 
         Raises:
             UserError: if there are tools, and the template would not show them to the model.
         """
+        # As text, because messages cannot be hashed.
         key = json.dumps([conversation, tools], sort_keys=True, default=repr)
         if key not in self._cache:
             if tools and not (self._applies_template and knows_tools(self.tokenizer)):
@@ -78,8 +77,9 @@ class ChatTokenizer:
     def response(
         self, conversation: Conversation, message: dict[str, Any], tools: Tools = None
     ) -> Ints:
-        """The tokens of a given message of the model, after those of ``prompt``; without a template
-        it ends by eos.
+        """The tokens of a message of the model, after those of ``prompt``.
+
+        Without a template the message ends by eos.
 
         Raises:
             UserError: if the template shows the conversation differently once the message is there.
@@ -87,19 +87,19 @@ class ChatTokenizer:
         if not self._applies_template:
             text = self.tokenizer.encode(message["content"], add_special_tokens=False)
             return ints([*text, self.tokenizer.eos_token_id])
-        read = self.prompt(conversation, tools)
-        whole = ints(self._frame([*conversation, message], tools))
-        if whole[: len(read)].tolist() == read.tolist():
-            return whole[len(read) :]
-        before, after = (
-            _decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, whole)
-        )
-        if not after.startswith(before):
+        prompt_tokens = self.prompt(conversation, tools)
+        full_tokens = ints(self._frame([*conversation, message], tools))
+        if full_tokens[: len(prompt_tokens)].tolist() == prompt_tokens.tolist():
+            return full_tokens[len(prompt_tokens) :]
+        # At the border the tokenizer may join characters of both: the texts may agree.
+        prompt_text = _decoded(self.tokenizer, prompt_tokens, skip_special_tokens=False)
+        full_text = _decoded(self.tokenizer, full_tokens, skip_special_tokens=False)
+        if not full_text.startswith(prompt_text):
             raise UserError(
-                f"the chat template shows {before[-40:]!r} before the response, and with the response it does not: "
+                f"the chat template shows {prompt_text[-40:]!r} before the response, and with the response it does not: "
                 f"set data.chat_template"
             )
-        return ints(self.tokenizer.encode(after[len(before) :], add_special_tokens=False))
+        return ints(self.tokenizer.encode(full_text[len(prompt_text) :], add_special_tokens=False))
 
     def observation(self, messages: Conversation | str, action: Ints) -> list[int]:
         """The tokens between the model's message and its next one.
@@ -114,72 +114,65 @@ class ChatTokenizer:
         if not self._applies_template:
             return self.tokenizer.encode(_joined_text(messages), add_special_tokens=False)
         eos = self.tokenizer.eos_token_id
-        if not self._eos_before:
+        # By it the end of the model's message is found in a frame.
+        if not self._eos_count:
             raise UserError(
                 f"several turns need a chat template that ends each message with the tokenizer's eos_token "
                 f"({self.tokenizer.eos_token!r}); set generator.max_turns=1, or the eos_token of the model's folder"
             )
         key = json.dumps(messages, default=repr)
-        rest = self._observations.get(key)
-        if rest is None:
-            rest = tokens_after(
-                self._frame(_BEFORE + messages, generation=True), eos, self._eos_before
-            )
-            if (
-                len(rest) <= SHORT
-            ):  # what many episodes are told: that an answer is wrong, the result of a move
-                self._remember(self._observations, key, rest)
-        ended = len(action) > 0 and action[-1] == eos
-        if ended:
-            return rest
-        return [eos, *rest]
+        tokens = self._observations.get(key)
+        if tokens is None:
+            frame = self._frame(_CHAT + messages, generation=True)
+            tokens = tokens_after(frame, eos, self._eos_count)
+            # Many episodes read these: that an answer is wrong, the result of a move.
+            if len(tokens) <= CACHED_OBSERVATION_TOKENS:
+                self._remember(self._observations, key, tokens)
+        if len(action) and action[-1] == eos:
+            return tokens
+        return [eos, *tokens]
 
     def reframed(self, conversation: Conversation, tools: Tools, extended: Ints) -> Ints | None:
-        """The conversation as the template shows it before the next turn; None if its text is that
-        of ``extended``.
+        """The conversation as the template shows it before the next turn.
 
-        Other tokens for the same text are no reason to replace those that were sampled.
+        None if its text is the text of ``extended``: other tokens for the same text are no reason
+        to replace those that were sampled.
         """
         if not self._reframes:
             return None
         tokens = ints(self._frame(conversation, tools, generation=True))
-        texts = [
-            _decoded(self.tokenizer, each, skip_special_tokens=False) for each in (tokens, extended)
-        ]
-        if texts[0] == texts[1]:
+        text = _decoded(self.tokenizer, tokens, skip_special_tokens=False)
+        if text == _decoded(self.tokenizer, extended, skip_special_tokens=False):
             return None
         return tokens
 
     @staticmethod
     def _remember(cache: dict[str, T], key: str, tokens: T) -> None:
         if len(cache) > MAX_CACHED:
-            cache.clear()
+            cache.clear()  # which is rare, and costs less than an order of use
         cache[key] = tokens
 
     @cached_property
-    def _eos_before(self) -> int:
-        """The number of end-of-sequence tokens up to the end of the model's message in _BEFORE."""
-        return self._frame(_BEFORE, generation=False).count(self.tokenizer.eos_token_id)
+    def _eos_count(self) -> int:
+        """The number of end-of-sequence tokens up to the end of the model's message in _CHAT."""
+        return self._frame(_CHAT, generation=False).count(self.tokenizer.eos_token_id)
 
     @cached_property
     def _reframes(self) -> bool:
         """Whether a longer conversation may show earlier messages differently."""
         if not self._applies_template:
             return False
-        for conversation in (_BEFORE, _THOUGHT):
+        # Templates that drop thinking parts, or empty ones, show one of these differently.
+        for conversation in (_CHAT, _THOUGHT):
             shorter = self._frame(conversation, generation=False)
-            longer = self._frame(
-                [*conversation, {"role": "user", "content": "x"}], generation=False
-            )
+            longer = self._frame([*conversation, _CHAT[0]], generation=False)
             if longer[: len(shorter)] != shorter:
                 return True
         return False
 
     def text(self, tokens: Ints, sampling: SamplingParams | None = None) -> str:
-        """What an environment reads of a response: up to its stop string, unless that is to be
-        included."""
-        sampling = sampling or SamplingParams()
-        return self.texts([tokens], sampling)[0]
+        """The text of a response for its environment, up to the stop string by default."""
+        return self.texts([tokens], sampling or SamplingParams())[0]
 
     def texts(self, responses: Sequence[Ints], sampling: SamplingParams) -> list[str]:
         """``text`` of each response."""
@@ -192,10 +185,9 @@ class ChatTokenizer:
 
     def seen(self, read: Ints, wrote: Ints) -> TurnTokens:
         """A turn as the engine had it; the texts with all special tokens."""
-        before, after = (
-            _decoded(self.tokenizer, tokens, skip_special_tokens=False) for tokens in (read, wrote)
-        )
-        return TurnTokens(before, after, ints(read).tolist(), ints(wrote).tolist())
+        prompt_text = _decoded(self.tokenizer, read, skip_special_tokens=False)
+        response_text = _decoded(self.tokenizer, wrote, skip_special_tokens=False)
+        return TurnTokens(prompt_text, response_text, ints(read).tolist(), ints(wrote).tolist())
 
     def _frame(
         self, conversation: Conversation, tools: Tools = None, *, generation: bool = False
@@ -230,7 +222,8 @@ def template_tokens(
     if images or reads_images(path):
         from skyasync.models.vision import processor_of
 
-        processor = processor_of(path)  # first: templates of text fail on parts
+        # Before the template: the template of a text model fails on images, with another error.
+        processor = processor_of(path)
     tokens = tokenizer.apply_chat_template(
         messages,
         tools=tools or None,
@@ -244,11 +237,13 @@ def template_tokens(
 
 
 class PlainText(ChatTokenizer):
-    """For environments with ``raw_text``: the template makes the prompt, and all later text is
-    appended unchanged."""
+    """Tokens for environments with ``raw_text``.
+
+    The template makes the prompt, and all later text is appended unchanged.
+    """
 
     def opening(self, conversation: Conversation) -> str:
-        """What an environment is given to begin with."""
+        """The text that an environment begins with."""
         messages = _plain_messages(conversation)
         if not self._applies_template:
             return _joined_text(messages)
@@ -257,9 +252,9 @@ class PlainText(ChatTokenizer):
         )
 
     def prompt(self, text: Conversation | str, tools: Tools = None) -> Ints:
-        return ints(
-            self.tokenizer.encode(cast(str, text), add_special_tokens=not self._applies_template)
-        )
+        # A template's text begins with the special tokens.
+        special = not self._applies_template
+        return ints(self.tokenizer.encode(cast(str, text), add_special_tokens=special))
 
     def observation(self, text: Conversation | str, action: Ints) -> list[int]:
         return self.tokenizer.encode(cast(str, text), add_special_tokens=False)
@@ -268,7 +263,7 @@ class PlainText(ChatTokenizer):
         return None
 
     def texts(self, responses: Sequence[Ints], sampling: SamplingParams) -> list[str]:
-        """With special tokens and stop strings: exactly what was written."""
+        """The texts as they were written, with special tokens and stop strings."""
         return _all_decoded(self.tokenizer, responses, skip_special_tokens=False)
 
 
@@ -279,40 +274,41 @@ def _decoded(tokenizer: Tokenizer, tokens: Ints, *, skip_special_tokens: bool) -
 def _all_decoded(
     tokenizer: Tokenizer, responses: Sequence[Ints], *, skip_special_tokens: bool
 ) -> list[str]:
-    """The text of each. Long ones go through the backend's call for several texts, the only one
-    that lets other threads run; for short ones it costs more than it saves."""
+    """The text of each response."""
+    # Imported here, and cached by Python: transformers takes seconds to load.
     from transformers import PreTrainedTokenizerFast
 
     batch = [ints(tokens).tolist() for tokens in responses]
+    decode: Callable[..., str] = tokenizer.decode
     if (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and not tokenizer.clean_up_tokenization_spaces
     ):
+        # The same text without the conversions of transformers.
         backend = tokenizer.backend_tokenizer
-        if sum(map(len, batch)) >= LONG:
-            texts = backend.decode_batch(batch, skip_special_tokens=skip_special_tokens)
-        else:
-            texts = [
-                backend.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch
-            ]
-        return list(map(str, texts))
-    return [tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
+        if sum(map(len, batch)) >= LONG_TEXT_TOKENS:
+            # Only this call lets other threads run; for short texts it costs more than it saves.
+            return list(backend.decode_batch(batch, skip_special_tokens=skip_special_tokens))
+        decode = backend.decode
+    return [decode(tokens, skip_special_tokens=skip_special_tokens) for tokens in batch]
 
 
-def _before_stop_string(text: str, stops: Sequence[str]) -> str:
+def _before_stop_string(text: str, stop_strings: Sequence[str]) -> str:
     """The text up to the first stop string in it."""
-    starts = [text.find(stop) for stop in stops]
+    starts = [text.find(stop) for stop in stop_strings]  # -1 if it is not there
     return text[: min((start for start in starts if start >= 0), default=None)]
 
 
 def knows_tools(tokenizer: Tokenizer) -> bool:
     """Whether the chat template shows tools to the model."""
     template = tokenizer.chat_template or ""
-    return "tools" in (template if isinstance(template, str) else json.dumps(template))
+    if not isinstance(template, str):  # several by name
+        template = json.dumps(template)
+    return "tools" in template
 
 
 def tokens_after(tokens: list[int], end: int, count: int) -> list[int]:
-    """What follows the ``count``-th ``end``.
+    """The tokens after the ``count``-th ``end``.
 
     Counting holds if the template shows a message differently in a longer conversation (an emptied
     thinking part), so that the tokens before it are others.
@@ -322,8 +318,9 @@ def tokens_after(tokens: list[int], end: int, count: int) -> list[int]:
 
 
 def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
-    """OpenAI's lists of content parts as the text that they make together, which templates expect;
-    lists with an image stay lists.
+    """Messages whose lists of content parts (OpenAI's) are joined, as templates expect.
+
+    Lists with an image stay lists.
 
     Raises:
         UserError: for a part that is neither text nor an image that has been read.
@@ -333,19 +330,22 @@ def _plain_messages(conversation: Conversation) -> list[dict[str, Any]]:
         content = message.get("content")
         if not isinstance(content, list):
             continue
-        problem = "a message's content has parts of type"
-        content = message["content"] = read_parts(content)
-        types = {
-            part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-            for part in content
-        }
-        other = sorted(types - {"text", "image"})
-        if other:
+        content = read_parts(content)
+        types = set()
+        for part in content:
+            if isinstance(part, dict):
+                types.add(part.get("type", "text"))
+            else:
+                types.add(type(part).__name__)
+        unsupported = sorted(types - {"text", "image"})
+        if unsupported:
             raise UserError(
-                f"{problem} {', '.join(other)}: only parts of type text and image are read"
+                f"a message's content has parts of type {', '.join(unsupported)}: only parts of "
+                f"type text and image are read"
             )
         if "image" not in types:
-            message["content"] = "".join(part["text"] for part in content)
+            content = "".join(part["text"] for part in content)
+        message["content"] = content
     return plain
 
 

@@ -1,5 +1,6 @@
-"""Trajectories to tensors: rows are group by group, sample by sample, sequence by sequence (see
-``RolloutBatch``).
+"""Trajectories to tensors (``RolloutBatch``).
+
+Rows are group by group, sample by sample, sequence by sequence.
 
 Memory is touched only as rows are filled, step by step, so that other tasks can run in between: a
 large batch takes a tenth of a second and more.
@@ -20,8 +21,7 @@ from skyasync.rollout.types import Group, Segment, Trajectory, images_in
 
 
 def collate(groups: Sequence[Group]) -> RolloutBatch:
-    """All trajectories of the groups as one batch, right-padded by zeros; ``group_ids`` number the
-    groups from 0."""
+    """All trajectories as one batch, padded by zeros on the right; ``group_ids`` count from 0."""
     collation = _Collation(groups)
     for _ in collation.fill():
         pass
@@ -46,81 +46,85 @@ class _Row(NamedTuple):
 
 
 class _Collation:
-    """One entry per token, ``[rows, length]``. Arrays of zeros take memory only when they are
-    written to."""
+    """The arrays of a batch, with one entry per token: ``[rows, length]``.
+
+    Arrays of zeros take memory only when they are written to.
+    """
 
     def __init__(self, groups: Sequence[Group]) -> None:
-        owners = (
-            (g, trajectory) for g, group in enumerate(groups) for trajectory in group.trajectories
-        )
-        self._rows = [
-            _Row(group, number, trajectory, sequence)
-            for number, (group, trajectory) in enumerate(owners)
-            for sequence in trajectory.sequences
-        ]
-        shape = (
-            len(self._rows),
-            max((sum(len(s.tokens) for s in row.sequence) for row in self._rows), default=0),
-        )
+        self._rows: list[_Row] = []
+        length = 0
+        number = 0  # of the trajectory
+        for group_number, group in enumerate(groups):
+            for trajectory in group.trajectories:
+                for sequence in trajectory.sequences:
+                    self._rows.append(_Row(group_number, number, trajectory, sequence))
+                    length = max(length, sum(len(segment.tokens) for segment in sequence))
+                number += 1
+        shape = (len(self._rows), length)
+        # All are [rows, length].
         self._tokens = np.zeros(shape, np.int64)
         self._attention_mask = np.zeros(shape, np.bool_)
         self._loss_mask = np.zeros(shape, np.bool_)
         self._logprobs = np.zeros(shape, np.float32)
         self._versions = np.zeros(shape, np.int32)
         self._rewards = np.zeros(shape, np.float32)
-        actions = (s for row in self._rows for s in row.sequence if s.kind == "action")
-        like = next((s.experts for s in actions if s.experts is not None), None)
-        #: [rows, length, layers, top_k]
-        if like is None:
+        experts = (s.experts for row in self._rows for s in row.sequence if s.experts is not None)
+        example = next(experts, None)  # [tokens, layers, top_k]
+        if example is None:
             self._experts = None
         else:
-            self._experts = np.empty(shape + like.shape[1:], like.dtype)
+            # [rows, length, layers, top_k]
+            self._experts = np.empty(shape + example.shape[1:], example.dtype)
 
     def fill(self) -> Iterator[None]:
         """Write the rows, with a pause after each group and after ``TURN_TOKENS``."""
-        written = group = 0
+        written_tokens = 0
+        group = 0
         for index, row in enumerate(self._rows):
-            if written >= TURN_TOKENS or row.group != group:
-                written = 0
+            if written_tokens >= TURN_TOKENS or row.group != group:
+                written_tokens = 0
                 group = row.group
                 yield
             self._versions[index] = -1
             if self._experts is not None:
-                known = joined_experts(segment.experts for segment in row.sequence)
-                count = 0 if known is None else len(known)
-                if known is not None:
-                    self._experts[index, :count] = known
+                experts = joined_experts(segment.experts for segment in row.sequence)
+                count = 0 if experts is None else len(experts)
+                if experts is not None:
+                    self._experts[index, :count] = experts
+                # The largest value stands for no expert (``models.router_replay``).
                 self._experts[index, count:] = np.iinfo(self._experts.dtype).max
             end = 0
             for segment in row.sequence:
                 start = end
-                end = end + len(segment.tokens)
+                end += len(segment.tokens)
                 self._tokens[index, start:end] = segment.tokens
                 if segment.kind == "action":
                     self._loss_mask[index, start:end] = True
                     self._logprobs[index, start:end] = segment.logprobs
                     self._versions[index, start:end] = segment.versions
-                if segment.reward:  # of a response without tokens: on the token before
+                if segment.reward:
+                    # On its last token, or the token before if the response has none.
                     self._rewards[index, end - 1] += segment.reward
             self._attention_mask[index, :end] = True
-            written += self._tokens.shape[1]
+            written_tokens += self._tokens.shape[1]
         yield
 
     def batch(self) -> RolloutBatch:
         rows = self._rows
         images = tuple(images_in(row.sequence) for row in rows)
-        branched = len({row.number for row in rows}) < len(rows)
+        numbers = [row.number for row in rows]
+        trajectory_ids = None  # unless a trajectory has several rows
+        if len(set(numbers)) < len(rows):
+            trajectory_ids = torch.tensor(numbers, dtype=torch.int64)
+        truncated = [row.trajectory.stop_reason != "stop" for row in rows]
         return RolloutBatch(
             tokens=torch.from_numpy(self._tokens),
             attention_mask=torch.from_numpy(self._attention_mask),
             loss_mask=torch.from_numpy(self._loss_mask),
             group_ids=torch.tensor([row.group for row in rows], dtype=torch.int64),
-            trajectory_ids=torch.tensor([row.number for row in rows], dtype=torch.int64)
-            if branched
-            else None,
-            truncated=torch.tensor(
-                [row.trajectory.stop_reason != "stop" for row in rows], dtype=torch.bool
-            ),
+            trajectory_ids=trajectory_ids,
+            truncated=torch.tensor(truncated, dtype=torch.bool),
             behaviour_logprobs=torch.from_numpy(self._logprobs),
             versions=torch.from_numpy(self._versions),
             rewards=torch.from_numpy(self._rewards),

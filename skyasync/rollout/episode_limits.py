@@ -1,4 +1,4 @@
-"""What ends an episode besides its environment, and what becomes of one that failed.
+"""Limits that end episodes besides their environments, and the trajectories of failed episodes.
 
 Invariant: a failed episode is a complete trajectory like any other: its tokens are those that the
 engine read and wrote, its reward is ``environment.give_up_reward``, it is counted, and its cause is
@@ -23,8 +23,7 @@ log = logging.getLogger(__name__)
 _warned: set[str] = set()  # types of errors and limits that this process has logged
 
 AGENT_SHARE = 0.9
-"""The share of a step's time that an agent program may take: one that hangs fails before the step
-does."""
+"""The fraction of a step's time that an agent program may take: it fails before the step does."""
 MAX_ATTEMPTS = 3
 """To play an episode whose process is lost: another episode may have ended it."""
 
@@ -64,13 +63,12 @@ class EpisodeLimits:
     @staticmethod
     def of(cfg: Config) -> EpisodeLimits:
         generator = cfg.generator
-        if generator.agent_program:
-            of_step = AGENT_SHARE * cfg.trainer.step_timeout_s
-        else:
-            of_step = 0.0
+        timeout_s = generator.episode_timeout_s
+        if generator.agent_program and not timeout_s:
+            timeout_s = AGENT_SHARE * cfg.trainer.step_timeout_s
         return EpisodeLimits(
             max_turns=generator.max_turns,
-            timeout_s=generator.episode_timeout_s or of_step,
+            timeout_s=timeout_s,
             in_flight=generator.max_concurrent_episodes,
             on_error=cfg.environment.on_error,
             give_up_reward=cfg.environment.give_up_reward,
@@ -83,14 +81,15 @@ class EpisodeLimits:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """A reward that is not finite skips the update of its step; no error ends the run, nor the
-        episode alone."""
+        """Whether a reward that is not finite skips the update of its step, without an error."""
         return self.on_error == "raise" and self.on_nonfinite == "skip"
 
     @contextmanager
     def environment_errors(self) -> Iterator[None]:
-        """Around calls of an environment: its errors end the run, or its episode alone
-        (``on_error``)."""
+        """A context for calls of an environment.
+
+        By ``on_error`` its errors end the run, or the episode alone (EpisodeFailedError).
+        """
         try:
             yield
         except Exception as error:
@@ -101,12 +100,12 @@ class EpisodeLimits:
             raise EpisodeFailedError from error
 
     def session(self, episode: TrajectoryId) -> str:
-        """All requests of a session go to the same engine."""
+        """The session of an episode, whose requests go to the same engine."""
         return str(episode if self.spread else episode.prompt)
 
 
 class EpisodeFailedError(Exception):
-    """Ends one episode alone; its cause says why."""
+    """Ends one episode alone. Its cause is the environment's error."""
 
 
 def failed_episode(
@@ -118,22 +117,21 @@ def failed_episode(
 
     Args:
         error: why it failed.
-        prompt: the row's own, for an episode that failed before it had any.
+        prompt: of the row, for an episode that failed before it had any.
     """
     kind = type(error).__qualname__
     message = "episode %s is given up (environment.on_error); others with a %s are counted in env/given_up: %.500s"
     warn_once(kind, message, trajectory.id, kind, error)
-    if (
-        len(trajectory.segments) == 1 and trajectory.branches
-    ):  # it failed at the beginning of a turn
+    if len(trajectory.segments) == 1 and trajectory.branches:
+        # It failed at the beginning of a turn: that sequence has no action to carry the reward.
         trajectory.segments = trajectory.branches.pop()
     for sequence in trajectory.sequences:
-        first, *others = sequence
-        opening = first if len(first.tokens) else prompt
+        opening = sequence[0] if len(sequence[0].tokens) else prompt
         sequence[0] = Segment("prompt", opening.tokens, images=opening.images)
-        for place, segment in enumerate(others, 1):
+        for number, segment in enumerate(sequence[1:], 1):
             if limits.on_error == "mask":
-                sequence[place] = Segment("observation", segment.tokens, images=segment.images)
+                # An observation is no action, so the loss leaves it out.
+                sequence[number] = Segment("observation", segment.tokens, images=segment.images)
             segment.reward = 0.0
     if len(trajectory.segments) > 1:
         trajectory.segments[-1].reward = limits.give_up_reward
@@ -143,22 +141,22 @@ def failed_episode(
 
 
 def nonfinite_episode(trajectory: Trajectory, error: Exception) -> Trajectory:
-    """The trajectory so far, with a reward that is not finite: the update of its step is
-    skipped."""
+    """The trajectory so far, with NaN as its reward, by which the update is skipped."""
     warn_once("a reward that is not finite", "episode %s: %.500s", trajectory.id, error)
     trajectory.segments[-1].reward = nan
     return trajectory
 
 
-def check_given_up(groups: Sequence[Group], most: float) -> None:
-    """Raises ``UserError`` if a larger share of a step's episodes failed than may."""
+def check_given_up(groups: Sequence[Group], max_fraction: float) -> None:
+    """Raises ``UserError`` if more than this fraction of a step's episodes failed."""
     episodes = [trajectory for group in groups for trajectory in group.trajectories]
-    failed = [trajectory for trajectory in episodes if trajectory.metrics.get("given_up")]
-    if len(failed) > most * len(episodes):
+    failed_episodes = [trajectory for trajectory in episodes if trajectory.metrics.get("given_up")]
+    if len(failed_episodes) > max_fraction * len(episodes):
         raise UserError(
-            f"{len(failed)} of {len(episodes)} episodes of a step were given up, {failed[0].id} first, and "
-            f"environment.max_given_up={most:g} is the largest share of them that may be: the log names the kinds of "
-            f"errors, environment.on_error=raise shows the first"
+            f"{len(failed_episodes)} of {len(episodes)} episodes of a step were given up, "
+            f"{failed_episodes[0].id} first, and environment.max_given_up={max_fraction:g} is the "
+            f"largest share of them that may be: the log names the kinds of errors, "
+            f"environment.on_error=raise shows the first"
         )
 
 

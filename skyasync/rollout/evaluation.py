@@ -1,5 +1,4 @@
-"""Evaluation: the metrics of rollouts, pass@k and maj@n, over all prompts and for each held-out
-set.
+"""Evaluation: rollout metrics, pass@k and maj@n, over all prompts and for each held-out set.
 
 Invariant: the metrics of a set (``eval/<set>/...``) are those of its prompts alone; without names
 all is under ``eval/``.
@@ -17,6 +16,7 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from math import comb
 from statistics import fmean
@@ -28,16 +28,16 @@ from skyasync.config.schema.judges import is_reference
 from skyasync.registry import resolve_reference
 from skyasync.rewards.answer_match import extract_boxed_answer
 from skyasync.rewards.judge_prompts import without_thinking
-from skyasync.rollout.chat import LONG
+from skyasync.rollout.chat import LONG_TEXT_TOKENS
 from skyasync.rollout.generator_api import rollout_requests
 from skyasync.rollout.metrics import eval_name, rollout_metrics
 from skyasync.rollout.tokenizer import Tokenizer
 from skyasync.rollout.types import Group, Prompt, RolloutRequest
 
-PASSING = 1.0
-LAST_TOKENS = 2048  # of a response, where its answer stands
-SHORT = 64  # characters of a response that is an answer by itself
-_AUTO = (
+PASSING_REWARD = 1.0  # of a correct answer, by the library's reward functions
+LAST_TOKENS = 2048  # of a response, where its answer stands: decoding more takes time
+SHORT_ANSWER_CHARS = 64  # characters of a response that is an answer by itself
+_AUTO = (  # in the order of their precision: GSM8K's marker, then a sentence
     re.compile(r"####[ \t]*(\S[^\n]*)"),
     re.compile(
         r"\banswer(?:\s+is|\s*:)[\s*]*([^\s*][^\n]{0,200}?)[\s*]*(?:[.!]?[ \t]*$|[.!]\s)",
@@ -46,13 +46,16 @@ _AUTO = (
 )
 
 AnswerReader = Callable[[str], str | None]
-"""The answer that a response gives: two responses agree if and only if the texts are equal. None
-has no vote."""
+"""The answer of a response. Two responses agree if the texts are equal; None has no vote."""
 
 
 class PromptScores(NamedTuple):
-    """One prompt's pass@k by k, and its maj@n by the number of samples; without answers the latter
-    is empty."""
+    """The scores of one prompt.
+
+    Args:
+        passes: pass@k by k.
+        majorities: maj@n by the number of samples; empty without answers.
+    """
 
     passes: Mapping[int, float]
     majorities: Mapping[int, float]
@@ -60,11 +63,16 @@ class PromptScores(NamedTuple):
 
 @dataclass(frozen=True)
 class Scoring:
-    """``trainer.eval_*``: k (by default powers of two), the reward that passes, and how an answer
-    is read, if it is."""
+    """The settings ``trainer.eval_*``.
+
+    Args:
+        ks: of pass@k; empty: powers of two.
+        passing: the lowest reward of a correct sample.
+        answer: reads an answer; None: there is no maj@n.
+    """
 
     ks: tuple[int, ...] = ()
-    passing: float = PASSING
+    passing: float = PASSING_REWARD
     answer: AnswerReader | None = None
 
     @classmethod
@@ -77,57 +85,73 @@ class Scoring:
         return cls(tuple(trainer.eval_k), trainer.eval_passing, answer)
 
     async def sampled_in_turns(self, group: Group, tokenizer: Tokenizer | None) -> PromptScores:
-        """``sampled`` on an event loop, where other tasks run in between; a thread decodes long
-        texts."""
-        if (
-            self.answer is not None
-            and sum(min(t.response_length, LAST_TOKENS) for t in group.trajectories) >= LONG
-        ):
-            return await asyncio.to_thread(self.sampled, group, tokenizer)
+        """``sampled`` on an event loop, where other tasks run in between."""
+        if self.answer is not None:
+            tokens = sum(min(t.response_length, LAST_TOKENS) for t in group.trajectories)
+            if tokens >= LONG_TEXT_TOKENS:
+                # The event loop would stop for milliseconds.
+                return await asyncio.to_thread(self.sampled, group, tokenizer)
         await asyncio.sleep(0)
         return self.sampled(group, tokenizer)
 
     def sampled(self, group: Group, tokenizer: Tokenizer | None) -> PromptScores:
-        played = [each for each in group.trajectories if not each.ended_early]
+        """The scores of a group of samples."""
+        played_trajectories = [
+            trajectory for trajectory in group.trajectories if not trajectory.ended_early
+        ]
         answers = None
-        if self.answer is not None and tokenizer is not None and len(played) > 1:
-            last = [
-                each.actions[-1].tokens[-LAST_TOKENS:].tolist() if each.actions else []
-                for each in played
-            ]
-            texts = [
-                tokenizer.decode(tokens, skip_special_tokens=True) if tokens else ""
-                for tokens in last
-            ]
-            answers = [self.answer(text) for text in texts]
-        return prompt_scores(group, self.ks or powers(len(played)), self.passing, answers)
+        if self.answer is not None and tokenizer is not None and len(played_trajectories) > 1:
+            answers = []
+            for trajectory in played_trajectories:
+                text = ""
+                actions = trajectory.actions
+                if actions and len(actions[-1].tokens):
+                    tokens = actions[-1].tokens[-LAST_TOKENS:].tolist()
+                    text = tokenizer.decode(tokens, skip_special_tokens=True)
+                answers.append(self.answer(text))
+        return prompt_scores(
+            group, self.ks or powers(len(played_trajectories)), self.passing, answers
+        )
 
 
 def eval_requests(prompts: Sequence[Prompt], cfg: Config) -> Iterator[list[RolloutRequest]]:
     """At most ``trainer.eval_batch_size`` prompts at once, all with the same number of samples."""
     samples = {name: samples_of(cfg, name) for name in {prompt.eval_set for prompt in prompts}}
-    for count, same in groupby(prompts, key=lambda prompt: samples[prompt.eval_set]):
-        alike = list(same)
-        for start in range(0, len(alike), cfg.trainer.eval_batch_size):
-            batch = alike[start : start + cfg.trainer.eval_batch_size]
+    size = cfg.trainer.eval_batch_size
+    for count, same_count in groupby(prompts, key=lambda prompt: samples[prompt.eval_set]):
+        set_prompts = list(same_count)
+        for start in range(0, len(set_prompts), size):
+            batch = set_prompts[start : start + size]
             yield rollout_requests(batch, cfg.generator, is_eval=True, samples=count)
 
 
 def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dict[str, float]:
-    """All metrics of an evaluation; ``scores``: of the groups, in their order."""
+    """All metrics of an evaluation.
 
-    def metrics_of(chosen: Sequence[tuple[Group, PromptScores]], prefix: str) -> dict[str, float]:
-        rollout = rollout_metrics([group for group, _ in chosen])
-        metrics = {eval_name(name).removeprefix("eval/"): value for name, value in rollout.items()}
-        metrics |= mean_scores([score for _, score in chosen if score.passes])
-        return {f"{prefix}{name}": value for name, value in metrics.items()}
+    Args:
+        scores: of the groups, in their order.
+    """
+    metrics = _set_metrics(groups, scores, "eval/")
+    sets: dict[str, tuple[list[Group], list[PromptScores]]] = {}
+    for group, score in zip(groups, scores, strict=True):
+        name = group.prompt.eval_set
+        if name:
+            set_groups, set_scores = sets.setdefault(name, ([], []))
+            set_groups.append(group)
+            set_scores.append(score)
+    for name, (set_groups, set_scores) in sets.items():
+        metrics |= _set_metrics(set_groups, set_scores, f"eval/{name}/")
+    return metrics
 
-    pairs = list(zip(groups, scores, strict=True))
-    metrics = metrics_of(pairs, "eval/")
-    for name in dict.fromkeys(group.prompt.eval_set for group in groups if group.prompt.eval_set):
-        metrics |= metrics_of(
-            [pair for pair in pairs if pair[0].prompt.eval_set == name], f"eval/{name}/"
-        )
+
+def _set_metrics(
+    groups: Sequence[Group], scores: Sequence[PromptScores], prefix: str
+) -> dict[str, float]:
+    metrics = {}
+    for name, value in rollout_metrics(groups).items():
+        metrics[prefix + eval_name(name).removeprefix("eval/")] = value
+    for name, value in mean_scores([score for score in scores if score.passes]).items():
+        metrics[prefix + name] = value
     return metrics
 
 
@@ -137,7 +161,7 @@ def eval_metrics(groups: Sequence[Group], scores: Sequence[PromptScores]) -> dic
 def prompt_scores(
     group: Group,
     ks: Iterable[int],
-    passing: float = PASSING,
+    passing: float = PASSING_REWARD,
     answers: Sequence[str | None] | None = None,
 ) -> PromptScores:
     """The scores of a group.
@@ -148,28 +172,34 @@ def prompt_scores(
         answers: of the samples that ended by themselves; without them there is no maj@n.
     """
     rewards = group.rewards
-    possible = sorted({k for k in ks if 1 <= k <= len(rewards)})
+    passes: dict[int, float] = {}
+    for k in sorted(set(ks)):
+        if 1 <= k <= len(rewards):
+            passes[k] = pass_at(k, rewards, passing)
     majorities: dict[int, float] = {}
-    if answers is not None and len(answers) > 1:
+    if answers is not None and len(answers) > 1:  # maj@1 would be pass@1
         correct = [reward >= passing for reward in rewards]
         majorities[len(answers)] = majority(answers, correct)
-    return PromptScores({k: pass_at(k, rewards, passing) for k in possible}, majorities)
+    return PromptScores(passes, majorities)
 
 
 def mean_scores(scores: Sequence[PromptScores]) -> dict[str, float]:
     """``pass@k`` and ``maj@n`` over prompts, for the k and n that all of them have."""
+    passes = _common_means([score.passes for score in scores], "pass")
+    return passes | _common_means([score.majorities for score in scores], "maj")
+
+
+def _common_means(tables: Sequence[Mapping[int, float]], name: str) -> dict[str, float]:
+    """The means of the numbers that all tables have."""
     metrics: dict[str, float] = {}
-    for name, tables in (
-        ("pass", [one.passes for one in scores]),
-        ("maj", [one.majorities for one in scores]),
-    ):
-        for k in tables[0] if tables else ():
-            if all(k in table for table in tables):
-                metrics[f"{name}@{k}"] = fmean(table[k] for table in tables)
+    if tables:
+        for number in tables[0]:
+            if all(number in table for table in tables):
+                metrics[f"{name}@{number}"] = fmean(table[number] for table in tables)
     return metrics
 
 
-def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING) -> float:
+def pass_at(k: int, rewards: Sequence[float], passing: float = PASSING_REWARD) -> float:
     """The chance that one of ``k`` samples drawn from these without replacement passes.
 
     Raises:
@@ -202,7 +232,7 @@ def majority(answers: Sequence[str | None], correct: Sequence[bool]) -> float:
 
 
 def answer_reader(spec: str) -> AnswerReader:
-    r"""For ``trainer.eval_answer``: ``auto``, a regular expression, or a function of the user's.
+    r"""The reader for ``trainer.eval_answer``: ``auto``, a regular expression, or a function.
 
     ``auto`` is the last ``\boxed{}``, or what follows the last ``####``, or "answer is", or a short
     response itself.
@@ -211,32 +241,45 @@ def answer_reader(spec: str) -> AnswerReader:
         UserError: if there is no such function.
     """
     if is_reference(spec):
-        own: Callable[[str], object] = resolve_reference(spec, kind="trainer.eval_answer")
-        return lambda text: None if (answer := own(text)) is None else _normalized(str(answer))
-    patterns = _AUTO if spec == "auto" else (re.compile(spec),)
+        return partial(_function_answer, resolve_reference(spec, kind="trainer.eval_answer"))
+    if spec == "auto":
+        return _auto_answer
+    return partial(_match, re.compile(spec))
 
-    def read(text: str) -> str | None:
-        if spec == "auto":
-            text = without_thinking(text).strip()
-            boxed = extract_boxed_answer(text)
-            if boxed is not None:
-                return _normalized(boxed)
-        for pattern in patterns:
-            matches = pattern.findall(text)
-            if matches:
-                return _normalized(matches[-1])
-        is_short = spec == "auto" and 0 < len(text) <= SHORT and "\n" not in text
-        if is_short:
-            return _normalized(text)
+
+def _function_answer(function: Callable[[str], object], text: str) -> str | None:
+    answer = function(text)
+    if answer is None:
         return None
+    return _normalized(str(answer))
 
-    return read
+
+def _match(pattern: re.Pattern[str], text: str) -> str | None:
+    """The last match, as a solution may correct itself."""
+    matches = pattern.findall(text)
+    if matches:
+        return _normalized(matches[-1])
+    return None
+
+
+def _auto_answer(text: str) -> str | None:
+    text = without_thinking(text).strip()
+    boxed_answer = extract_boxed_answer(text)
+    if boxed_answer is not None:
+        return _normalized(boxed_answer)
+    for pattern in _AUTO:
+        answer = _match(pattern, text)
+        if answer is not None:
+            return answer
+    if 0 < len(text) <= SHORT_ANSWER_CHARS and "\n" not in text:
+        return _normalized(text)
+    return None
 
 
 def _normalized(answer: str) -> str:
     """One text for the spellings of a number or a formula that differ in spaces, marks and case."""
     plain = re.sub(r"\\[!,;]|[\s$,]|\\left|\\right", "", answer).rstrip(".").lower()
     try:
-        return repr(float(plain))
+        return repr(float(plain))  # 0.50 and .5 are one answer
     except (ValueError, OverflowError):
         return plain

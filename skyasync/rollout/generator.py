@@ -1,5 +1,4 @@
-"""Plays episodes: the engine writes, the environment answers, until it is done; then the judges
-grade.
+"""Episodes: the engine writes, the environment answers, until it is done; then judges grade.
 
 The samples of a prompt are one task, one request and one timer for as long as nothing tells them
 apart: in the first turn, if their environments open with the prompt as it is. Then an environment
@@ -21,6 +20,7 @@ from contextlib import aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count, groupby
+from operator import attrgetter
 from typing import Any
 
 from skyasync.arrays import NO_INTS, Ints, ints, joined
@@ -37,7 +37,7 @@ from skyasync.inference.interface import GenerationOutput, GenerationRequest, Sa
 from skyasync.models.images import Images, images_of
 from skyasync.rewards.llm_judge import ChatServer, LLMJudge, Messages, UnansweredError, key_of
 from skyasync.rewards.settings import short_names
-from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText, Tools
+from skyasync.rollout.chat import LONG_TEXT_TOKENS, ChatTokenizer, PlainText, Tools
 from skyasync.rollout.episode_limits import (
     MAX_ATTEMPTS,
     EpisodeFailedError,
@@ -69,8 +69,7 @@ from skyasync.utils.task_group import StrictTaskGroup, together
 __all__ = ["EpisodeGenerator", "EpisodeLimits", "Generator", "Judges"]
 
 MESSAGE_SAMPLES = 1024
-"""Samples whose first requests travel in one message: as many as an engine computes at once by
-default."""
+"""Samples whose first requests travel in one message: the default batch of an engine."""
 TURN_SAMPLES = 64
 """Samples that begin in one turn of the event loop, which takes a few milliseconds."""
 
@@ -83,9 +82,9 @@ class EpisodeGenerator(TrajectoryGenerator):
         max_model_len: an episode ends before its tokens would exceed this.
         limits: what else ends an episode.
         apply_chat_template: see ``ChatTokenizer``.
-        as_template_shows: of earlier turns the model reads what the template shows, not what it
-            wrote.
-        stops: when a training group need not be played to its end; see ``GroupMonitor``.
+        as_template_shows: the model reads earlier turns as the template shows them, not as it wrote
+            them.
+        stops: the rule by which training groups are not played to their end (``GroupMonitor``).
         judges: models that grade responses after the end of an episode.
     """
 
@@ -109,22 +108,24 @@ class EpisodeGenerator(TrajectoryGenerator):
         self._max_model_len = max_model_len
         self._as_template_shows = as_template_shows
         self._limits = limits
-        self._stops = stops
+        self._stop_rule = stops
         self._in_flight = asyncio.Semaphore(limits.in_flight) if limits.in_flight else nullcontext()
         self._partial = PartialRollouts(client)
 
     async def generate_trajectories(self, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+        # An evaluation plays every sample to its end, and no extra ones: it must not be biased.
         training = not any(request.is_eval for request in requests)
         extra = self._limits.spares if training else 0
-        stops = self._stops if training else None
+        stops = self._stop_rule if training else None
         samples = with_extra_samples(requests, extra)
+        # If samples may be dropped, be stopped or wait, each begins and ends by itself.
+        one_by_one = extra or stops is not None or self._limits.in_flight
         try:
-            if (
-                extra or stops is not None or self._limits.in_flight
-            ):  # samples begin and end one by one
+            if one_by_one:
                 return await self._play_samples(requests, samples, stops, training=training)
             return await self._play_groups(samples, training=training)
         finally:
+            # Only here: a checkpoint has finished episodes until their groups are complete.
             self._partial.remove([sample.id for sample in samples])
 
     async def partial_rollouts(self) -> list[Trajectory]:
@@ -149,16 +150,14 @@ class EpisodeGenerator(TrajectoryGenerator):
         *,
         training: bool,
     ) -> list[Trajectory]:
-        """Each sample by itself, so that it can be stopped, dropped or wait."""
+        """Play each sample by itself."""
         requested = [request.id for request in requests]
         monitor = None
         if stops is not None or (training and self._limits.metric):
             monitor = GroupMonitor(requested, stops, self._limits.metric)
+        progress = self._client.progress if len(samples) > len(requests) else None
         episodes = {request.id: self._play_sample(request) for request in samples}
-        oversampled = len(samples) > len(requests)
-        return await play_episodes(
-            requested, episodes, monitor, self._client.progress if oversampled else None
-        )
+        return await play_episodes(requested, episodes, monitor, progress)
 
     async def _play_sample(self, request: RolloutRequest) -> Trajectory:
         episode = self._begin(request, self._setup(request))
@@ -168,31 +167,28 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play_groups(
         self, requests: Sequence[RolloutRequest], *, training: bool
     ) -> list[Trajectory]:
-        """Begin some groups at a time, so that other tasks run in between; first requests leave
-        together."""
-        groups = [
-            list(group) for _, group in groupby(requests, key=lambda request: request.id.prompt)
-        ]
+        """Begin some groups at a time, so that other tasks run in between."""
+        by_prompt = groupby(requests, key=attrgetter("id.prompt"))
+        groups = [list(samples) for _, samples in by_prompt]
         async with together() as tasks:
-            played: list[asyncio.Task[list[Trajectory]]] = []
+            group_tasks: list[asyncio.Task[list[Trajectory]]] = []
             for message in _batches(groups, MESSAGE_SAMPLES):
+                # The first requests inside leave in one message.
                 with self._client.collecting(), self._environments.collecting():
                     for batch in _batches(message, TURN_SAMPLES):
-                        played += [
-                            tasks.start(self._play_group(group, training=training))
-                            for group in batch
-                        ]
+                        for group in batch:
+                            group_tasks.append(
+                                tasks.start(self._play_group(group, training=training))
+                            )
                         await asyncio.sleep(0)
-                    await asyncio.sleep(
-                        0
-                    )  # until the tasks that the last groups have started have begun too
-        return [trajectory for group in played for trajectory in group.result()]
+                    # Until the tasks that the last groups have started have begun too.
+                    await asyncio.sleep(0)
+        return [trajectory for group in group_tasks for trajectory in group.result()]
 
     async def _play_group(
         self, requests: Sequence[RolloutRequest], *, training: bool
     ) -> list[Trajectory]:
-        """The samples of a prompt: their first turn together if nothing tells them apart, later
-        turns one by one."""
+        """Play the samples of a prompt, their first turn together if nothing tells them apart."""
         setup = self._setup(requests[0])
         episodes = [self._begin(request, setup) for request in requests]
         async with together() as tasks:
@@ -203,12 +199,12 @@ class EpisodeGenerator(TrajectoryGenerator):
                     tasks.start(self._play_alone(episode))
         trajectories = [episode.trajectory for episode in episodes]
         if training and self._limits.metric:
+            # For its error alone: at the first group, not at the end of the step.
             Group(requests[0].prompt, trajectories).metric_values(self._limits.metric)
         return trajectories
 
     def _begins_together(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> bool:
-        """Whether all episodes begin with the prompt as it is, and none continues one of a
-        checkpoint."""
+        """Whether all episodes begin with the prompt as it is, none with turns of a checkpoint."""
         if not self._environments.starts_from_prompt(setup.env_name, setup.opening):
             return False
         return not any(self._partial.knows(episode.trajectory.id) for episode in episodes)
@@ -216,36 +212,41 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play_first_turn(
         self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup, tasks: StrictTaskGroup
     ) -> None:
-        """One request for all samples. An environment that answers at once is called here; others
-        are waited for by a task per episode, which also plays the turns that follow."""
-        here = (
-            self._environments.plays_here(setup.env_name, episodes[0].request.extras)
-            and not setup.graded_by
-        )
-        unfinished = dict.fromkeys(episodes)
+        """Send one request for all samples, and have their environments answer.
+
+        An environment that answers at once is called in this task. For others a task per episode
+        waits, which also plays the turns that follow.
+        """
+        extras = episodes[0].request.extras
+        plays_here = self._environments.plays_here(setup.env_name, extras) and not setup.graded_by
+        unfinished = dict.fromkeys(episodes)  # a set in the order of the samples
         try:
             async with self._time_limit(unfinished):
                 await self._open_group(episodes, setup)
-                requests = [self._request(episode) for episode in episodes]
-                unanswered = {
-                    r.request_id: episode for r, episode in zip(requests, episodes, strict=True)
-                }
+                requests = []
+                episode_of_request = {}
+                for episode in episodes:
+                    request = self._request(episode)
+                    requests.append(request)
+                    episode_of_request[request.request_id] = episode
                 async with aclosing(self._client.generate_group(requests)) as arriving:
                     async for outputs in arriving:
                         texts = await setup.texts(outputs, episodes[0].sampling)
                         for output, text in zip(outputs, texts, strict=True):
-                            episode = unanswered.pop(output.request_id)
-                            if not here:
+                            episode = episode_of_request.pop(output.request_id)
+                            if not plays_here:
+                                # From here on its task has its time limit and its errors.
                                 del unfinished[episode]
                                 tasks.start(self._play_alone(episode, output, text))
                                 continue
-                            ended = await self._end_turn_here(episode, output, text)
+                            is_done = await self._end_turn_here(episode, output, text)
                             del unfinished[episode]
-                            if not ended:
+                            if not is_done:
                                 tasks.start(self._play_alone(episode))
         except BaseException as error:
             if not unfinished:
                 raise
+            # All are abandoned before the first ``_fail``, which may raise.
             for episode in unfinished:
                 self._abandon(episode)
             for episode in unfinished:
@@ -254,21 +255,21 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _end_turn_here(
         self, episode: _EpisodeTurn, output: GenerationOutput, text: str
     ) -> bool:
-        """Whether the episode is over; it may have failed alone."""
+        """End a turn in the group's task. Returns whether the episode is over, or failed alone."""
         try:
-            ended = await self._end_turn(episode, output, text)
+            is_done = await self._end_turn(episode, output, text)
         except Exception as error:
             self._abandon(episode)
             self._fail(episode, error)
             return True
-        if ended:
+        if is_done:
             self._count_success(episode)
-        return ended
+        return is_done
 
     # ---------------------------------------------------------------- one episode
 
     def _setup(self, request: RolloutRequest) -> _PromptSetup:
-        """What all samples of a prompt share."""
+        """The set-up that all samples of a prompt share."""
         name = request.prompt.env_class
         messages = request.prompt.messages
         try:
@@ -309,6 +310,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         try:
             async with self._in_flight, self._time_limit([episode]):
                 await self._play_with_retries(episode, output, text)
+            # Outside: a grade takes no place of another episode, and has a time limit of its own.
             if episode.setup.graded_by:
                 await self._grade(episode)
         except BaseException as error:
@@ -348,25 +350,29 @@ class EpisodeGenerator(TrajectoryGenerator):
 
     def _count_success(self, episode: _EpisodeTurn) -> None:
         if self._limits.on_error != "raise":
-            metrics = episode.trajectory.metrics
-            episode.trajectory.metrics = metrics | {"given_up": 0.0}  # a mean over all episodes
+            # env/given_up is a mean over all episodes. The environment may have this dict.
+            episode.trajectory.metrics = episode.trajectory.metrics | {"given_up": 0.0}
 
     @asynccontextmanager
     async def _time_limit(self, episodes: Iterable[_EpisodeTurn]) -> AsyncIterator[None]:
-        """Limit the time of episodes that have begun together; those that are left when it has
-        passed are too late."""
+        """Limit the time of episodes that have begun together.
+
+        Args:
+            episodes: may shrink inside; those that are left fail when the time has passed.
+        """
         limit_s = self._limits.timeout_s
         if not limit_s:
             yield
             return
         for episode in episodes:
+            # Once: an episode whose first turn was played in a group goes on with its time.
             if episode.deadline is None:
                 episode.deadline = asyncio.get_running_loop().time() + limit_s
         try:
             async with asyncio.timeout_at(next(iter(episodes)).deadline) as timer:
                 yield
         except TimeoutError as error:
-            if not timer.expired():
+            if not timer.expired():  # another timeout, of the environment or the engine
                 raise
             identity = next(iter(episodes)).trajectory.id
             message = (
@@ -378,36 +384,33 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play_with_retries(
         self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None
     ) -> None:
-        """The episode starts again if the process of its environment is lost."""
+        """Play an episode, from its beginning if the process of its environment is lost."""
         trajectory = episode.trajectory
         for attempt in count(1):
             try:
                 if not episode.is_open:
                     await self._open(episode)
                 await self._play(episode, output, text)
+                break
             except (ProcessLostError, EpisodeFailedError) as error:
-                if isinstance(error, EpisodeFailedError):
-                    lost = error.__cause__
-                else:
-                    lost = error
-                if not isinstance(lost, ProcessLostError) or attempt == MAX_ATTEMPTS:
+                cause = error.__cause__ if isinstance(error, EpisodeFailedError) else error
+                if not isinstance(cause, ProcessLostError) or attempt == MAX_ATTEMPTS:
                     raise
                 message = (
                     "episode %s is played again from its beginning in another process; others are counted in "
                     "env/retries: %.500s"
                 )
-                warn_once("a lost process", message, trajectory.id, lost)
+                warn_once("a lost process", message, trajectory.id, cause)
                 self._partial.restart(trajectory)
                 episode.restart()
-                output = text = None
-            else:
-                break
+                output = None
+                text = None
         if attempt > 1:
             retries = trajectory.metrics.get("retries", 0) + attempt - 1
             trajectory.metrics = trajectory.metrics | {"retries": retries}
 
     async def _open(self, episode: _EpisodeTurn) -> None:
-        """Start the environment; the model reads what it opens with."""
+        """Start the environment, and give its opening to the model."""
         setup = episode.setup
         with self._limits.environment_errors():
             start = await self._environments.init(
@@ -416,7 +419,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         episode.open(start, setup.frame.prompt(start, setup.tools))
 
     async def _open_group(self, episodes: Sequence[_EpisodeTurn], setup: _PromptSetup) -> None:
-        """The same for environments that open with the prompt as it is, which is tokenised once."""
+        """Start environments that open with the prompt as it is, which is tokenised once."""
         extras = {episode.name: episode.request.extras for episode in episodes}
         with self._limits.environment_errors():
             await self._environments.init_group(extras, setup.env_name, setup.opening)
@@ -427,14 +430,15 @@ class EpisodeGenerator(TrajectoryGenerator):
     async def _play(
         self, episode: _EpisodeTurn, output: GenerationOutput | None, text: str | None
     ) -> None:
-        """Turn after turn: the model acts, the environment answers."""
-        ended = False
-        while not ended:
+        """Play turn after turn: the model acts, the environment answers."""
+        is_done = False
+        while not is_done:
             if output is None or text is None:
                 output = await self._act(episode)
                 (text,) = await episode.setup.texts([output], episode.sampling)
-            ended = await self._end_turn(episode, output, text)
-            output = text = None
+            is_done = await self._end_turn(episode, output, text)
+            output = None
+            text = None
 
     def _request(self, episode: _EpisodeTurn) -> GenerationRequest:
         """The request for the model's next action."""
@@ -448,7 +452,9 @@ class EpisodeGenerator(TrajectoryGenerator):
                 f"raise generator.max_model_len={self._max_model_len} or lower trainer.max_prompt_length"
             )
         name = request_id(identity, episode.turn)
+        # ``replace`` only if it must: most requests of a run share one object.
         if free < sampling.max_tokens:
+            # Engines reject a minimum above the maximum.
             sampling = replace(sampling, max_tokens=free, min_tokens=min(sampling.min_tokens, free))
         if sampling.seed is not None:
             sampling = sampling.with_seed(request_seed(sampling.seed, name))
@@ -460,61 +466,71 @@ class EpisodeGenerator(TrajectoryGenerator):
         request = self._request(episode)
         identity = episode.trajectory.id
         seeded = request.sampling.seed is not None
-        recorded = self._partial.turn(
+        # A complete response of a checkpoint is not generated again, a partial one is continued.
+        recorded_output = self._partial.turn(
             identity, episode.turn, episode.tokens, episode.images, seeded=seeded
         )
-        if recorded is None:
+        if recorded_output is None:
             return await self._client.generate(request)
-        return await self._client.go_on(request, recorded)
+        return await self._client.go_on(request, recorded_output)
 
     async def _end_turn(self, episode: _EpisodeTurn, output: GenerationOutput, text: str) -> bool:
-        """Record the model's action, and have the environment answer it. Returns whether the
-        episode is over."""
+        """Record the model's action, and have the environment answer.
+
+        Returns:
+            Whether the episode is over.
+        """
         limits = self._limits
         environments = self._environments
         trajectory = episode.trajectory
         setup = episode.setup
         trajectory.stop_reason = output.finish_reason or "stop"
+        # Before the environment answers: a checkpoint in between has the action.
         action = action_of(output, trajectory.segments)
         trajectory.segments.append(action)
         episode.text = text
-        seen = None
+        turn_tokens = None
         if setup.sees_tokens:
-            is_long = len(episode.tokens) + len(action.tokens) >= LONG
-            seen = await _in_thread(
-                is_long, partial(setup.frame.seen, episode.tokens, action.tokens)
-            )
+            is_long = len(episode.tokens) + len(action.tokens) >= LONG_TEXT_TOKENS
+            read_turn = partial(setup.frame.seen, episode.tokens, action.tokens)
+            turn_tokens = await _in_thread(is_long, read_turn)
         with limits.environment_errors():
-            step = await environments.step(episode.name, text, seen)
+            step = await environments.step(episode.name, text, turn_tokens)
         action.reward = step["reward"]
         trajectory.metrics = step["metrics"]
         if step["done"]:
             return True
         episode.turn += 1
         if episode.turn == limits.max_turns or not self._observe(episode, action, step):
+            # An environment that is not done is closed, and may report metrics then.
             with limits.environment_errors():
                 trajectory.metrics |= await environments.close(episode.name)
             return True
         return False
 
     def _observe(self, episode: _EpisodeTurn, action: Segment, step: StepResult) -> bool:
-        """Append what the environment answered, which the model reads next; false if there is no
-        room for it."""
+        """Append the environment's answer, which the model reads next.
+
+        Returns:
+            False if there is no room for it.
+        """
         trajectory = episode.trajectory
         frame = episode.setup.frame
-        read = step["observations"]
+        messages = step["observations"]
         with self._limits.environment_errors():
             try:
-                observation = ints(frame.observation(read, action.tokens))
-                images = images_of(read)
-            except UserError as error:  # of this episode's text and images
+                observation = ints(frame.observation(messages, action.tokens))
+                images = images_of(messages)
+            except UserError as error:
+                # The fault of this episode's text and images, not of the run's settings.
                 raise InvalidEnvOutputError(str(error)) from error
         episode.images = (*episode.images, *images)
         tokens = joined(episode.tokens, action.tokens, observation)
-        reframed = None
+        reframed = None  # the conversation as the template shows it, if that differs
         if self._as_template_shows:
-            episode.messages += [{"role": "assistant", "content": episode.text}, *read]
+            episode.messages += [{"role": "assistant", "content": episode.text}, *messages]
             reframed = frame.reframed(episode.messages, episode.setup.tools, tokens)
+        # An action needs one more token at least.
         if len(tokens if reframed is None else reframed) >= self._max_model_len:
             trajectory.stop_reason = "length"
             message = (
@@ -529,6 +545,7 @@ class EpisodeGenerator(TrajectoryGenerator):
         if reframed is None:
             trajectory.segments.append(Segment("observation", observation, images=images))
         else:
+            # Its context does not extend the previous turn: it begins another sequence.
             trajectory.branches.append(trajectory.segments)
             trajectory.segments = [Segment("prompt", reframed, images=episode.images)]
             tokens = reframed
@@ -540,10 +557,10 @@ class EpisodeGenerator(TrajectoryGenerator):
 
 @dataclass(frozen=True, kw_only=True)
 class _PromptSetup:
-    """What the samples of a prompt have in common.
+    """The set-up that the samples of a prompt have in common.
 
     Args:
-        opening: what environments are given to begin with.
+        opening: the conversation, or its text, that environments begin with.
         graded_by: the row's reward functions with their weights, if judges are among them.
     """
 
@@ -558,9 +575,9 @@ class _PromptSetup:
     async def texts(
         self, outputs: Sequence[GenerationOutput], sampling: SamplingParams
     ) -> list[str]:
-        """What the environment reads of each response."""
+        """The text of each response for its environment."""
         tokens = [output.token_ids for output in outputs]
-        is_long = sum(map(len, tokens)) >= LONG
+        is_long = sum(map(len, tokens)) >= LONG_TEXT_TOKENS
         texts: list[str] = await _in_thread(is_long, partial(self.frame.texts, tokens, sampling))
         return texts
 
@@ -572,8 +589,8 @@ class _EpisodeTurn:
     Attributes:
         sampling: of the next action.
         deadline: event loop time at which it is too late; None: it has none, or has not begun.
-        tokens, images: what the model reads next. Arrays are replaced, never changed: requests hold
-            them.
+        tokens, images: the model reads them next. Arrays are replaced, never changed, because
+            requests have them.
         messages: the conversation so far, as the template shows it.
         text: of the last action.
     """
@@ -595,15 +612,16 @@ class _EpisodeTurn:
         return len(self.tokens) > 0
 
     def open(self, start: Conversation | str, tokens: Ints) -> None:
-        """The environment opens with this conversation, which has these tokens."""
+        """Note the conversation that the environment opens with, and its tokens."""
         self.tokens = tokens
         self.images = images_of(start)
+        # A copy, because later turns are appended; text environments have no messages.
         self.messages = [] if isinstance(start, str) else list(start)
         self.trajectory.segments[0].tokens = tokens
         self.trajectory.segments[0].images = self.images
 
     def restart(self) -> None:
-        """Back to before ``open``."""
+        """Return to the state before ``open``."""
         self.turn = 0
         self.tokens = NO_INTS
         self.images = ()
@@ -630,12 +648,13 @@ def _batches(
 
 def _note_episode(error: BaseException, identity: TrajectoryId) -> None:
     notes: list[str] = vars(error).get("__notes__", [])
-    if not any(note.startswith(WHILE_PLAYING) for note in notes):  # many may share it
+    # Episodes may share an error: the note names the first.
+    if not any(note.startswith(WHILE_PLAYING) for note in notes):
         error.add_note(f"{WHILE_PLAYING} {identity}")
 
 
 async def _in_thread(is_long: bool, call: partial[Any]) -> Any:  # noqa: ANN401  (the result of the call)
-    """The call's result; of long texts by a thread, so that the event loop continues."""
+    """The call's result, by a thread for long texts, so that the event loop continues."""
     if is_long:
         return await asyncio.to_thread(call)
     return call()
@@ -675,12 +694,12 @@ class Judges:
         judges = {}
         for name, judge in judges_of(cfg.environment.judges).items():
             if judge.engine:
+                # Nothing is remembered: the weights of the engines change.
                 engine = EngineJudge(name, judge, client, chat, max_model_len)
                 judges[name] = LLMJudge(name, judge, engine, remembers=False)
             else:
-                server = ChatServer(
-                    name, judge, keys[name] if name in keys else key_of(name, judge)
-                )
+                key = keys[name] if name in keys else key_of(name, judge)
+                server = ChatServer(name, judge, key)
                 judges[name] = LLMJudge(name, judge, server, remembers=judge.cache)
         return cls(judges, cfg.environment.reward_on_timeout)
 
@@ -692,34 +711,42 @@ class Judges:
         messages: Conversation,
         response: str,
     ) -> None:
-        """Ask the judges among a row's reward functions, and add their grades to the episode's
-        reward and metrics.
+        """Add the grades of the judges among a row's reward functions to its episode.
 
         Raises:
             UserError: for a judge that does not exist, or that cannot grade the row.
             TimeoutError: for a response without a grade, if ``environment.reward_on_timeout`` is
                 raise.
         """
-        graded = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
-        if not graded or not trajectory.actions:
+        judge_weights = [(func, weight) for func, weight in weighted if func.startswith(PREFIX)]
+        if not judge_weights or not trajectory.actions:
             return
-        judges = [func.removeprefix(PREFIX) for func, _ in graded]
-        for name in judges:
+        judges = []
+        for func, _ in judge_weights:
+            name = func.removeprefix(PREFIX)
             if name not in self._judges:
                 raise UserError(f"{unknown('judge', name, self._judges)} (environment.judges)")
-        known = reward_inputs(row, messages, response)
-        scores = await asyncio.gather(*(self._judges[name].score(known) for name in judges))
-        for (func, _), score in zip(graded, scores, strict=True):
+            judges.append(self._judges[name])
+        graded_row = reward_inputs(row, messages, response)
+        # At once: each judge limits its own requests.
+        scores = await asyncio.gather(*(judge.score(graded_row) for judge in judges))
+        total = 0.0
+        for (func, weight), score in zip(judge_weights, scores, strict=True):
             if score.no_reward and self._on_timeout == "raise":
                 raise TimeoutError(
-                    f"reward function {func} gave no grade; environment.reward_on_timeout=zero counts it as 0"
+                    f"reward function {func} gave no grade; environment.reward_on_timeout=zero "
+                    f"counts it as 0"
                 )
-        grades = zip(graded, scores, strict=True)
-        trajectory.actions[-1].reward += sum(weight * score.reward for (_, weight), score in grades)
+            total += weight * score.reward
+        trajectory.actions[-1].reward += total
+        # Short names differ among all functions of the row, judges or not.
         funcs = [func for func, _ in weighted]
         names = dict(zip(funcs, short_names(funcs), strict=True))
         metrics = metrics_of(
-            [names[func] for func, _ in graded], scores, [False] * len(graded), row.get("domain")
+            [names[func] for func, _ in judge_weights],
+            scores,
+            [False] * len(judge_weights),
+            row.get("domain"),
         )
         trajectory.metrics = {**trajectory.metrics, **metrics}
 
@@ -728,8 +755,7 @@ class Judges:
 
 
 class EngineJudge:
-    """The run's engines as a judge: they answer with their current weights, between their other
-    requests."""
+    """The run's engines as a judge: they answer with their current weights, between requests."""
 
     def __init__(
         self,
@@ -769,4 +795,5 @@ class EngineJudge:
             raise UnansweredError("the engine has ended its request")
         return self._chat.text(output.token_ids)
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Do nothing: the run closes its engines."""

@@ -20,7 +20,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from itertools import groupby, pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,19 +53,16 @@ Numbers = NDArray[Any]
 
 
 class Generator(Protocol):
-    """Anything that turns prompts into trajectories; override ``BasePPOExp.get_generator`` to use
-    your own."""
+    """A user's generator of trajectories; override ``BasePPOExp.get_generator`` to use one."""
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """One row per trajectory of the input, in that order, or several rows with their
-        ``trajectory_ids``."""
+        """One row per trajectory of the input, in that order, or several with their ids."""
         ...
 
 
 @runtime_checkable
 class ClosableGenerator(Protocol):
-    """A generator that holds connections, processes or requests: it is closed before the
-    engines."""
+    """A generator with connections, processes or requests: it is closed before the engines."""
 
     async def close(self) -> None: ...
 
@@ -81,20 +79,22 @@ class TrajectoryGenerator:
         raise NotImplementedError
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
-        """The same for parallel lists of prompts."""
+        """One trajectory per entry of parallel lists of prompts."""
         return await self.generate_trajectories(requests_from_input(input_batch))
 
     async def generate(self, input_batch: GeneratorInput) -> GeneratorOutput:
-        """The same as parallel lists."""
+        """The trajectories as parallel lists."""
         return generator_output(await self.roll_out(input_batch))
 
     async def partial_rollouts(self) -> list[Trajectory]:
-        """The trajectories in flight with their tokens so far, for a checkpoint. By default they
-        start again."""
+        """The trajectories in flight with their tokens so far, for a checkpoint.
+
+        By default there are none, and they start again.
+        """
         return []
 
     def resume_from(self, trajectories: Sequence[Trajectory]) -> None:
-        """Continue what ``partial_rollouts`` gave to the checkpoint from which the run resumes."""
+        """Continue the ``partial_rollouts`` of the checkpoint from which the run resumes."""
 
 
 # ---------------------------------------------------------------- requests
@@ -103,30 +103,30 @@ class TrajectoryGenerator:
 def rollout_requests(
     prompts: Sequence[Prompt], cfg: GeneratorConfig, *, is_eval: bool = False, samples: int = 0
 ) -> list[RolloutRequest]:
-    """``n_samples_per_prompt`` requests per prompt (or those of an evaluation, or ``samples``),
-    group by group."""
-    count = samples or (cfg.eval_n_samples_per_prompt if is_eval else cfg.n_samples_per_prompt)
-    sampling = sampling_params(evaluation(cfg) if is_eval else cfg.sampling_params)
-    # environments count by it
-    if cfg.max_turns:
-        limits = {"max_turns": cfg.max_turns}
+    """Requests group by group.
+
+    Args:
+        samples: per prompt; 0: as many as the settings have.
+    """
+    if is_eval:
+        count = samples or cfg.eval_n_samples_per_prompt
+        sampling = sampling_params(evaluation(cfg))
     else:
-        limits = {}
-    return [
-        RolloutRequest(
-            TrajectoryId(prompt.id, repetition),
-            prompt,
-            {**prompt.extras, **limits},
-            sampling,
-            is_eval,
-        )
-        for prompt in prompts
-        for repetition in range(count)
-    ]
+        count = samples or cfg.n_samples_per_prompt
+        sampling = sampling_params(cfg.sampling_params)
+    limits = {"max_turns": cfg.max_turns} if cfg.max_turns else {}  # environments count by it
+    requests = []
+    for prompt in prompts:
+        for repetition in range(count):
+            name = TrajectoryId(prompt.id, repetition)
+            # A copy for each sample, because environments may write to it.
+            extras = {**prompt.extras, **limits}
+            requests.append(RolloutRequest(name, prompt, extras, sampling, is_eval))
+    return requests
 
 
 def generator_input(requests: Sequence[RolloutRequest]) -> GeneratorInput:
-    """What a user's generator is given."""
+    """The input of a user's generator."""
     return {
         "prompts": [request.prompt.messages for request in requests],
         "env_classes": [request.prompt.env_class for request in requests],
@@ -141,27 +141,23 @@ def requests_from_input(input_batch: GeneratorInput) -> list[RolloutRequest]:
     """The inverse of ``generator_input``."""
     sampling = input_batch["sampling_params"]
     is_eval = input_batch["is_eval"]
-    return [
-        RolloutRequest(
-            identity,
-            Prompt(identity.prompt, messages, env_class, extras),
-            extras,
-            sampling,
-            is_eval,
-        )
-        for identity, messages, env_class, extras in zip(
-            input_batch["trajectory_ids"],
-            input_batch["prompts"],
-            input_batch["env_classes"],
-            input_batch["env_extras"],
-            strict=True,
-        )
-    ]
+    rows = zip(
+        input_batch["trajectory_ids"],
+        input_batch["prompts"],
+        input_batch["env_classes"],
+        input_batch["env_extras"],
+        strict=True,
+    )
+    requests = []
+    for identity, messages, env_class, extras in rows:
+        prompt = Prompt(identity.prompt, messages, env_class, extras)
+        requests.append(RolloutRequest(identity, prompt, extras, sampling, is_eval))
+    return requests
 
 
 def eval_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The same prompts, marked as held out in their identity."""
-    return [replace(p, id=PromptId(-1, p.id.row)) for p in prompts]
+    """The same prompts with the epoch -1, by which their identities are of an evaluation."""
+    return [replace(prompt, id=PromptId(-1, prompt.id.row)) for prompt in prompts]
 
 
 def sampling_params(cfg: SamplingConfig) -> SamplingParams:
@@ -190,13 +186,13 @@ def sampling_params(cfg: SamplingConfig) -> SamplingParams:
 
 
 def request_seed(seed: int | None, request_id: str) -> int | None:
-    """The seed of one request: samples of a prompt must differ, and each is the same in every
-    run."""
+    """The seed of one request: samples of a prompt differ, and each is the same in every run."""
     if seed is None:
         return None
-    return int.from_bytes(
-        hashlib.blake2b(f"{seed} {request_id}".encode(), digest_size=7).digest(), "little"
-    )
+    # Seven bytes: engines take signed 64-bit seeds.
+    text = f"{seed} {request_id}"
+    digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "little")
 
 
 # ---------------------------------------------------------------- from a generator to groups
@@ -205,8 +201,7 @@ def request_seed(seed: int | None, request_id: str) -> int | None:
 async def run_generator(
     generator: Generator, requests: Sequence[RolloutRequest], version: int
 ) -> tuple[list[Group], dict[str, float]]:
-    """One group per prompt of the requests, and the generator's own metrics. Without requests there
-    is no call.
+    """One group per prompt of the requests, and the generator's own metrics.
 
     Other tasks run in between: many trajectories take a while to check.
 
@@ -220,74 +215,80 @@ async def run_generator(
         return [], {}
     requested = [request.id for request in requests]
     metrics = dict[str, float]()
-    checked: Iterator[Trajectory]
+    checked_trajectories: Iterator[Trajectory]
     if not hands_over_trajectories(generator):
         output = await generator.generate(generator_input(requests))
-        checked = _read_output(output, requested, version)
+        checked_trajectories = _read_output(output, requested, version)
         metrics = output.get("rollout_metrics") or {}
-    elif (
-        "roll_out" in vars(generator)
-        or type(generator).roll_out is not TrajectoryGenerator.roll_out
-    ):
-        checked = _checked(await generator.roll_out(generator_input(requests)), requested)
+    elif _is_replaced(generator, "roll_out"):
+        checked_trajectories = _checked(
+            await generator.roll_out(generator_input(requests)), requested
+        )
     else:
-        checked = _checked(await generator.generate_trajectories(requests), requested)
+        checked_trajectories = _checked(await generator.generate_trajectories(requests), requested)
     trajectories = dict[TrajectoryId, Trajectory]()
     tokens = 0
-    for trajectory in checked:
+    # ``checked`` is an iterator: the checks run here, with pauses.
+    for trajectory in checked_trajectories:
         trajectories[trajectory.id] = trajectory
         tokens += sum(len(segment.tokens) for segment in trajectory.segments)
         if tokens >= TURN_TOKENS:
             tokens = 0
             await asyncio.sleep(0)
-    groups = groupby(requests, key=lambda request: request.prompt)
-    return [
-        Group(prompt, [trajectories[request.id] for request in same]) for prompt, same in groups
-    ], metrics
+    groups = []
+    for prompt, samples in groupby(requests, key=attrgetter("prompt")):
+        groups.append(Group(prompt, [trajectories[request.id] for request in samples]))
+    return groups, metrics
 
 
 def hands_over_trajectories(generator: Generator) -> TypeIs[TrajectoryGenerator]:
-    """Whether the trajectories are taken, since no subclass or instance has replaced
-    ``generate``."""
-    return (
-        isinstance(generator, TrajectoryGenerator)
-        and "generate" not in vars(generator)
-        and type(generator).generate is TrajectoryGenerator.generate
-    )
+    """Whether trajectories are taken, since no subclass or instance has replaced ``generate``."""
+    return isinstance(generator, TrajectoryGenerator) and not _is_replaced(generator, "generate")
+
+
+def _is_replaced(generator: TrajectoryGenerator, method: str) -> bool:
+    """Whether a subclass or the instance has replaced a method of ``TrajectoryGenerator``."""
+    if method in vars(generator):
+        return True
+    return getattr(type(generator), method) is not getattr(TrajectoryGenerator, method)
 
 
 def _checked(
     trajectories: Sequence[Trajectory], requested: list[TrajectoryId]
 ) -> Iterator[Trajectory]:
     """The trajectories one after another, without empty segments."""
-    returned = [trajectory.id for trajectory in trajectories]
-    if requested != returned:
-        differs = (n for n, (a, b) in enumerate(zip(requested, returned, strict=False)) if a != b)
-        place = next(differs, min(len(requested), len(returned)))
-        difference = "".join(
-            f", {word} {ids[place]}"
-            for word, ids in (("expected", requested), ("got", returned))
-            if place < len(ids)
-        )
+    returned_ids = [trajectory.id for trajectory in trajectories]
+    if requested != returned_ids:
+        index = 0
+        for expected, got in zip(requested, returned_ids, strict=False):
+            if expected != got:
+                break
+            index += 1
+        difference = f"the first difference is at index {index}"
+        if index < len(requested):
+            difference += f", expected {requested[index]}"
+        if index < len(returned_ids):
+            difference += f", got {returned_ids[index]}"
         raise UserError(
-            f"roll_out() must return one trajectory per entry of trajectory_ids, in that order: expected "
-            f"{len(requested)}, got {len(returned)}; the first difference is at index {place}{difference}"
+            f"roll_out() must return one trajectory per entry of trajectory_ids, in that order: "
+            f"expected {len(requested)}, got {len(returned_ids)}; {difference}"
         )
     for trajectory in trajectories:
         for sequence in trajectory.sequences:
-            first, *others = sequence
-            if first.kind != "prompt" or not len(first.tokens):
+            prompt, *response = sequence
+            if prompt.kind != "prompt" or not len(prompt.tokens):
                 raise UserError(f"{trajectory.id}: the prompt has no tokens")
-            if not all(np.isfinite(segment.logprobs).all() for segment in others):
+            if not all(np.isfinite(segment.logprobs).all() for segment in response):
                 raise UserError(
                     f"{trajectory.id}: log-probabilities of generated tokens must be finite"
                 )
-            sequence[1:] = [segment for segment in others if len(segment.tokens)]
+            # In place: the list may be the trajectory's own or one of its branches.
+            sequence[1:] = [segment for segment in response if len(segment.tokens)]
         yield trajectory
 
 
 class RolloutGate:
-    """Keeps new rollouts out while something needs the engines without them. It is open at first.
+    """Keeps new rollouts out while the engines are needed without them. It is open at first.
 
     Invariant: while ``closed`` is held no rollout is inside, and every rollout that waits outside
     is let in after it. An open gate is passed without giving up the turn of the event loop.
@@ -307,6 +308,8 @@ class RolloutGate:
 
     @asynccontextmanager
     async def entered(self) -> AsyncIterator[None]:
+        """The context of a rollout."""
+        # Again after a wait: another holder may have closed the gate before this task runs.
         while self._holders:
             await self._opened.wait()
         self._inside += 1
@@ -337,72 +340,62 @@ class RolloutGate:
 
 def generator_output(trajectories: Sequence[Trajectory]) -> GeneratorOutput:
     """Finished trajectories as parallel lists, one row per sequence."""
-    rows = [
-        (trajectory, sequence) for trajectory in trajectories for sequence in trajectory.sequences
-    ]
-    tokens, rewards, masks, logprobs, versions = (
-        [list[Any]() for _ in rows] for _ in range(5)
-    )  # of the responses
-    for row, (_, (_, *response)) in enumerate(rows):
-        for segment in response:
-            count = len(segment.tokens)
-            is_action = segment.kind == "action"
-            tokens[row] += segment.tokens.tolist()
-            rewards[row] += [*[0.0] * (count - 1), float(segment.reward)][:count]
-            masks[row] += [int(is_action)] * count
-            logprobs[row] += segment.logprobs.tolist() if is_action else [0.0] * count
-            versions[row] += segment.versions.tolist() if is_action else [-1] * count
-    output: GeneratorOutput = {
-        "prompt_token_ids": [sequence[0].tokens.tolist() for _, sequence in rows],
-        "response_ids": tokens,
-        "rewards": rewards,
-        "loss_masks": masks,
-        "stop_reasons": [trajectory.stop_reason for trajectory, _ in rows],
-        "rollout_logprobs": logprobs,
-        "rollout_versions": versions,
-        "trajectory_metrics": [trajectory.metrics for trajectory, _ in rows],
-    }
-    if len(rows) > len(trajectories):
-        output["trajectory_ids"] = [trajectory.id for trajectory, _ in rows]
-    return output
-
-
-def groups_from_output(
-    output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int
-) -> list[Group]:
-    """One group per prompt, of ``samples`` trajectories, in the order requested.
-
-    Without ``rollout_logprobs`` the log-probabilities of actions are NaN. A reward on tokens that
-    ``loss_masks`` leaves out stays there: it counts for the group, though no token learns from it.
-
-    Args:
-        version: of all tokens, if the generator returns no ``rollout_versions``.
-
-    Raises:
-        UserError: naming the list or the trajectory that is wrong.
-    """
-    ids = [
-        [TrajectoryId(prompt.id, repetition) for repetition in range(samples)] for prompt in prompts
-    ]
-    requested = [identity for of_prompt in ids for identity in of_prompt]
-    trajectories = {
-        trajectory.id: trajectory for trajectory in _read_output(output, requested, version)
-    }
-    return [
-        Group(prompt, [trajectories[identity] for identity in of_prompt])
-        for prompt, of_prompt in zip(prompts, ids, strict=True)
-    ]
+    names = (*_PARALLEL, *_OPTIONAL, "trajectory_ids")
+    columns: dict[str, list[Any]] = {name: [] for name in names}
+    for trajectory in trajectories:
+        for prompt, *response in trajectory.sequences:
+            tokens: list[int] = []
+            rewards: list[float] = []
+            mask: list[int] = []
+            logprobs: list[float] = []
+            versions: list[int] = []
+            for segment in response:
+                count = len(segment.tokens)
+                tokens += segment.tokens.tolist()
+                rewards += [0.0] * count
+                if count:
+                    rewards[-1] = float(segment.reward)
+                if segment.kind == "action":
+                    mask += [1] * count
+                    logprobs += segment.logprobs.tolist()
+                    versions += segment.versions.tolist()
+                else:
+                    mask += [0] * count
+                    logprobs += [0.0] * count
+                    versions += [-1] * count
+            row = {
+                "prompt_token_ids": prompt.tokens.tolist(),
+                "response_ids": tokens,
+                "rewards": rewards,
+                "loss_masks": mask,
+                "stop_reasons": trajectory.stop_reason,
+                "rollout_logprobs": logprobs,
+                "rollout_versions": versions,
+                "trajectory_metrics": trajectory.metrics,
+                "trajectory_ids": trajectory.id,
+            }
+            for name, value in row.items():
+                columns[name].append(value)
+    # With one row per trajectory the ids are those of the input.
+    if len(columns["trajectory_ids"]) == len(trajectories):
+        del columns["trajectory_ids"]
+    return cast(GeneratorOutput, columns)
 
 
 def _read_output(
     output: GeneratorOutput, requested: list[TrajectoryId], version: int
 ) -> Iterator[Trajectory]:
-    """Check parallel lists, and turn each row into a trajectory; of rows with one id the last has
-    all sequences."""
-    given = dict[str, Any](output)
-    rows: list[TrajectoryId] = (
-        requested if given.get("trajectory_ids") is None else given["trajectory_ids"]
-    )
+    """Check parallel lists, and turn each row into a trajectory.
+
+    Of rows with one id the last has all sequences. Without ``rollout_logprobs`` the
+    log-probabilities of actions are NaN. A reward on tokens that ``loss_masks`` leaves out stays
+    there: it counts for the group, though no token learns from it.
+    """
+    # What a user's generator returned: names may be missing, or None.
+    lists = dict[str, Any](output)
+    rows: list[TrajectoryId] = requested
+    if lists.get("trajectory_ids") is not None:
+        rows = lists["trajectory_ids"]
     if set(rows) != set(requested):
         missing = set(requested) - set(rows)
         foreign = set(rows) - set(requested)
@@ -411,12 +404,13 @@ def _read_output(
         else:
             problem = f"have {min(foreign)}, which was not asked for"
         raise UserError(f"the generator's trajectory_ids {problem}")
-    missing_lists = [name for name in _PARALLEL if given.get(name) is None]
+    missing_lists = [name for name in _PARALLEL if lists.get(name) is None]
     if missing_lists:
         raise UserError(f"the generator's output lacks {', '.join(missing_lists)}")
-    lengths = {
-        name: len(given[name]) for name in (*_PARALLEL, *_OPTIONAL) if given.get(name) is not None
-    }
+    lengths = {}
+    for name in (*_PARALLEL, *_OPTIONAL):
+        if lists.get(name) is not None:
+            lengths[name] = len(lists[name])
     if set(lengths.values()) != {len(rows)}:
         raise UserError(
             f"the generator was asked for {len(rows)} trajectories; its lists have {lengths}"
@@ -424,13 +418,16 @@ def _read_output(
     trajectories: dict[TrajectoryId, Trajectory] = {}
     for row, identity in enumerate(rows):
         prompt = ints(
-            _numbers("prompt_token_ids", output["prompt_token_ids"][row], identity, whole=True)
+            _numbers("prompt_token_ids", output["prompt_token_ids"][row], identity, integers=True)
         )
         if not len(prompt):
             raise UserError(f"{identity}: the prompt has no tokens")
-        tokens = ints(_numbers("response_ids", output["response_ids"][row], identity, whole=True))
+        tokens = ints(
+            _numbers("response_ids", output["response_ids"][row], identity, integers=True)
+        )
         count = len(tokens)
         mask = _numbers("loss_masks", output["loss_masks"][row], identity, count) != 0
+        # NaN stands for log-probabilities that the generator does not return.
         logprobs = floats(np.full(count, math.nan))
         versions = ints(np.full(count, version))
         all_logprobs = output.get("rollout_logprobs")
@@ -441,26 +438,28 @@ def _read_output(
         all_versions = output.get("rollout_versions")
         if all_versions:
             versions = ints(
-                _numbers("rollout_versions", all_versions[row], identity, count, whole=True)
+                _numbers("rollout_versions", all_versions[row], identity, count, integers=True)
             )
         reward = output["rewards"][row]
-        if isinstance(
-            reward, Real
-        ):  # one number of the whole trajectory: on its last action token, or else its last
+        if isinstance(reward, Real):
+            # One number of the trajectory: on its last action token, or else on its last token.
             rewards = np.zeros(count)
             if count:
-                rewards[int(np.flatnonzero(mask)[-1]) if mask.any() else -1] = float(reward)
+                positions = np.flatnonzero(mask)
+                position = positions[-1] if len(positions) else -1
+                rewards[position] = float(reward)
         else:
             rewards = _numbers("rewards", reward, identity, count).astype(np.float64)
+        edges: list[int] = []
         if count:
-            edges = [0, *(np.flatnonzero(mask[1:] != mask[:-1]) + 1).tolist(), count]
-        else:
-            edges = []
+            # A segment begins where the mask changes.
+            changes = np.flatnonzero(mask[1:] != mask[:-1]) + 1
+            edges = [0, *changes.tolist(), count]
         segments = [Segment("prompt", prompt)]
         for start, end in pairwise(edges):
             span = slice(start, end)
-            earned = rewards[start:end]
-            total = sum(earned[earned != 0].tolist(), 0.0)
+            segment_rewards = rewards[start:end]
+            total = sum(segment_rewards[segment_rewards != 0].tolist(), 0.0)
             if mask[start]:
                 segments.append(
                     Segment("action", tokens[span], logprobs[span], versions[span], total)
@@ -468,8 +467,10 @@ def _read_output(
             else:
                 segments.append(Segment("observation", tokens[span], reward=total))
         if not count and isinstance(reward, Real):
+            # A response without tokens: an empty action carries the reward.
             segments.append(Segment("action", tokens, logprobs, versions, float(reward)))
-        metrics = (output.get("trajectory_metrics") or {row: {}})[row]
+        all_metrics = output.get("trajectory_metrics")
+        metrics = all_metrics[row] if all_metrics else {}
         trajectory = Trajectory(identity, segments, output["stop_reasons"][row], metrics)
         if identity in trajectories:
             trajectory.branches = trajectories[identity].sequences
@@ -483,7 +484,7 @@ def _numbers(
     identity: TrajectoryId,
     count: int | None = None,
     *,
-    whole: bool = False,
+    integers: bool = False,
 ) -> Numbers:
     """One row of a list as an array of ``count`` numbers.
 
@@ -494,17 +495,17 @@ def _numbers(
         row = np.asarray(values)
         is_row = not row.size or (row.ndim == 1 and row.dtype.kind in "biuf")
         problem = "" if is_row else f"found {values!r:.60}"
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # of values with lengths or devices of their own
+    except (TypeError, ValueError, RuntimeError) as error:
+        # Rows of unequal lengths, or tensors on a device.
         problem = str(error)
     if problem:
         raise UserError(f"{identity}: {name} must be numbers, one per token: {problem}")
-    row = row if row.size else np.zeros(0, np.int64)
-    if whole and row.dtype.kind == "f" and not (np.isfinite(row) & (row == np.floor(row))).all():
-        raise UserError(f"{identity}: {name} must be whole numbers")
+    if not row.size:
+        row = np.zeros(0, np.int64)  # NumPy makes an empty list a float array
+    if integers and row.dtype.kind == "f":
+        are_integers = np.isfinite(row) & (row == np.floor(row))
+        if not are_integers.all():
+            raise UserError(f"{identity}: {name} must be whole numbers")
     if count is not None and len(row) != count:
         raise UserError(f"{identity}: {len(row)} {name} for {count} response tokens")
     return row

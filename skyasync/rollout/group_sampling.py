@@ -35,13 +35,13 @@ from skyasync.rollout.types import (
 from skyasync.utils.task_group import together
 
 StopRule = Callable[[Sequence[float], int], bool]
-"""From the rewards so far and the size of the group: it will be left out of training."""
+"""Whether training will leave a group out, by the rewards so far and the size of the group."""
 Progress = Callable[[], Awaitable[dict[str, GenerationOutput]]]
 Episode = Coroutine[Any, Any, Trajectory]
 
 
 def early_stop_rule(cfg: DynamicSamplingConfig) -> StopRule | None:
-    """None without ``early_end``."""
+    """The rule of ``early_end``; None without it."""
     if not cfg.early_end:
         return None
 
@@ -76,12 +76,12 @@ class GroupMonitor:
     def __init__(
         self, requested: Sequence[TrajectoryId], stops: StopRule | None = None, metric: str = ""
     ) -> None:
-        self._stops = stops
+        self._stop_rule = stops
         self._metric = metric
         self._sizes = Counter(identity.prompt for identity in requested)
         self._running: dict[PromptId, set[asyncio.Task[Trajectory]]] = defaultdict(set)
         self._rewards: dict[PromptId, list[float]] = defaultdict(list)
-        self._ended: dict[PromptId, list[Trajectory]] = defaultdict(list)
+        self._ended_trajectories: dict[PromptId, list[Trajectory]] = defaultdict(list)
         self._stopped: dict[PromptId, Segment] = {}  # with its prompt
 
     async def play(self, identity: TrajectoryId, episode: Episode) -> Trajectory:
@@ -90,44 +90,51 @@ class GroupMonitor:
         Raises:
             UserError: if it completes a group without the metric.
         """
-        own = asyncio.current_task()
+        play_task = asyncio.current_task()
         prompt = identity.prompt
+        # A task, so that the other samples of the group can cancel it.
         task = asyncio.ensure_future(episode)
         self._running[prompt].add(task)
         try:
             trajectory = await task
         except asyncio.CancelledError:
-            if prompt not in self._stopped or (own is not None and own.cancelling()):
+            # Either the group was stopped, or this task is cancelled itself.
+            if prompt not in self._stopped or (play_task is not None and play_task.cancelling()):
                 raise
             trajectory = Trajectory(identity, [replace(self._stopped[prompt])], "abort")
         else:
-            if self._stops is not None:
-                self._rewards[prompt].append(trajectory.reward)
-                if prompt not in self._stopped and self._stops(
-                    self._rewards[prompt], self._sizes[prompt]
-                ):
+            if self._stop_rule is not None:
+                rewards = self._rewards[prompt]
+                rewards.append(trajectory.reward)
+                if prompt not in self._stopped and self._stop_rule(rewards, self._sizes[prompt]):
                     self._stopped[prompt] = trajectory.segments[0]
-                    for other in self._running[prompt]:
-                        other.cancel()
+                    for sibling in self._running[prompt]:
+                        sibling.cancel()
         finally:
             self._running[prompt].discard(task)
         if self._metric:
-            ended = self._ended[prompt]
-            ended.append(trajectory)
-            if len(ended) == self._sizes[prompt]:
-                Group(Prompt(prompt, [], ""), self._ended.pop(prompt)).metric_values(self._metric)
+            ended_trajectories = self._ended_trajectories[prompt]
+            ended_trajectories.append(trajectory)
+            if len(ended_trajectories) == self._sizes[prompt]:
+                del self._ended_trajectories[prompt]
+                # for its error alone
+                Group(Prompt(prompt, [], ""), ended_trajectories).metric_values(self._metric)
         return trajectory
 
 
 def with_extra_samples(requests: Sequence[RolloutRequest], extra: int) -> list[RolloutRequest]:
-    """The same groups with ``extra`` more samples each, as copies of the last sample of the
-    group."""
+    """The same groups with ``extra`` more samples each, copies of the last one of the group."""
     samples: list[RolloutRequest] = []
-    for prompt, same in groupby(requests, key=lambda request: request.id.prompt):
-        samples += same
-        last = samples[-1]
+    for prompt, group in groupby(requests, key=lambda request: request.id.prompt):
+        samples += group
+        last_sample = samples[-1]
+        # Its repetition is the largest of the group: the numbers after it are free.
         for number in range(extra):
-            samples.append(replace(last, id=TrajectoryId(prompt, last.id.repetition + 1 + number)))
+            samples.append(
+                replace(
+                    last_sample, id=TrajectoryId(prompt, last_sample.id.repetition + 1 + number)
+                )
+            )
     return samples
 
 
@@ -141,18 +148,23 @@ class _OversampledGroup:
     failed: list[Trajectory] = field(default_factory=list)
 
     def taken(self) -> list[Trajectory]:
-        """Under the names that were requested: a sample that was requested keeps its name."""
-        first = sorted(
-            [*self.complete, *self.failed][: len(self.requested)],
-            key=lambda each: each.id.repetition,
-        )
-        own = {each.id: each for each in first if each.id in self.requested}
-        others = iter([each for each in first if each.id not in own])
+        """The samples under the names that were requested; a requested sample keeps its name."""
+        samples = [*self.complete, *self.failed][: len(self.requested)]
+        # By number: the names do not depend on the order in which the chosen samples ended.
+        samples.sort(key=lambda trajectory: trajectory.id.repetition)
+        by_name: dict[TrajectoryId, Trajectory] = {}
+        extra: list[Trajectory] = []
+        for trajectory in samples:
+            if trajectory.id in self.requested:
+                by_name[trajectory.id] = trajectory
+            else:
+                extra.append(trajectory)
+        replacements = iter(extra)
         for name in self.requested:
-            if name not in own:
-                own[name] = next(others)
-                own[name].id = name
-        return [own[name] for name in self.requested]
+            if name not in by_name:
+                by_name[name] = next(replacements)
+                by_name[name].id = name
+        return [by_name[name] for name in self.requested]
 
 
 async def first_complete(
@@ -164,52 +176,58 @@ async def first_complete(
         episodes: of every sample that is started, the extra ones as well.
         progress: tells how far requests are; it is called before samples are dropped.
     """
-    groups = {
-        prompt: _OversampledGroup(list(same))
-        for prompt, same in groupby(requested, key=lambda name: name.prompt)
-    }
-    ended: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
+    groups = {}
+    for prompt, names in groupby(requested, key=lambda name: name.prompt):
+        groups[prompt] = _OversampledGroup(list(names))
+    ended_tasks: asyncio.Queue[asyncio.Task[Trajectory]] = asyncio.Queue()
     group_of: dict[asyncio.Task[Trajectory], _OversampledGroup] = {}
     for name, episode in episodes.items():
         task = asyncio.create_task(episode)
-        task.add_done_callback(ended.put_nowait)
+        task.add_done_callback(ended_tasks.put_nowait)  # a queue keeps the order in which they end
         group_of[task] = groups[name.prompt]
         groups[name.prompt].running[task] = name
     try:
         while any(group.running for group in groups.values()):
-            task = await ended.get()
+            task = await ended_tasks.get()
             group = group_of[task]
-            if task not in group.running:
+            if task not in group.running:  # it was dropped
                 continue
             del group.running[task]
-            trajectory = task.result()
+            trajectory = task.result()  # raises its error
             if len(group.complete) < len(group.requested):
-                (group.failed if trajectory.metrics.get("given_up") else group.complete).append(
-                    trajectory
-                )
+                if trajectory.metrics.get("given_up"):
+                    # A failed episode ends early: counted, it would replace a longer response.
+                    group.failed.append(trajectory)
+                else:
+                    group.complete.append(trajectory)
             if len(group.complete) == len(group.requested) and group.running:
-                # Drop what still runs; count it, and the tokens that its turns in flight have: at
-                # least.
-                so_far = await progress()
-                dropped = list(group.running)
-                names = {str(name) for name in group.running.values()}
-                group.running.clear()
-                for task in dropped:
-                    task.cancel()
-                await asyncio.gather(*dropped, return_exceptions=True)
-                tokens = sum(
-                    len(out.token_ids)
-                    for turn, out in so_far.items()
-                    if turn.rpartition("-t")[0] in names
-                )
-                counts = {"dropped": float(len(dropped)), "dropped_tokens": tokens / len(dropped)}
-                group.complete[0].metrics |= counts
+                await _drop_running(group, progress)
     except BaseException:
+        # No episode outlives the call; errors of cancelled ones do not replace the first.
         for task in group_of:
             task.cancel()
         await asyncio.gather(*group_of, return_exceptions=True)
         raise
     return [trajectory for group in groups.values() for trajectory in group.taken()]
+
+
+async def _drop_running(group: _OversampledGroup, progress: Progress) -> None:
+    """Cancel the samples that still run; count them, and the tokens of their turns in flight."""
+    outputs = await progress()  # before the requests are cancelled
+    dropped_tasks = list(group.running)
+    names = {str(name) for name in group.running.values()}
+    group.running.clear()
+    for task in dropped_tasks:
+        task.cancel()
+    await asyncio.gather(*dropped_tasks, return_exceptions=True)
+    tokens = 0  # at least: turns that have ended are not in flight
+    for request_id, output in outputs.items():
+        episode, _, _ = request_id.rpartition("-t")
+        if episode in names:
+            tokens += len(output.token_ids)
+    metrics = group.complete[0].metrics
+    metrics["dropped"] = float(len(dropped_tasks))
+    metrics["dropped_tokens"] = tokens / len(dropped_tasks)
 
 
 async def play_episodes(
@@ -228,5 +246,5 @@ async def play_episodes(
     if progress is not None:
         return await first_complete(requested, episodes, progress)
     async with together() as tasks:
-        played = [tasks.start(episode) for episode in episodes.values()]
-    return [episode.result() for episode in played]
+        episode_tasks = [tasks.start(episode) for episode in episodes.values()]
+    return [episode.result() for episode in episode_tasks]

@@ -1,4 +1,4 @@
-"""Numbers about finished trajectories, and samples for people; pure functions of groups."""
+"""Metrics of finished trajectories, and samples for people; pure functions of groups."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from skyasync.arrays import TURN_TOKENS, Floats, Ints, joined
 from skyasync.envs.images import as_text
 from skyasync.envs.reward import right_answer
 from skyasync.models.images import thumbnail_url
-from skyasync.rollout.types import Group, Segment, Trajectory, images_in
+from skyasync.rollout.types import Group, Prompt, Segment, Trajectory, images_in
 
 LABEL_CHARS = 2000  # of the right answer to a sample: tests of a program may be a book
-MOST_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
-_DIGITS = 4
+MAX_SHOWN_TOKENS = 512  # of a sample, so that a run of long responses does not fill the disk
+_DIGITS = 4  # of a log-probability that is shown
 
 Decode = Callable[[list[int]], str]
 
@@ -30,47 +30,53 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     A failed episode with nothing to train (``environment.on_error=mask``) is counted, and nothing
     else.
     """
-    everything = [t for group in groups for t in group.trajectories]
-    trajectories = [t for t in everything if not t.ended_early]
-    environments = {f"env/{name}": value for name, value in environment_metrics(everything).items()}
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    trajectories = [trajectory for trajectory in episodes if not trajectory.ended_early]
+    environments = {f"env/{name}": value for name, value in environment_metrics(episodes).items()}
     if not trajectories:
         return environments
-    ended = sum(t.ended_early and not t.metrics.get("given_up") for t in everything)
-    rewards = [t.reward for t in trajectories]
-    lengths = [t.response_length for t in trajectories]
+    rewards = [trajectory.reward for trajectory in trajectories]
+    lengths = [trajectory.response_length for trajectory in trajectories]
+    metrics = {
+        "reward/mean": fmean(rewards),
+        "reward/std": pstdev(rewards) if all(map(isfinite, rewards)) else nan,
+        "reward/mixed_groups": _mixed_groups(groups),
+        "response/length_mean": fmean(lengths),
+        "response/length_max": float(max(lengths)),
+        "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
+    }
+    # Failed episodes end early too, and env/given_up counts them.
+    stopped_count = sum(t.ended_early and not t.metrics.get("given_up") for t in episodes)
+    if stopped_count:  # only with early_end
+        metrics["dynamic_sampling/ended_early"] = float(stopped_count)
+    return metrics | _domain_metrics(groups) | environments
+
+
+def _mixed_groups(groups: Sequence[Group]) -> float:
+    """The fraction of groups whose rewards are not all equal."""
+    return fmean(len(set(group.rewards)) > 1 for group in groups)
+
+
+def _domain_metrics(groups: Sequence[Group]) -> dict[str, float]:
     domains: dict[str, list[Group]] = {}
     for group in groups:
         domain = group.prompt.extras.get("domain")
         if domain:
             domains.setdefault(str(domain), []).append(group)
-    by_domain: dict[str, float] = {}
-    for domain, own in sorted(domains.items()):
-        earned = [reward for group in own for reward in group.rewards]
-        if earned:
-            by_domain[f"reward/mean/{domain}"] = fmean(earned)
-        by_domain[f"reward/mixed_groups/{domain}"] = fmean(
-            len(set(group.rewards)) > 1 for group in own
-        )
-        by_domain[f"reward/prompts/{domain}"] = len(own) / len(groups)
-    return {
-        "reward/mean": fmean(rewards),
-        "reward/std": pstdev(rewards) if all(map(isfinite, rewards)) else nan,
-        "reward/mixed_groups": fmean(len(set(g.rewards)) > 1 for g in groups),
-        "response/length_mean": fmean(lengths),
-        "response/length_max": float(max(lengths)),
-        "response/truncated": fmean(t.stop_reason == "length" for t in trajectories),
-        **({"dynamic_sampling/ended_early": float(ended)} if ended else {}),
-        **by_domain,
-        **environments,
-    }
+    metrics: dict[str, float] = {}
+    for domain, domain_groups in sorted(domains.items()):
+        rewards = [reward for group in domain_groups for reward in group.rewards]
+        if rewards:
+            metrics[f"reward/mean/{domain}"] = fmean(rewards)
+        metrics[f"reward/mixed_groups/{domain}"] = _mixed_groups(domain_groups)
+        metrics[f"reward/prompts/{domain}"] = len(domain_groups) / len(groups)
+    return metrics
 
 
 def eval_name(name: str) -> str:
-    """The name of a rollout metric in evaluation: the reward is the score, over all prompts and per
-    domain."""
-    score, mean, domain = name.partition("reward/mean")
-    if mean and not score and (not domain or domain.startswith("/")):
-        return f"eval/score{domain}"
+    """The name of a rollout metric in evaluation, where the mean reward is the score."""
+    if name == "reward/mean" or name.startswith("reward/mean/"):
+        return f"eval/score{name.removeprefix('reward/mean')}"
     return f"eval/{name.replace('/', '_')}"
 
 
@@ -80,51 +86,51 @@ def environment_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for trajectory in trajectories:
         for name, value in trajectory.metrics.items():
             values.setdefault(name, []).append(value)
-    return {name: sum(reported) / len(reported) for name, reported in values.items()}
+    return {name: sum(metric_values) / len(metric_values) for name, metric_values in values.items()}
 
 
 async def staleness_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """How many versions before ``version`` the tokens were computed, each by its own policy
-    version.
+    """The number of versions between the computation of tokens and ``version``.
 
-    ``head`` is the first token of a trajectory, ``tail`` the last. Other tasks run in between.
+    ``head`` is the first token of a trajectory. Other tasks run in between.
     """
     actions = [t.actions for group in groups for t in group.trajectories if t.response_length]
     counts = Counter[int]()
     pending = list[Ints]()
     tokens = 0
-    every = [action.versions for of_one in actions for action in of_one]
-    for number, versions in enumerate(every, 1):
+    action_versions = [action.versions for turns in actions for action in turns]
+    for number, versions in enumerate(action_versions, 1):
         pending.append(versions)
         tokens += len(versions)
-        if tokens < TURN_TOKENS and number < len(every):
+        if tokens < TURN_TOKENS and number < len(action_versions):
             continue
-        some = joined(*pending)
-        if (
-            len(some) and some.min() == some.max()
-        ):  # most are of one version, and sorting takes longer
-            counts[int(some[0])] += len(some)
+        batch = joined(*pending)
+        # Most batches are of one version, and sorting takes longer.
+        if len(batch) and batch.min() == batch.max():
+            counts[int(batch[0])] += len(batch)
         else:
-            values, numbers = np.unique(some, return_counts=True)
+            values, numbers = np.unique(batch, return_counts=True)
             counts.update(dict(zip(values.tolist(), numbers.tolist(), strict=True)))
         pending = []
         tokens = 0
-        if number < len(every):
+        if number < len(action_versions):
             await asyncio.sleep(0)
-    total = sum(counts.values())
+    total = counts.total()
     if not total:
         return {}
-    staleness = {version - computed: n for computed, n in counts.items()}
-    return {
+    staleness = {version - token_version: n for token_version, n in counts.items()}
+    metrics = {
         "staleness/mean": sum(versions * n for versions, n in staleness.items()) / total,
         "staleness/min": float(min(staleness)),
         "staleness/max": float(max(staleness)),
-        "staleness/head_mean": fmean(version - int(of_one[0].versions[0]) for of_one in actions),
+        "staleness/head_mean": fmean(version - int(turns[0].versions[0]) for turns in actions),
         "staleness/last_token_mean": fmean(
-            version - int(of_one[-1].versions[-1]) for of_one in actions
+            version - int(turns[-1].versions[-1]) for turns in actions
         ),
-        **{f"staleness/tokens_{versions}": float(n) for versions, n in sorted(staleness.items())},
     }
+    for versions_before, n in sorted(staleness.items()):
+        metrics[f"staleness/tokens_{versions_before}"] = float(n)
+    return metrics
 
 
 # ---------------------------------------------------------------- samples
@@ -141,33 +147,38 @@ def sample_records(
     Args:
         trained: the trainer's log-probabilities of a sequence, if the trainer has computed them.
     """
-    return [
-        {
-            "prompt_id": str(trajectory.id),
-            "prompt": as_text(group.prompt.messages[-1]["content"]),
-            "response": decode(joined(*(s.tokens for s in trajectory.segments[1:])).tolist()),
-            "reward": trajectory.reward if isfinite(trajectory.reward) else None,
-            "stop_reason": trajectory.stop_reason,
-            "versions": np.unique(trajectory.versions).tolist(),
-            "tokens": token_columns(
-                trajectory.segments,
-                decode,
-                trained(joined(*(s.tokens for s in trajectory.segments))),
-            ),
-        }
-        | (
-            {"images": [thumbnail_url(image) for image in images]}
-            if (images := images_in(trajectory.segments))
-            else {}
-        )
-        | (
-            {}
-            if (label := right_answer(group.prompt.extras)) is None
-            else {"label": str(label)[:LABEL_CHARS]}
-        )
-        for group in groups[:count]
-        for trajectory in group.trajectories[:1]
-    ]
+    samples = []
+    for group in groups[:count]:
+        for trajectory in group.trajectories[:1]:
+            samples.append(_sample_record(group.prompt, trajectory, decode, trained))
+    return samples
+
+
+def _sample_record(
+    prompt: Prompt,
+    trajectory: Trajectory,
+    decode: Decode,
+    trained: Callable[[Ints], Floats | None],
+) -> dict[str, Any]:
+    segments = trajectory.segments
+    tokens = joined(*(segment.tokens for segment in segments))
+    prompt_length = len(segments[0].tokens)
+    record: dict[str, Any] = {
+        "prompt_id": str(trajectory.id),
+        "prompt": as_text(prompt.messages[-1]["content"]),
+        "response": decode(tokens[prompt_length:].tolist()),
+        "reward": trajectory.reward if isfinite(trajectory.reward) else None,  # JSON has no NaN
+        "stop_reason": trajectory.stop_reason,
+        "versions": np.unique(trajectory.versions).tolist(),
+        "tokens": token_columns(segments, decode, trained(tokens)),
+    }
+    images = images_in(segments)
+    if images:
+        record["images"] = [thumbnail_url(image) for image in images]
+    label = right_answer(prompt.extras)
+    if label is not None:
+        record["label"] = str(label)[:LABEL_CHARS]
+    return record
 
 
 def token_columns(
@@ -175,31 +186,37 @@ def token_columns(
     decode: Decode,
     trained: Floats | None = None,
     *,
-    most: int | None = MOST_TOKENS,
+    max_tokens: int | None = MAX_SHOWN_TOKENS,
 ) -> dict[str, list[Any]]:
-    """One entry per token after the prompt: ``text``, ``versions`` (-1 for observations),
-    ``logprobs`` (null there) and, if the trainer has computed them, ``trainer_logprobs``.
+    """Columns with one entry per token after the prompt.
+
+    ``text``, ``versions`` (-1 for observations), ``logprobs`` (null there) and, if the trainer has
+    computed them, ``trainer_logprobs``.
 
     Args:
-        trained: the trainer's log-probabilities of the whole sequence.
-        most: tokens that are shown; None shows all.
+        trained: the trainer's log-probabilities of the sequence, prompt included.
+        max_tokens: tokens that are shown; None shows all.
     """
     columns: dict[str, list[Any]] = {"text": [], "versions": [], "logprobs": []}
     if trained is not None:
         columns["trainer_logprobs"] = []
     start = len(segments[0].tokens) if segments else 0
     for segment in segments[1:]:
-        free = None if most is None else most - len(columns["text"])
+        # At zero the slices are empty, and ``start`` goes on.
+        free = None if max_tokens is None else max_tokens - len(columns["text"])
         tokens = segment.tokens[:free].tolist()
-        nothing = [None] * len(tokens)
-        action = segment.kind == "action"
+        count = len(tokens)
         columns["text"] += [decode([token]) for token in tokens]
-        columns["versions"] += segment.versions[:free].tolist() if action else [-1] * len(tokens)
-        columns["logprobs"] += _rounded(segment.logprobs[:free]) if action else nothing
-        if trained is not None:
-            columns["trainer_logprobs"] += (
-                _rounded(trained[start : start + len(tokens)]) if action else nothing
-            )
+        if segment.kind == "action":
+            columns["versions"] += segment.versions[:free].tolist()
+            columns["logprobs"] += _rounded(segment.logprobs[:free])
+            if trained is not None:
+                columns["trainer_logprobs"] += _rounded(trained[start : start + count])
+        else:
+            columns["versions"] += [-1] * count
+            columns["logprobs"] += [None] * count
+            if trained is not None:
+                columns["trainer_logprobs"] += [None] * count
         start += len(segment.tokens)
     return columns
 
@@ -220,15 +237,14 @@ def repeated_samples(groups: Sequence[Group]) -> dict[str, float]:
     samples = 0
     repeated = 0
     for group in groups:
-        seen: set[bytes] = set()
+        group_tokens: set[bytes] = set()
         for trajectory in group.trajectories:
             if not trajectory.actions:
                 continue
-            segments = [segment for sequence in trajectory.sequences for segment in sequence]
-            tokens = b"|".join(segment.tokens.tobytes() for segment in segments)
+            tokens = b"|".join(segment.tokens.tobytes() for segment in trajectory.all_segments)
             samples += 1
-            repeated += tokens in seen
-            seen.add(tokens)
+            repeated += tokens in group_tokens
+            group_tokens.add(tokens)
     if samples:
         return {"response/repeated": repeated / samples}
     return {}

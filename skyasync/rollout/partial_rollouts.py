@@ -1,4 +1,4 @@
-"""Partial rollouts: what a checkpoint keeps of rollouts, and how a resumed run continues them.
+"""Partial rollouts: the rollouts in a checkpoint, and how a resumed run continues them.
 
     running episodes ──PartialRollouts.now──▶ RolloutState ──write──▶ rollouts.safetensors
     resumed episodes ◀──PartialRollouts.turn── RolloutState ◀──read──┘
@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import safe_open, save_file
 
-from skyasync.arrays import Ints, joined, joined_experts
+from skyasync.arrays import NO_FLOATS, Ints, joined, joined_experts
 from skyasync.errors import UserError, headline
 from skyasync.inference.client import InferenceClient
 from skyasync.inference.interface import GenerationOutput
@@ -52,8 +53,7 @@ def request_id(identity: TrajectoryId, turn: int) -> str:
 
 
 class RecordedTurn(NamedTuple):
-    """What the model read, and what it then wrote; without a ``finish_reason`` the turn was in
-    flight."""
+    """The input of a model and its response, which has no ``finish_reason`` if it was in flight."""
 
     read: Ints
     images: Images
@@ -66,96 +66,94 @@ class PartialRollouts:
     def __init__(self, client: InferenceClient) -> None:
         self._client = client
         self._running: dict[TrajectoryId, Trajectory] = {}
-        self._recorded: dict[TrajectoryId, list[RecordedTurn]] = {}
+        self._recorded_turns: dict[TrajectoryId, list[RecordedTurn]] = {}
 
     def add(self, trajectory: Trajectory) -> None:
-        """Keep an episode until it is removed: also a finished one, while its group is not
-        complete."""
+        """Keep an episode until it is removed: a finished one too, until its group is complete."""
         self._running[trajectory.id] = trajectory
 
     def remove(self, identities: Iterable[TrajectoryId]) -> None:
         for identity in identities:
             self._running.pop(identity, None)
-            self._recorded.pop(identity, None)
+            self._recorded_turns.pop(identity, None)
 
     async def now(self) -> list[Trajectory]:
         """Copies of the trajectories, with the tokens that the engines have so far."""
         if not self._running:
             return []
         progress = await self._client.progress()
-        copies = [
-            each.copy() for each in self._running.values() if not each.metrics.get("given_up")
-        ]
-        for copy in copies:
-            wrote = progress.get(request_id(copy.id, len(copy.actions)))
-            if wrote is not None and len(wrote.token_ids):
-                copy.segments.append(action_of(wrote, copy.segments))
-                copy.stop_reason = "abort"
+        copies = []
+        for trajectory in self._running.values():
+            if trajectory.metrics.get("given_up"):  # its environment failed: it is played again
+                continue
+            copy = trajectory.copy()
+            copies.append(copy)
+            output = progress.get(request_id(copy.id, len(copy.actions)))
+            if output is not None and len(output.token_ids):
+                copy.segments.append(action_of(output, copy.segments))
+                copy.stop_reason = "abort"  # which ``turn`` reads as a partial response
         return copies
 
     def resume(self, trajectories: Sequence[Trajectory]) -> None:
-        """Episodes of a checkpoint continue from there when they are requested."""
-        self._recorded = {each.id: list(_turns(each)) for each in trajectories}
+        """Let episodes continue from a checkpoint when they are requested."""
+        self._recorded_turns = {
+            trajectory.id: list(_turns(trajectory)) for trajectory in trajectories
+        }
 
     def knows(self, identity: TrajectoryId) -> bool:
         """Whether turns of this episode are recorded."""
-        return identity in self._recorded
+        return identity in self._recorded_turns
 
     def restart(self, trajectory: Trajectory) -> None:
-        """Prepare an episode whose environment is lost: it is played again with what the model has
-        written so far."""
-        played = list(_turns(trajectory))
-        if len(played) > len(
-            self._recorded.get(trajectory.id, [])
-        ):  # else it was lost before the end of its record
-            self._recorded[trajectory.id] = played
+        """Play an episode again whose environment is lost, with the model's responses so far."""
+        turns = list(_turns(trajectory))
+        # It may have been lost before the end of its record, which then has more turns.
+        if len(turns) > len(self._recorded_turns.get(trajectory.id, [])):
+            self._recorded_turns[trajectory.id] = turns
         trajectory.restart()
 
     def turn(
         self, identity: TrajectoryId, number: int, read: Ints, images: Images, *, seeded: bool
     ) -> GenerationOutput | None:
-        """What is recorded of this turn. With a seed a partial response is generated again: it is
-        the same."""
-        turns = self._recorded.get(identity, [])
+        """The recorded response of a turn; None if the model reads something else there.
+
+        Args:
+            seeded: a partial response is generated again, with the same result.
+        """
+        turns = self._recorded_turns.get(identity, [])
         if number >= len(turns):
             return None
-        before, seen, wrote = turns[number]
-        same = (
-            np.array_equal(before, read) and seen == images
-        )  # others may have placeholders as many
-        if not same or (seeded and wrote.finish_reason is None):
+        recorded_read, recorded_images, wrote = turns[number]
+        # Images are compared too: other images may have as many placeholders.
+        is_same = np.array_equal(recorded_read, read) and recorded_images == images
+        if not is_same or (seeded and wrote.finish_reason is None):
             del turns[number:]
             return None
         return wrote
 
 
 def _turns(trajectory: Trajectory) -> Iterator[RecordedTurn]:
-    last = trajectory.actions[-1] if trajectory.actions else None
+    actions = trajectory.actions
     for sequence in trajectory.sequences:
-        for place, segment in enumerate(sequence):
+        for position, segment in enumerate(sequence):
             if segment.kind != "action":
                 continue
-            if segment is not last:
-                reason = "stop"
-            else:
-                reason = trajectory.stop_reason
             wrote = GenerationOutput("", segment.tokens, segment.logprobs, segment.versions)
-            wrote.experts = joined_experts(before.experts for before in sequence[: place + 1])
-            if reason in ("stop", "length"):
-                if reason == "length":
-                    wrote.finish_reason = "length"
-                else:
-                    wrote.finish_reason = "stop"
-            read = joined(*(before.tokens for before in sequence[:place]))
-            images = images_in(sequence[:place])
-            yield RecordedTurn(read, images, wrote)
+            wrote.experts = joined_experts(s.experts for s in sequence[: position + 1])
+            # Only the last action can have been cut; the others ended their turns.
+            if segment is not actions[-1] or trajectory.stop_reason == "stop":
+                wrote.finish_reason = "stop"
+            elif trajectory.stop_reason == "length":
+                wrote.finish_reason = "length"
+            context = sequence[:position]
+            yield RecordedTurn(joined(*(s.tokens for s in context)), images_in(context), wrote)
 
 
 # ---------------------------------------------------------------- the file
 
 
 class RolloutState(NamedTuple):
-    """What a checkpoint keeps of rollouts.
+    """The rollouts of a checkpoint.
 
     Args:
         versions: started prompt -> the policy version at its start.
@@ -169,14 +167,18 @@ class RolloutState(NamedTuple):
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """In the order of the file."""
-        return [*(t for group in self.groups for t in group.trajectories), *self.partial]
+        """All trajectories in the order of the file."""
+        complete = [trajectory for group in self.groups for trajectory in group.trajectories]
+        return [*complete, *self.partial]
+
+    @property
+    def segments(self) -> list[Segment]:
+        """All segments in the order of the file."""
+        return [segment for t in self.trajectories for segment in t.all_segments]
 
     @property
     def tokens(self) -> int:
-        return sum(
-            len(s.tokens) for t in self.trajectories for sequence in t.sequences for s in sequence
-        )
+        return sum(len(segment.tokens) for segment in self.segments)
 
 
 def write(file: Path, state: RolloutState) -> None:
@@ -185,25 +187,29 @@ def write(file: Path, state: RolloutState) -> None:
     Raises:
         OSError: if the disk does not take it.
     """
-    segments = [s for t in state.trajectories for sequence in t.sequences for s in sequence]
-    images = list(dict.fromkeys(images_in(segments)))  # each once
-    numbers = {image: number for number, image in enumerate(images)}
+    segments = state.segments
+    numbers: dict[Image, int] = {}  # of the images, each once
+    for image in images_in(segments):
+        numbers.setdefault(image, len(numbers))
+    groups = []
+    for group in state.groups:
+        entries = [_entry(trajectory, numbers) for trajectory in group.trajectories]
+        groups.append([*group.prompt.id, entries])
     index = {
         "versions": [[*identity, version] for identity, version in state.versions.items()],
-        "groups": [
-            [*group.prompt.id, [_entry(t, numbers) for t in group.trajectories]]
-            for group in state.groups
-        ],
+        "groups": groups,
         "partial": [[*t.id.prompt, _entry(t, numbers)] for t in state.partial],
-        "images": [len(image.data) for image in images],
+        "images": [len(image.data) for image in numbers],
     }
     arrays = {
-        "tokens": joined(*(s.tokens for s in segments)),
-        "versions": joined(*(s.versions for s in segments)),
-        "logprobs": np.concatenate([np.zeros(0, np.float32), *(s.logprobs for s in segments)]),
+        "tokens": joined(*map(attrgetter("tokens"), segments)),
+        "versions": joined(*map(attrgetter("versions"), segments)),
+        # concatenate needs one array at least
+        "logprobs": np.concatenate([NO_FLOATS, *map(attrgetter("logprobs"), segments)]),
     }
-    if images:
-        arrays["images"] = np.frombuffer(b"".join(image.data for image in images), np.uint8)
+    if numbers:
+        data = b"".join(image.data for image in numbers)
+        arrays["images"] = np.frombuffer(data, np.uint8)
     experts = joined_experts(s.experts for s in segments)
     if experts is not None:
         arrays["experts"] = experts
@@ -213,49 +219,44 @@ def write(file: Path, state: RolloutState) -> None:
         raise OSError(f"{file.name} could not be written: {error}") from error
 
 
-def _entry(trajectory: Trajectory, numbers: Mapping[Image, int]) -> dict[str, Any]:
-    def about(segment: Segment) -> list[Any]:
-        if segment.experts is None:
-            experts = None
-        else:
-            experts = len(segment.experts)
-        shown = [numbers[image] for image in segment.images]
-        return [
-            _KIND_NAMES.index(segment.kind),
-            len(segment.tokens),
-            segment.reward,
-            experts,
-            shown,
-        ]
-
+def _entry(trajectory: Trajectory, image_numbers: Mapping[Image, int]) -> dict[str, Any]:
+    """The index entry of a trajectory; its sequences are lists of ``read.segment``'s arguments."""
+    sequences = []
+    for sequence in trajectory.sequences:
+        segments: list[list[Any]] = []
+        for segment in sequence:
+            kind = _KIND_NAMES.index(segment.kind)
+            experts = None if segment.experts is None else len(segment.experts)
+            image_indices = [image_numbers[image] for image in segment.images]
+            segments.append([kind, len(segment.tokens), segment.reward, experts, image_indices])
+        sequences.append(segments)
     return {
         "repetition": trajectory.id.repetition,
         "stop_reason": trajectory.stop_reason,
         "metrics": trajectory.metrics,
-        "sequences": [
-            [about(segment) for segment in sequence] for sequence in trajectory.sequences
-        ],
+        "sequences": sequences,
     }
 
 
 def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
-    """What ``write`` wrote.
+    """Read a file that ``write`` wrote.
 
     Args:
         prompt: the prompt of the dataset, by its identity.
     """
     try:
-        with safe_open(str(file), "np") as opened:
-            index = json.loads(opened.metadata()["index"])
-            names = opened.keys()
-            arrays = {name: opened.get_tensor(name) for name in names}
+        with safe_open(str(file), "np") as tensor_file:
+            index = json.loads(tensor_file.metadata()["index"])
+            names = tensor_file.keys()
+            arrays = {name: tensor_file.get_tensor(name) for name in names}
     except (SafetensorError, OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(f"{file} is damaged, or no file of rollouts: {headline(error)}") from error
     offsets = Counter[str]()  # arrays are read from the start to the end
 
     def values(name: str, length: int) -> Any:  # noqa: ANN401  (arrays of several types)
+        start = offsets[name]
         offsets[name] += length
-        return arrays[name][offsets[name] - length : offsets[name]]
+        return arrays[name][start : start + length]
 
     images = [Image(values("images", length).tobytes()) for length in index["images"]]
 
@@ -264,35 +265,32 @@ def read(file: Path, prompt: Callable[[PromptId], Prompt]) -> RolloutState:
         length: int,
         reward: float,
         experts: int | None,
-        shown: Sequence[int],
+        image_indices: Sequence[int],
     ) -> Segment:
         tokens = values("tokens", length)
         if _KIND_NAMES[kind] != "action":
-            return Segment(
-                _KIND_NAMES[kind], tokens, reward=reward, images=tuple(images[n] for n in shown)
-            )
+            segment_images = tuple(images[number] for number in image_indices)
+            return Segment(_KIND_NAMES[kind], tokens, reward=reward, images=segment_images)
         logprobs = values("logprobs", length)
         versions = values("versions", length)
+        segment_experts = None
         if experts is not None and "experts" in arrays:
-            known = values("experts", experts)
-        else:
-            known = None
-        return Segment("action", tokens, logprobs, versions, reward, known)
+            segment_experts = values("experts", experts)
+        return Segment("action", tokens, logprobs, versions, reward, segment_experts)
 
     def trajectory(identity: PromptId, entry: Mapping[str, Any]) -> Trajectory:
-        *branches, segments = [
-            [segment(*about) for about in sequence] for sequence in entry["sequences"]
-        ]
-        own = TrajectoryId(identity, entry["repetition"])
-        return Trajectory(own, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
+        sequences = []
+        for sequence in entry["sequences"]:
+            sequences.append([segment(*arguments) for arguments in sequence])
+        *branches, segments = sequences
+        name = TrajectoryId(identity, entry["repetition"])
+        return Trajectory(name, segments, entry["stop_reason"], dict(entry["metrics"]), branches)
 
     groups = []
     for epoch, row, entries in index["groups"]:
         identity = PromptId(epoch, row)
         groups.append(Group(prompt(identity), [trajectory(identity, entry) for entry in entries]))
+    # In the order of the file: each call takes the next values of the arrays.
     partial = [trajectory(PromptId(epoch, row), entry) for epoch, row, entry in index["partial"]]
-    return RolloutState(
-        {PromptId(epoch, row): version for epoch, row, version in index["versions"]},
-        groups,
-        partial,
-    )
+    versions = {PromptId(epoch, row): version for epoch, row, version in index["versions"]}
+    return RolloutState(versions, groups, partial)

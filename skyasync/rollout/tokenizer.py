@@ -14,14 +14,14 @@ from typing import Any, Literal, Protocol, cast, overload
 
 from skyasync.errors import UserError, unknown
 
-GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")  # names of one class
+# Two names of one class: transformers 5 and earlier.
+GENERIC = ("TokenizersBackend", "PreTrainedTokenizerFast")
 
 Messages = Sequence[Mapping[str, Any]]
 
 
 class Tokenizer(Protocol):
-    """What the library asks of a tokenizer: a Hugging Face one does, and so does one of your own
-    with these."""
+    """The interface of a tokenizer, which Hugging Face's have and a user's needs."""
 
     added_tokens_decoder: Mapping[int, Any]
     all_special_ids: Sequence[int]
@@ -75,14 +75,14 @@ def with_template(tokenizer: Tokenizer, template: str, kwargs: Mapping[str, Any]
         variables = _template_variables(tokenizer.chat_template)
         for name in kwargs:
             if variables is not None and name not in variables:
-                problem = unknown(
-                    "variable", name, variables - {"messages", "tools", "add_generation_prompt"}
-                )
+                # transformers sets these itself
+                settable = variables - {"messages", "tools", "add_generation_prompt"}
                 raise UserError(
-                    f"data.chat_template_kwargs.{name}: the chat template reads no such variable; {problem}"
+                    f"data.chat_template_kwargs.{name}: the chat template reads no such variable; "
+                    f"{unknown('variable', name, settable)}"
                 )
-        changed: Any = tokenizer  # the method of this one object
-        changed.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
+        instance: Any = tokenizer  # the method of this one object
+        instance.apply_chat_template = partial(tokenizer.apply_chat_template, **kwargs)
     return tokenizer
 
 
@@ -103,7 +103,7 @@ def template_text(template: str) -> str:
 
 
 def _template_variables(template: object) -> set[str] | None:
-    """What a template reads; None if that is not known."""
+    """The variables that a template reads; None if it cannot be parsed here."""
     from jinja2 import TemplateError
     from jinja2.ext import loopcontrols
     from jinja2.meta import find_undeclared_variables
@@ -111,25 +111,23 @@ def _template_variables(template: object) -> set[str] | None:
 
     environment = ImmutableSandboxedEnvironment(extensions=[loopcontrols])
     try:
-        return find_undeclared_variables(
-            environment.parse(template if isinstance(template, str) else "")
-        )
+        parsed = environment.parse(template if isinstance(template, str) else "")
+        return find_undeclared_variables(parsed)
     except TemplateError:  # transformers' own extensions
         return None
 
 
 def quick_tokenizer(folder: str) -> Tokenizer:
-    """What ``tokenizer.json`` and the chat template make, without the classes of models: for
-    counting tokens."""
+    """A tokenizer for counting tokens, from ``tokenizer.json``, without the classes of models."""
     from transformers import PreTrainedTokenizerFast
     from transformers.utils import logging
 
-    before = logging.get_verbosity()
+    verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # it would say that the model has a class of its own
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     finally:
-        logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)
 
 
 def load_tokenizer(path: str) -> Tokenizer:

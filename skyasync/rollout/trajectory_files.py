@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +34,10 @@ _META = b"skyasync"
 class RecordedStep:
     """The groups of a step, and the positions of the prompts that it consumes (see ``Rollout``).
 
-    ``batches``: names of the groups that were trained together, in order; empty if all of them were
-    at once. ``trainer_logprobs``: of each sequence, in the order of the rows, where the trainer had
-    computed them.
+    Args:
+        trainer_logprobs: of each sequence, in the order of the rows; None if the trainer has not
+            computed them.
+        batches: names of the groups that were trained together, in order; empty if all groups were.
     """
 
     step: int
@@ -47,7 +49,7 @@ class RecordedStep:
 
 
 def need_pyarrow() -> None:
-    """Raises ``UserError`` if there is no Parquet here."""
+    """Raises ``UserError`` if pyarrow is not installed."""
     try:
         import pyarrow.parquet  # noqa: F401
     except ModuleNotFoundError as error:
@@ -102,19 +104,24 @@ def write(
     rows = []
     for group in recorded.groups:
         prompt = group.prompt
-        shared = {
+        prompt_columns = {
             "epoch": prompt.id.epoch,
             "row": prompt.id.row,
             "env_class": prompt.env_class,
+            # As JSON, because rows have different columns; images become text.
             "messages": json.dumps(prompt.messages, default=str),
             "extras": json.dumps(prompt.extras, default=str),
         }
         for trajectory in group.trajectories:
             for number, segments in enumerate(trajectory.sequences):
-                rows.append(shared | {"sequence": number} | _row(trajectory, segments, trained))
-    columns: dict[str, Any] = {name: [row[name] for row in rows] for name in scalars}
-    for name, of in types.items():
-        columns[name] = pa.array([row[name] for row in rows], of)
+                row = _row(trajectory, segments, trained)
+                rows.append({**prompt_columns, "sequence": number, **row})
+    columns: dict[str, Any] = {}
+    for name in scalars:
+        columns[name] = [row[name] for row in rows]
+    # With types: pyarrow infers wider ones from Python's numbers, and none from empty lists.
+    for name, column_type in types.items():
+        columns[name] = pa.array([row[name] for row in rows], column_type)
     metadata = {
         "step": recorded.step,
         "positions": recorded.positions,
@@ -123,6 +130,7 @@ def write(
     }
     table = pa.table(columns).replace_schema_metadata({_META: json.dumps(metadata).encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed when it is complete, so that no reader finds a part of it.
     scratch = path.with_name(path.name + ".tmp")
     try:
         pq.write_table(table, scratch, compression="zstd")
@@ -139,10 +147,13 @@ def _row(
     logprobs = [NO_FLOATS]
     versions = [NO_INTS]
     for segment in segments:
-        acts = segment.kind == "action"
-        count = len(segment.tokens)
-        logprobs.append(segment.logprobs if acts else np.full(count, np.nan, np.float32))
-        versions.append(segment.versions if acts else np.full(count, -1, np.int32))
+        if segment.kind == "action":
+            logprobs.append(segment.logprobs)
+            versions.append(segment.versions)
+        else:
+            count = len(segment.tokens)
+            logprobs.append(np.full(count, np.nan, np.float32))
+            versions.append(np.full(count, -1, np.int32))
     return {
         "repetition": trajectory.id.repetition,
         "stop_reason": trajectory.stop_reason,
@@ -159,10 +170,10 @@ def _row(
 
 
 def read(path: Path) -> RecordedStep:
-    """What ``write`` wrote.
+    """Read a file that ``write`` wrote.
 
     Raises:
-        UserError: for a file that is not one of these, or damaged.
+        UserError: for a damaged or another file.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -171,17 +182,16 @@ def read(path: Path) -> RecordedStep:
         table = pq.read_table(path)
         metadata = json.loads(table.schema.metadata[_META])
         rows = table.to_pylist()
-        groups = [
-            _group(list(of_one))
-            for _, of_one in groupby(rows, key=lambda row: (row["epoch"], row["row"]))
-        ]
+        by_prompt = groupby(rows, key=itemgetter("epoch", "row"))
+        groups = [_group(list(prompt_rows)) for _, prompt_rows in by_prompt]
     except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} has no recorded trajectories (trainer.dump_trajectories=true): {error}"
         ) from error
-    logprobs = [
-        None if (values := row["trainer_logprobs"]) is None else floats(values) for row in rows
-    ]
+    logprobs: list[Floats | None] = []
+    for row in rows:
+        values = row["trainer_logprobs"]
+        logprobs.append(None if values is None else floats(values))
     return RecordedStep(
         metadata["step"],
         groups,
@@ -193,32 +203,35 @@ def read(path: Path) -> RecordedStep:
 
 
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
-    first = rows[0]
-    identity = PromptId(first["epoch"], first["row"])
+    prompt_row = rows[0]
+    identity = PromptId(prompt_row["epoch"], prompt_row["row"])
     prompt = Prompt(
-        identity, json.loads(first["messages"]), first["env_class"], json.loads(first["extras"])
+        identity,
+        json.loads(prompt_row["messages"]),
+        prompt_row["env_class"],
+        json.loads(prompt_row["extras"]),
     )
     trajectories = []
-    for repetition, of_one in groupby(rows, key=lambda row: row["repetition"]):
-        own = list(of_one)
-        *branches, segments = [list(_segments(row)) for row in own]
+    for repetition, repetition_rows in groupby(rows, key=itemgetter("repetition")):
+        sequences = []
+        for row in repetition_rows:
+            sequences.append(list(_segments(row)))
+        # The columns of a trajectory are equal in all of its rows.
         name = TrajectoryId(identity, repetition)
-        about = own[-1]
-        metrics = json.loads(about["metrics"])
-        trajectories.append(Trajectory(name, segments, about["stop_reason"], metrics, branches))
+        metrics = json.loads(row["metrics"])
+        *branches, segments = sequences
+        trajectories.append(Trajectory(name, segments, row["stop_reason"], metrics, branches))
     return Group(prompt, trajectories)
 
 
 def _segments(row: Mapping[str, Any]) -> Iterator[Segment]:
     start = 0
-    for kind, length, reward in zip(
-        row["kinds"], row["lengths"], row["segment_rewards"], strict=True
-    ):
+    segments = zip(row["kinds"], row["lengths"], row["segment_rewards"], strict=True)
+    for kind, length, reward in segments:
         span = slice(start, start + length)
+        tokens = row["tokens"][span]
         if kind == "action":
-            yield Segment(
-                kind, row["tokens"][span], row["logprobs"][span], row["versions"][span], reward
-            )
+            yield Segment(kind, tokens, row["logprobs"][span], row["versions"][span], reward)
         else:
-            yield Segment(kind, row["tokens"][span], reward=reward)
+            yield Segment(kind, tokens, reward=reward)
         start += length

@@ -1,4 +1,4 @@
-"""What flows from the dataset to the loss.
+"""Prompts, requests, trajectories, groups and rollouts: the data from a dataset to the loss.
 
 Invariant: a prompt keeps one identity (epoch, row, repetition) all the way. The segments of a
 trajectory, concatenated, are exactly the tokens that the engine read and wrote; text is never
@@ -21,19 +21,20 @@ from skyasync.models.images import Images
 
 
 class PromptId(NamedTuple):
-    """Which prompt: the pass over the dataset (-1 in evaluation), and the row in it."""
+    """The identity of a prompt: the pass over the dataset (-1 in evaluation), and the row in it."""
 
     epoch: int
     row: int
 
     def __str__(self) -> str:
+        # A part of request ids, of messages and of recorded files.
         if self.epoch >= 0:
             return f"e{self.epoch}-i{self.row}"
         return f"eval-i{self.row}"
 
 
 class TrajectoryId(NamedTuple):
-    """Which sample of which prompt."""
+    """The identity of a sample of a prompt."""
 
     prompt: PromptId
     repetition: int
@@ -53,10 +54,12 @@ class TrajectoryId(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a dataset: the conversation so far, its environment, and what the environment
-    needs to know.
+    """One row of a dataset.
 
-    ``eval_set``: the name of the held-out set (``data.val_sets``), if it is of one.
+    Args:
+        messages: the conversation so far.
+        extras: for the environment: the other columns of the row.
+        eval_set: the name of the held-out set (``data.val_sets``), if it is of one.
     """
 
     id: PromptId
@@ -70,7 +73,8 @@ class Prompt:
 class RolloutRequest:
     """One trajectory to generate: a sample of a prompt, and how to sample it.
 
-    ``extras``: what its environment knows: those of the prompt, and ``max_turns``.
+    Args:
+        extras: for its environment: those of the prompt, and ``max_turns``.
     """
 
     id: TrajectoryId
@@ -99,29 +103,30 @@ class Segment:
     images: Images = ()
 
     def __post_init__(self) -> None:
-        self.tokens, self.logprobs, self.versions = (
-            ints(self.tokens),
-            floats(self.logprobs),
-            ints(self.versions),
-        )
-        if self.kind == "action" and not len(self.tokens) == len(self.logprobs) == len(
-            self.versions
-        ):
+        self.tokens = ints(self.tokens)
+        self.logprobs = floats(self.logprobs)
+        self.versions = ints(self.versions)
+        if self.kind != "action":
+            return
+        count = len(self.tokens)
+        if count != len(self.logprobs) or count != len(self.versions):
             raise ValueError(
-                f"an action has {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
+                f"an action has {count} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.versions)} versions: they must have equal lengths"
             )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Segment):
             return NotImplemented
-        mine, theirs = ((s.tokens, s.logprobs, s.versions) for s in (self, other))
-        same = all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
-        same = same and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
-        return same and (self.kind, self.reward, self.images) == (
-            other.kind,
-            other.reward,
-            other.images,
+        return (
+            self.kind == other.kind
+            and self.reward == other.reward
+            and self.images == other.images
+            and np.array_equal(self.tokens, other.tokens)
+            and np.array_equal(self.logprobs, other.logprobs)
+            and np.array_equal(self.versions, other.versions)
+            # two None are equal too
+            and np.array_equal(self.experts, other.experts)  # type: ignore[arg-type]
         )
 
 
@@ -130,11 +135,12 @@ def images_in(segments: Iterable[Segment]) -> Images:
     return tuple(image for segment in segments for image in segment.images)
 
 
-def action_of(output: GenerationOutput, before: Sequence[Segment]) -> Segment:
-    """What a model wrote after these segments."""
-    known = sum(len(s.experts) for s in before if s.experts is not None)
-    new = None if output.experts is None else output.experts[known:]
-    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=new)
+def action_of(output: GenerationOutput, segments: Sequence[Segment]) -> Segment:
+    """The action that an engine wrote after these segments."""
+    # An engine returns the experts of all tokens, also of those that earlier actions have.
+    known_experts = sum(len(s.experts) for s in segments if s.experts is not None)
+    experts = None if output.experts is None else output.experts[known_experts:]
+    return Segment("action", output.token_ids, output.logprobs, output.versions, experts=experts)
 
 
 @dataclass
@@ -160,15 +166,20 @@ class Trajectory:
         self.metrics = {}
 
     def copy(self) -> Trajectory:
-        """The arrays are shared: they are never changed."""
+        """A copy whose segments are new, and whose arrays are shared: they are never changed."""
         segments = [replace(segment) for segment in self.segments]
         branches = [[replace(segment) for segment in branch] for branch in self.branches]
         return Trajectory(self.id, segments, self.stop_reason, dict(self.metrics), branches)
 
     @property
     def sequences(self) -> list[list[Segment]]:
-        """Each is one row in training."""
+        """Sequences in the order of their ends; each is one row in training."""
         return [*self.branches, self.segments]
+
+    @property
+    def all_segments(self) -> list[Segment]:
+        """The segments of all sequences."""
+        return [segment for sequence in self.sequences for segment in sequence]
 
     @property
     def reward(self) -> float:
@@ -176,8 +187,7 @@ class Trajectory:
 
     @property
     def ended_early(self) -> bool:
-        """Whether it was stopped without a response, since the rejection of its group was
-        certain."""
+        """Whether it was stopped without a response: the rejection of its group was certain."""
         return self.stop_reason == "abort" and not self.actions
 
     @property
@@ -186,7 +196,7 @@ class Trajectory:
 
     @property
     def tokens(self) -> Ints:
-        return joined(*(s.tokens for sequence in self.sequences for s in sequence))
+        return joined(*(segment.tokens for segment in self.all_segments))
 
     @property
     def response_length(self) -> int:
@@ -216,37 +226,39 @@ class Group:
         return [t for t in self.trajectories if not t.ended_early and not t.metrics.get("given_up")]
 
     def metric_values(self, metric: str) -> list[float]:
-        """The metric of each of them; the reward if ``metric`` is empty, or for a failed episode.
+        """The metric of trajectories that ended; the reward without one, or for a failed episode.
 
         Raises:
             UserError: if no trajectory has this metric.
         """
-        ended = [t for t in self.trajectories if not t.ended_early]
-        if metric and self.played and not any(metric in t.metrics for t in self.played):
-            known = {name for t in self.played for name in t.metrics}
-            raise UserError(
-                unknown("metric in trainer.algorithm.dynamic_sampling.metric", metric, known)
-            )
-        return [t.metrics.get(metric, t.reward) for t in ended]
+        if metric:
+            played = self.played
+            if played and not any(metric in t.metrics for t in played):
+                reported_names = {name for t in played for name in t.metrics}
+                raise UserError(
+                    unknown(
+                        "metric in trainer.algorithm.dynamic_sampling.metric",
+                        metric,
+                        reported_names,
+                    )
+                )
+        return [t.metrics.get(metric, t.reward) for t in self.trajectories if not t.ended_early]
 
     @property
     def oldest_version(self) -> int:
-        return min(
-            (int(s.versions.min()) for t in self.trajectories for s in t.actions if len(s.tokens)),
-            default=0,
-        )
+        actions = [action for t in self.trajectories for action in t.actions]
+        return min((int(a.versions.min()) for a in actions if len(a.tokens)), default=0)
 
 
 @dataclass
 class Rollout:
     """The groups of one step, their metrics, and the prompts that the step consumes.
 
-    ``positions``: of these prompts in the stream: those of the groups, and those that were rejected
-    for them. A step that trains several rollouts at once has the positions of all.
-
-    ``rejected``: prompts that were rolled out for the step and are not among its groups.
-
-    ``results``: the rewards of every prompt that was rolled out for it, failed episodes left out.
+    Args:
+        positions: of these prompts in the stream: those of the groups, and those that were rejected
+            for them. A step that trains several rollouts at once has the positions of all.
+        rejected: prompts that were rolled out for the step and are not among its groups.
+        results: the rewards of every prompt that was rolled out for it, failed episodes left out.
     """
 
     groups: list[Group]
@@ -257,7 +269,7 @@ class Rollout:
 
 
 class GeneratorInput(TypedDict):
-    """What a user's generator is asked for: parallel lists, one entry per trajectory."""
+    """The input of a user's generator: parallel lists, one entry per trajectory."""
 
     prompts: list[Conversation]
     env_classes: list[str]
@@ -268,7 +280,7 @@ class GeneratorInput(TypedDict):
 
 
 class GeneratorOutput(TypedDict):
-    """What a user's generator returns: lists that are parallel to those of the input.
+    """The output of a user's generator: lists that are parallel to those of the input.
 
     With ``trajectory_ids`` they may be longer: rows of one id are the sequences of one trajectory,
     in the order in which they ended. Its reward is their sum; its ``stop_reasons`` and
@@ -280,12 +292,10 @@ class GeneratorOutput(TypedDict):
     rewards: Sequence[float] | Sequence[list[float]]  # per trajectory, or per response token
     loss_masks: list[list[int]]  # 1 on action tokens
     stop_reasons: list[str]
-    rollout_logprobs: NotRequired[
-        list[list[float]]
-    ]  # behaviour log-probability per response token, 0 on observations
-    rollout_versions: NotRequired[
-        list[list[int]]
-    ]  # policy version per response token, -1 on observations
+    # behaviour log-probability per response token, 0 on observations
+    rollout_logprobs: NotRequired[list[list[float]]]
+    # policy version per response token, -1 on observations
+    rollout_versions: NotRequired[list[list[int]]]
     rollout_metrics: NotRequired[dict[str, float]]
     trajectory_metrics: NotRequired[list[dict[str, float]]]
     trajectory_ids: NotRequired[list[TrajectoryId]]  # of each row; by default those of the input

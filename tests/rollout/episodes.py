@@ -16,8 +16,10 @@ from skyasync.inference.interface import (
     SamplingParams,
 )
 from skyasync.rollout.generator import EpisodeGenerator, EpisodeLimits
-from skyasync.rollout.generator_api import generator_input
+from skyasync.rollout.generator_api import _read_output, generator_input
 from skyasync.rollout.types import (
+    GeneratorOutput,
+    Group,
     Prompt,
     PromptId,
     RolloutRequest,
@@ -55,6 +57,19 @@ def trajectory(
     return Trajectory(
         TrajectoryId(PromptId(0, row), repetition), [Segment("prompt", [1, 2]), *segments], stop
     )
+
+
+def groups_from_output(
+    output: GeneratorOutput, prompts: Sequence[Prompt], version: int, samples: int
+) -> list[Group]:
+    """One group per prompt, of ``samples`` trajectories, as they are read from a user's generator."""
+    names = {
+        prompt.id: [TrajectoryId(prompt.id, repetition) for repetition in range(samples)]
+        for prompt in prompts
+    }
+    requested = [name for of_prompt in names.values() for name in of_prompt]
+    read = {trajectory.id: trajectory for trajectory in _read_output(output, requested, version)}
+    return [Group(prompt, [read[name] for name in names[prompt.id]]) for prompt in prompts]
 
 
 class ScriptedEngine(InferenceEngine):

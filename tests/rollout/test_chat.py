@@ -8,7 +8,7 @@ from skyasync.arrays import ints
 from skyasync.errors import UserError
 from skyasync.examples.tiny_models import CHATML
 from skyasync.inference.interface import SamplingParams
-from skyasync.rollout.chat import LONG, ChatTokenizer, PlainText
+from skyasync.rollout.chat import LONG_TEXT_TOKENS, ChatTokenizer, PlainText
 from tests.rollout.episodes import tokenizer, tokens_of
 
 SYSTEM = "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
@@ -244,7 +244,7 @@ def test_without_a_template_text_goes_as_it_is():
 
 
 def test_a_long_responses_text_is_the_tokenizers_own():
-    response = tokens_of("12 </a> 3 ") * LONG + [tokenizer().eos_token_id]
+    response = tokens_of("12 </a> 3 ") * LONG_TEXT_TOKENS + [tokenizer().eos_token_id]
     for skip in (True, False):
         sampling = SamplingParams(skip_special_tokens=skip)
         assert chat().text(ints(response), sampling) == tokenizer().decode(

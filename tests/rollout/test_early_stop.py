@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from skyasync.algorithms.shaping import cannot_be_inside, mean_inside
 from skyasync.config.schema.algorithm import DynamicSamplingConfig
 from skyasync.errors import UserError
-from skyasync.rollout.generator_api import generator_output, groups_from_output
+from skyasync.rollout.generator_api import generator_output
 from skyasync.rollout.group_sampling import GroupMonitor, early_stop_rule
 from skyasync.rollout.metrics import rollout_metrics
 from skyasync.rollout.types import Prompt, PromptId, Segment, Trajectory, TrajectoryId
 from skyasync.utils.task_group import together
-from tests.rollout.episodes import action
+from tests.rollout.episodes import action, groups_from_output
 from tests.virtual_time import virtual_time
 
 MIDDLE = DynamicSamplingConfig("mean", low=0.25, high=0.75, early_end=True)

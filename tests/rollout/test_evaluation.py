@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from skyasync import load_config
-from skyasync.rollout.chat import LONG
+from skyasync.rollout.chat import LONG_TEXT_TOKENS
 from skyasync.rollout.evaluation import Scoring, answer_reader, eval_metrics, eval_requests
 from skyasync.rollout.types import Group
 from tests.rollout.episodes import action, prompt, tokenizer, tokens_of, trajectory
@@ -95,7 +95,7 @@ def test_a_program_without_a_tokenizer_has_no_votes() -> None:
 async def test_long_responses_are_read_in_a_thread_and_come_to_the_same() -> None:
     long = group(0, "", *[(f"{'so ' * 900}answer: {n % 2}", float(n % 2)) for n in range(6)])
     scoring = Scoring(answer=answer_reader("auto"))
-    assert sum(each.response_length for each in long.trajectories) >= LONG
+    assert sum(each.response_length for each in long.trajectories) >= LONG_TEXT_TOKENS
     assert await scoring.sampled_in_turns(long, tokenizer()) == scoring.sampled(long, tokenizer())
 
 

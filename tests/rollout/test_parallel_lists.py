@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyasync.errors import UserError
-from skyasync.rollout.generator_api import generator_output, groups_from_output
+from skyasync.rollout.generator_api import generator_output
 from skyasync.rollout.types import Group, PromptId, Segment, Trajectory, TrajectoryId
-from tests.rollout.episodes import action, prompt, trajectory
+from tests.rollout.episodes import action, groups_from_output, prompt, trajectory
 
 TOKENS = st.lists(st.integers(0, 99), min_size=1, max_size=4)
 NUMBERS = st.floats(-5, 5, allow_nan=False).map(lambda x: round(x, 3))

@@ -9,7 +9,7 @@ import pytest
 
 from skyasync.arrays import Floats, Ints, floats
 from skyasync.errors import UserError
-from skyasync.rollout.metrics import MOST_TOKENS, token_columns
+from skyasync.rollout.metrics import MAX_SHOWN_TOKENS, token_columns
 from skyasync.rollout.trajectory_files import RecordedStep, files_of, path_of, read, write
 from skyasync.rollout.types import Group, Prompt, PromptId, Segment, Trajectory, TrajectoryId
 
@@ -92,6 +92,6 @@ def test_tokens_for_people_name_who_said_them() -> None:
 
 
 def test_a_long_response_is_cut() -> None:
-    many = MOST_TOKENS + 5
+    many = MAX_SHOWN_TOKENS + 5
     segments = [Segment("prompt", [1]), Segment("action", [2] * many, [0.0] * many, [0] * many)]
-    assert {len(column) for column in token_columns(segments, str).values()} == {MOST_TOKENS}
+    assert {len(column) for column in token_columns(segments, str).values()} == {MAX_SHOWN_TOKENS}
