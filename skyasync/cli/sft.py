@@ -121,7 +121,7 @@ class SupervisedExperiment(EnginelessExperiment):
             self.cfg.data.train_data,
             self.cfg,
             self.tokenizer,
-            known=self.data_rows,
+            loaded_rows=self.data_rows,
         )
 
     def get_eval_dataset(self) -> Sequence[Prompt]:
@@ -130,7 +130,7 @@ class SupervisedExperiment(EnginelessExperiment):
             self.cfg,
             self.tokenizer,
             is_eval=True,
-            known=self.data_rows,
+            loaded_rows=self.data_rows,
         )
 
     def build(self) -> RayPPOTrainer:

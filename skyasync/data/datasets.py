@@ -12,6 +12,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any, TypeGuard, TypeVar, cast
 
@@ -42,64 +43,66 @@ def load_prompts(
     tokenizer: Tokenizer,
     *,
     is_eval: bool = False,
-    known: Mapping[str, Iterable[Row]] = MappingProxyType({}),
+    loaded_rows: Mapping[str, Iterable[Row]] = MappingProxyType({}),
 ) -> list[Prompt]:
     """The prompts of all sources (see ``skyasync.data.sources``), numbered through.
 
     Args:
         is_eval: for evaluation.
-        known: rows of some of the sources, which are not read again.
+        loaded_rows: rows of some of the sources, which are not read again.
 
     Raises:
         UserError: naming the source or the row that is wrong.
     """
-    given = [known[s] if s in known else rows(s, cfg, is_eval=is_eval) for s in sources]
-    prompts = [
-        as_prompt(index, row, cfg)
-        for index, row in enumerate(row for part in given for row in part)
-    ]
+    tables = []
+    for source in sources:
+        if source in loaded_rows:
+            tables.append(loaded_rows[source])
+        else:
+            tables.append(rows(source, cfg, is_eval=is_eval))
+    prompts = [as_prompt(index, row, cfg) for index, row in enumerate(chain(*tables))]
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
     lengths = [_length(prompt, chat) for prompt in prompts]
-    short = short_enough(prompts, lengths, limit, f"trainer.max_prompt_length={limit}", "prompt")
-    if short and not is_eval:
-        _check_domains(short, cfg)
-        _check_env_classes(short, cfg)
-    check_rows(short, cfg, is_eval=is_eval)
-    return short
+    short_prompts = short_enough(
+        prompts, lengths, limit, f"trainer.max_prompt_length={limit}", "prompt"
+    )
+    if short_prompts and not is_eval:
+        _check_domains(short_prompts, cfg)
+        _check_env_classes(short_prompts, cfg)
+    check_rows(short_prompts, cfg, is_eval=is_eval)
+    return short_prompts
 
 
 def short_enough(
-    examples: Sequence[P], lengths: Sequence[int], most: int, bound: str, name: str
+    examples: Sequence[P], lengths: Sequence[int], max_tokens: int, bound: str, name: str
 ) -> list[P]:
-    """The examples of at most ``most`` tokens; a warning counts the others.
+    """The examples of at most ``max_tokens``; a warning counts the others.
 
     Args:
-        bound: where ``most`` is set, for messages ("trainer.max_prompt_length=512").
+        bound: the setting of ``max_tokens``, for messages ("trainer.max_prompt_length=512").
         name: of one example, for messages.
 
     Raises:
         UserError: if all are too long.
     """
-    short = [example for example, length in zip(examples, lengths, strict=True) if length <= most]
-    if examples and not short:
+    short_examples = []
+    for example, length in zip(examples, lengths, strict=True):
+        if length <= max_tokens:
+            short_examples.append(example)
+    if examples and not short_examples:
         raise UserError(
             f"no {name} has at most {bound} tokens: the shortest of {len(examples)} has {min(lengths)}"
         )
-    left = len(examples) - len(short)
-    if left:
-        log.warning(
-            "%d of %d %ss have more than %s tokens and are left out",
-            left,
-            len(examples),
-            name,
-            bound,
-        )
-    return short
+    too_long = len(examples) - len(short_examples)
+    if too_long:
+        message = "%d of %d %ss have more than %s tokens and are left out"
+        log.warning(message, too_long, len(examples), name, bound)
+    return short_examples
 
 
 def _length(prompt: Prompt, chat: ChatTokenizer) -> int:
-    """In tokens. Raises ``UserError`` naming the row, if the model cannot read it."""
+    """The length in tokens. Raises ``UserError`` naming the row, if the model cannot read it."""
     try:
         return len(chat.prompt(prompt.messages))
     except UserError as error:
@@ -107,17 +110,21 @@ def _length(prompt: Prompt, chat: ChatTokenizer) -> int:
 
 
 def load_eval_prompts(
-    cfg: Config, tokenizer: Tokenizer, known: Mapping[str, Iterable[Row]] = MappingProxyType({})
+    cfg: Config,
+    tokenizer: Tokenizer,
+    loaded_rows: Mapping[str, Iterable[Row]] = MappingProxyType({}),
 ) -> list[Prompt]:
-    """The prompts of ``data.val_data`` and ``data.val_sets``, each with its set's name, numbered
-    through."""
+    """The prompts of ``data.val_data`` and ``data.val_sets`` with their sets' names."""
     prompts: list[Prompt] = []
-    for name, one in eval_sets(cfg.data).items():
-        first = prompts[-1].id.row + 1 if prompts else 0
-        loaded = load_prompts(one.data, cfg, tokenizer, is_eval=True, known=known)
-        prompts += [
-            replace(p, id=PromptId(p.id.epoch, first + p.id.row), eval_set=name) for p in loaded
-        ]
+    for name, eval_set in eval_sets(cfg.data).items():
+        # Numbered through: an identity is of one prompt of one set.
+        offset = prompts[-1].id.row + 1 if prompts else 0
+        set_prompts = load_prompts(
+            eval_set.data, cfg, tokenizer, is_eval=True, loaded_rows=loaded_rows
+        )
+        for prompt in set_prompts:
+            identity = PromptId(prompt.id.epoch, offset + prompt.id.row)
+            prompts.append(replace(prompt, id=identity, eval_set=name))
     return prompts
 
 
@@ -131,24 +138,26 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
     """
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
     limit = cfg.trainer.max_prompt_length
-    read = too_long = reported = 0
+    read = 0
+    too_long = 0
+    reported = 0  # of the prompts that are too long
 
-    def as_prompts(first: int, rows: Sequence[Row]) -> list[Prompt]:
+    def as_prompts(start: int, rows: Sequence[Row]) -> list[Prompt]:
         nonlocal read, too_long, reported
-        prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, first)]
-        short = [prompt for prompt in prompts if _length(prompt, chat) <= limit]
-        read = read + len(prompts)
-        too_long = too_long + len(prompts) - len(short)
+        prompts = [as_prompt(number, row, cfg) for number, row in enumerate(rows, start)]
+        short_prompts = [prompt for prompt in prompts if _length(prompt, chat) <= limit]
+        read += len(prompts)
+        too_long += len(prompts) - len(short_prompts)
+        # Not for every block: a stream has thousands.
         if too_long > 2 * reported:
             reported = too_long
             message = "%d of %d prompts so far have more than trainer.max_prompt_length=%d tokens and are left out"
             log.warning(message, too_long, read, limit)
-        check_rows(short, cfg)
-        return short
+        check_rows(short_prompts, cfg)
+        return short_prompts
 
-    prompts = StreamedPrompts(
-        [reader(source, cfg) for source in sources], as_prompts, cfg.data.shuffle_buffer
-    )
+    readers = [reader(source, cfg) for source in sources]
+    prompts = StreamedPrompts(readers, as_prompts, cfg.data.shuffle_buffer)
     _check_env_classes(prompts, cfg)
     try:
         _check_domains(prompts, cfg)
@@ -158,37 +167,40 @@ def stream_prompts(sources: Sequence[str], cfg: Config, tokenizer: Tokenizer) ->
 
 
 def warn_of_overlap(train: Sequence[Prompt], evaluation: Sequence[Prompt]) -> int:
-    """How many held-out prompts are also trained on; a warning says so if there are any."""
-    trained, tested = (
-        [
-            "\n".join(str(message.get("content")) for message in prompt.messages)
-            for prompt in prompts
-        ]
-        for prompts in (train, evaluation)
-    )
-    shared = sum(map(set(trained).__contains__, tested))
-    if shared:
-        log.warning("%d of %d held-out prompts are also training prompts", shared, len(tested))
-    return shared
+    """The number of held-out prompts that are also trained on; a warning if there are any."""
+    train_texts = set(map(_text, train))
+    shared_count = sum(_text(prompt) in train_texts for prompt in evaluation)
+    if shared_count:
+        log.warning(
+            "%d of %d held-out prompts are also training prompts", shared_count, len(evaluation)
+        )
+    return shared_count
 
 
-def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
-    """A row as the prompt that it is.
+def _text(prompt: Prompt) -> str:
+    return "\n".join(str(message.get("content")) for message in prompt.messages)
+
+
+def as_prompt(index: int, value: object, cfg: Config) -> Prompt:
+    """Convert a row to a prompt.
 
     Raises:
-        UserError: for what is no row, a column that is missing, or a prompt that is neither text
-            nor a conversation.
+        UserError: for another type, a column that is missing, or a prompt that is neither text nor
+            a conversation.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(value, Mapping):
         raise UserError(
-            f"data row {index} is not an object with columns; found {str(given)[:80]!r}"
+            f"data row {index} is not an object with columns; found {str(value)[:80]!r}"
         )
-    row = dict(given)
+    row = dict(value)
     messages, conversation = messages_of(index, row, cfg.data)
-    messages = placed(index, row, messages)
+    messages = with_row_images(index, row, messages)
+    environment = cfg.environment
     env_class = row.pop("env_class", None)
-    if not env_class or not cfg.environment.env_class_from_rows:
-        env_class = cfg.environment.env_class or ("reward" if judges(cfg.environment) else "")
+    if not env_class or not environment.env_class_from_rows:
+        env_class = environment.env_class
+        if not env_class and judges(environment):
+            env_class = "reward"
     if cfg.generator.agent_program:
         env_class = "agent"  # the program judges
     if not env_class:
@@ -196,32 +208,32 @@ def as_prompt(index: int, given: object, cfg: Config) -> Prompt:
             f"data row {index} names no env_class and environment.env_class is empty: set it, or "
             f"environment.reward_funcs"
         )
-    extras = {**row, **(row.pop("extras", None) or {})}
-    for name, column, usual in (
-        ("label", cfg.data.label_key, "label"),
-        ("domain", cfg.data.domain_key, "domain"),
-    ):
-        if column != usual or column in row:
+    # Columns for the environment may also be inside a column ``extras``.
+    extras = dict(row)
+    extras |= row.pop("extras", None) or {}
+    for name, column in (("label", cfg.data.label_key), ("domain", cfg.data.domain_key)):
+        # The default column may be missing; one that the user names may not.
+        if column != name or column in row:
             extras[name] = _column(index, row, column, f"data.{name}_key")
     if conversation and env_class == "reward":
         extras[CONVERSATION] = True
-    if cfg.environment.domains and extras.get("domain"):
-        extras["domain"] = tags_of(cfg.environment.domains).get(
-            str(extras["domain"]), extras["domain"]
-        )
+    domain = extras.get("domain")
+    if environment.domains and domain:
+        extras["domain"] = tags_of(environment.domains).get(str(domain), domain)
     return Prompt(PromptId(0, index), messages, env_class, extras)
 
 
-def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversation:
-    """The messages with their images read, and with the images of the row's columns, which are
-    removed from the row.
+def with_row_images(index: int, row: dict[str, Any], messages: Conversation) -> Conversation:
+    """The messages with their images read, and with the images of the row's columns.
+
+    The image columns are removed from the row.
 
     Raises:
         UserError: for an image that cannot be read, or is in another column.
     """
-    column = image_column(
-        {**{n: v for n, v in row.items() if n not in READ}, **(row.get("extras") or {})}
-    )
+    unread = {name: value for name, value in row.items() if name not in READ}
+    unread |= row.get("extras") or {}
+    column = image_column(unread)
     if column:
         raise UserError(
             f"data row {index}: the row has {column}: images are read from the columns {' and '.join(READ)} only; "
@@ -231,25 +243,28 @@ def placed(index: int, row: dict[str, Any], messages: Conversation) -> Conversat
         column = image_column({name: row.get(name) for name in READ})
         if column:
             images = row.pop(column)
-            several = isinstance(images, Sequence) and not isinstance(images, str | bytes)
-            messages = with_images(messages, images if several else [images])
+            if not isinstance(images, Sequence) or isinstance(images, str | bytes):
+                images = [images]
+            messages = with_images(messages, images)
         return cast(Conversation, read_messages(messages))
     except UserError as error:
         raise UserError(f"data row {index}: {error}") from error
 
 
 def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conversation, bool]:
-    """The prompt, which is taken out of the row, and whether it is a conversation there."""
+    """Take the prompt out of a row; returns it, and whether it is a conversation there."""
     params = row.get("responses_create_params")
     if isinstance(params, Mapping) and params.get("input"):
-        prompt = _responses_input(params)  # the row stays whole: its server reads it
+        prompt = _responses_input(params)  # it stays in the row: the row's server reads it
     else:
         prompt = _column(index, row, data.prompt_key, "data.prompt_key")
         row.pop(data.prompt_key, None)
     if isinstance(prompt, str) and prompt.lstrip().startswith("[") and '"role"' in prompt:
-        with suppress(ValueError):  # ROLL's data has conversations as JSON
-            parsed = json.loads(prompt)
-            prompt = parsed if is_conversation(parsed) else prompt
+        # ROLL's data has conversations as JSON. Other text stays text.
+        with suppress(ValueError):
+            conversation = json.loads(prompt)
+            if is_conversation(conversation):
+                prompt = conversation
     if isinstance(prompt, str):
         messages = [{"role": "user", "content": prompt}]
     elif not data.apply_chat_template:
@@ -270,42 +285,49 @@ def messages_of(index: int, row: dict[str, Any], data: DataConfig) -> tuple[Conv
 
 def _responses_input(params: Mapping[str, Any]) -> object:
     """The input of a request in the form of OpenAI's Responses API, as messages."""
-    given = params["input"]
-    if isinstance(given, str):
-        items = [{"role": "user", "content": given}]
-    else:
-        items = given
+    items = params["input"]
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
     if params.get("instructions"):
         items = [{"role": "system", "content": params["instructions"]}, *items]
+    if not is_conversation(items):
+        return params["input"]  # which the caller rejects, with its text
     messages = []
-    for item in items if is_conversation(items) else ():
-        content = item["content"]
-        if isinstance(content, list):
-            texts = ("input_text", "output_text", "text")
-            parts = [
-                {"type": "text", "text": p["text"]} if p.get("type") in texts else p
-                for p in content
-            ]
-            text = all(p.get("type") == "text" for p in parts)
-            if text:
-                content = "\n".join(p["text"] for p in parts)
-            else:
-                content = parts
-        messages.append(
-            {"role": "system" if item["role"] == "developer" else item["role"], "content": content}
-        )
-    return messages or given
+    for item in items:
+        # The API's newer name of the role, which chat templates do not have.
+        role = "system" if item["role"] == "developer" else item["role"]
+        messages.append({"role": role, "content": _plain_content(item["content"])})
+    return messages
+
+
+def _plain_content(content: Any) -> Any:  # noqa: ANN401  (a string, or a list of parts)
+    """The content of the Responses API in the form of chat messages."""
+    if not isinstance(content, list):
+        return content
+    content_parts = []
+    texts = []
+    for part in content:
+        if part.get("type") in ("input_text", "output_text", "text"):
+            texts.append(part["text"])
+            content_parts.append({"type": "text", "text": part["text"]})
+        else:
+            content_parts.append(part)
+    if len(texts) == len(content_parts):
+        return "\n".join(texts)
+    return content_parts
 
 
 def is_conversation(value: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
-    return (
-        isinstance(value, Sequence)
-        and len(value) > 0
-        and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and "content" in m
-            for m in value
-        )
-    )
+    """Whether a value is a list of messages with role and content."""
+    if not isinstance(value, Sequence) or not value:
+        return False
+    return all(map(_is_message, value))
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return isinstance(value.get("role"), str) and "content" in value
 
 
 def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> object:
@@ -315,14 +337,12 @@ def _column(index: int, row: Mapping[str, Any], name: str, key: str) -> object:
     value: Any = row
     for part in name.split("."):
         if not isinstance(value, Mapping) or part not in value:
-            nested = [
-                f"{outer}.{inner}"
-                for outer, v in row.items()
-                if isinstance(v, Mapping)
-                for inner in v
-            ]
-            close = nearest(name, [*row, *nested], count=1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            names = list(row)
+            for outer, nested in row.items():
+                if isinstance(nested, Mapping):
+                    names += [f"{outer}.{inner}" for inner in nested]
+            suggestions = nearest(name, names, count=1)
+            hint = f"; did you mean {suggestions[0]!r}?" if suggestions else ""
             raise UserError(
                 f"data row {index} has no column {name!r} ({key}); it has: {', '.join(row)}{hint}"
             )
@@ -342,28 +362,30 @@ def _check_domains(prompts: Sequence[Prompt], cfg: Config) -> None:
 
 
 def check_rows(prompts: Iterable[Prompt], cfg: Config, *, is_eval: bool = False) -> None:
-    """Raises ``UserError`` for a row that its reward functions or judges could not judge, hours
-    later, or that has no metric to filter its groups by."""
+    """Raises ``UserError`` for a row that its reward functions or judges could not grade.
+
+    So it does for a row without the metric by which groups are filtered.
+    """
+    # At the start, because such a row would end the run hours later.
     checks = RowChecks(cfg.environment)
     metric = reported_metric(cfg)
     for prompt in prompts:
         if prompt.env_class == "reward":
             try:
-                known = reward_inputs(prompt.extras, prompt.messages, "")
-                checks.check(known)
+                graded_row = reward_inputs(prompt.extras, prompt.messages, "")
+                checks.check(graded_row)
                 if metric and not is_eval:
-                    checks.check_metric(metric, known)
+                    checks.check_metric(metric, graded_row)
             except UserError as error:
                 raise UserError(f"data row {prompt.id.row}: {error}") from error
 
 
 def _check_env_classes(prompts: Sequence[Prompt], cfg: Config) -> None:
-    """Raises ``UserError`` if there are reward functions, and every row has an environment of its
-    own."""
+    """Raises ``UserError`` if there are reward functions, and all rows name another environment."""
     funcs = judges(cfg.environment)
-    named = sorted({p.env_class for p in prompts})
-    if funcs and "reward" not in named:
+    env_classes = sorted({p.env_class for p in prompts})
+    if funcs and "reward" not in env_classes:
         raise UserError(
             f"the reward functions {', '.join(funcs)} would judge no row, since all rows name their env_class "
-            f"({', '.join(named)}): set environment.env_class_from_rows=false"
+            f"({', '.join(env_classes)}): set environment.env_class_from_rows=false"
         )

@@ -15,7 +15,7 @@ import numpy as np
 
 from skyasync.arrays import NO_INTS, joined
 from skyasync.config.schema import Config, DataConfig
-from skyasync.data.datasets import is_conversation, messages_of, placed, short_enough
+from skyasync.data.datasets import is_conversation, messages_of, short_enough, with_row_images
 from skyasync.data.sources import Row, rows
 from skyasync.envs.base import Conversation
 from skyasync.errors import UserError
@@ -31,10 +31,11 @@ ASSISTANT = "assistant"
 
 @dataclass(frozen=True)
 class Demonstration(Prompt):
-    """``messages`` is the whole conversation, with its responses.
+    """A conversation with its responses in ``messages``.
 
-    ``sequences``: its tokens; actions are learned. It is more than one where the chat template
-    shows earlier turns differently as the conversation grows.
+    Args:
+        sequences: its tokens; actions are learned. There are several if the chat template shows
+            earlier turns differently as the conversation grows.
     """
 
     sequences: list[list[Segment]] = field(default_factory=list)
@@ -46,7 +47,7 @@ def load_demonstrations(
     tokenizer: Tokenizer,
     *,
     is_eval: bool = False,
-    known: Mapping[str, Iterable[Row]] = MappingProxyType({}),
+    loaded_rows: Mapping[str, Iterable[Row]] = MappingProxyType({}),
 ) -> list[Demonstration]:
     """The demonstrations of all sources, numbered through; arguments as for ``load_prompts``.
 
@@ -54,83 +55,105 @@ def load_demonstrations(
         UserError: naming the source or the row that is wrong.
     """
     chat = ChatTokenizer(tokenizer, cfg.data.apply_chat_template)
-    every = list[Demonstration]()
+    demonstrations = list[Demonstration]()
     for source in sources:
-        for row in known[source] if source in known else rows(source, cfg, is_eval=is_eval):
-            index = len(every)
-            messages, first = read_demonstration(index, row, cfg.data)
+        if source in loaded_rows:
+            source_rows = loaded_rows[source]
+        else:
+            source_rows = rows(source, cfg, is_eval=is_eval)
+        for row in source_rows:
+            index = len(demonstrations)
+            messages, prompt_length = read_demonstration(index, row, cfg.data)
             try:
-                sequences = tokenized(chat, messages, first, row.get("tools"))
+                sequences = tokenized(chat, messages, prompt_length, row.get("tools"))
             except UserError as error:
                 raise UserError(f"data row {index}: {error}") from error
-            every.append(Demonstration(PromptId(0, index), messages, "", sequences=sequences))
+            identity = PromptId(0, index)
+            demonstrations.append(Demonstration(identity, messages, "", sequences=sequences))
     limit = cfg.trainer.max_prompt_length + cfg.generator.sampling_params.max_generate_length
-    lengths = [
-        max(sum(len(segment.tokens) for segment in s) for s in each.sequences) for each in every
-    ]
+    lengths = [max(map(_length, example.sequences)) for example in demonstrations]
     keys = "trainer.max_prompt_length + generator.sampling_params.max_generate_length"
-    return short_enough(every, lengths, limit, f"{keys} = {limit}", "row")
+    return short_enough(demonstrations, lengths, limit, f"{keys} = {limit}", "row")
+
+
+def _length(sequence: Sequence[Segment]) -> int:
+    return sum(len(segment.tokens) for segment in sequence)
 
 
 def read_demonstration(index: int, row: object, data: DataConfig) -> tuple[Conversation, int]:
-    """The whole conversation of a row, and the number of its first messages whose responses are not
-    learned.
+    """The conversation of a row, and the number of messages that are its prompt.
+
+    Responses in the prompt are not learned.
 
     Raises:
         UserError: for a column that is missing, or that is neither text nor messages.
     """
     if not isinstance(row, Mapping):
         raise UserError(f"data row {index} is not an object with columns; found {str(row)[:80]!r}")
-    column = next((name for name in RESPONSES if row.get(name) is not None), "")
+    column = ""
+    for name in RESPONSES:
+        if row.get(name) is not None:
+            column = name
+            break
     if not column and row.get(MESSAGES) is None:
         raise UserError(
             f"data row {index} has no response: it needs the column completion (or response) next to "
             f"{data.prompt_key!r}, or messages; it has: {', '.join(map(str, row))}"
         )
-    rest = dict(row)
+    columns = dict(row)
     if not column:
-        prompt, _ = messages_of(index, rest, replace(data, prompt_key=MESSAGES))
-        whole = placed(index, rest, prompt)
-        first = 0
+        prompt, _ = messages_of(index, columns, replace(data, prompt_key=MESSAGES))
+        messages = with_row_images(index, columns, prompt)
+        prompt_length = 0
     else:
-        prompt, _ = messages_of(index, rest, data)
-        prompt = placed(index, rest, prompt)
-        given = rest.pop(column)
-        first = len(prompt)
-        if isinstance(given, str):
-            given = [{"role": ASSISTANT, "content": given}]
-        elif not is_conversation(given) or not data.apply_chat_template:
+        prompt, _ = messages_of(index, columns, data)
+        prompt = with_row_images(index, columns, prompt)
+        response = columns.pop(column)
+        prompt_length = len(prompt)
+        if isinstance(response, str):
+            response = [{"role": ASSISTANT, "content": response}]
+        elif not is_conversation(response) or not data.apply_chat_template:
             raise UserError(
                 f"data row {index}: {column!r} must be a string, or with data.apply_chat_template=true a list of "
-                f"messages with role and content; found {str(given)[:80]!r}"
+                f"messages with role and content; found {str(response)[:80]!r}"
             )
-        whole = [*prompt, *placed(index, {}, [dict(message) for message in given])]
-    if whole[0]["role"] == ASSISTANT or not any(
-        message["role"] == ASSISTANT for message in whole[first:]
-    ):
+        response = with_row_images(index, {}, [dict(message) for message in response])
+        messages = [*prompt, *response]
+    roles = [message["role"] for message in messages]
+    if roles[0] == ASSISTANT or ASSISTANT not in roles[prompt_length:]:
         raise UserError(
             f"data row {index}: {column or MESSAGES!r} must have a message of the role {ASSISTANT!r}, after another"
         )
-    return whole, first
+    return messages, prompt_length
 
 
 def tokenized(
-    chat: ChatTokenizer, messages: Conversation, first: int, tools: Tools = None
+    chat: ChatTokenizer, messages: Conversation, prompt_length: int, tools: Tools = None
 ) -> list[list[Segment]]:
-    """The sequences of a conversation; actions are the assistant's messages from ``first`` on."""
+    """The sequences of a conversation; actions are the assistant's messages after the prompt.
+
+    Args:
+        prompt_length: the number of messages of the prompt.
+    """
     sequences: list[list[Segment]] = []
-    before = NO_INTS
-    for turn in range(first, len(messages)):
+    context = NO_INTS  # all tokens of the current sequence
+    for turn in range(prompt_length, len(messages)):
         if messages[turn]["role"] != ASSISTANT:
             continue
-        read = chat.prompt(messages[:turn], tools)
-        wrote = chat.response(messages[:turn], messages[turn], tools)
-        action = Segment("action", wrote, np.full(len(wrote), np.nan), np.full(len(wrote), -1))
-        images = images_of(messages[:turn])
-        if sequences and np.array_equal(read[: len(before)], before):
-            shown = images[len(images_in(sequences[-1])) :]
-            sequences[-1] += [Segment("observation", read[len(before) :], images=shown), action]
+        history = messages[:turn]
+        read = chat.prompt(history, tools)
+        wrote = chat.response(history, messages[turn], tools)
+        # No engine sampled the action: it has no log-probabilities and no version.
+        logprobs = np.full(len(wrote), np.nan)
+        versions = np.full(len(wrote), -1)
+        action = Segment("action", wrote, logprobs, versions)
+        images = images_of(history)
+        if sequences and np.array_equal(read[: len(context)], context):
+            sequence = sequences[-1]
+            new_images = images[len(images_in(sequence)) :]
+            observation = Segment("observation", read[len(context) :], images=new_images)
+            sequence += [observation, action]
         else:
             sequences.append([Segment("prompt", read, images=images), action])
-        before = joined(read, wrote)
+        context = joined(read, wrote)
     return sequences

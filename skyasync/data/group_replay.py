@@ -1,5 +1,4 @@
-"""Replay of solved groups: samples that earned a rare reward are trained once more
-(``data.replay_groups``).
+"""Replay of solved groups (``data.replay_groups``): rarely solved prompts are trained once more.
 
 Pure but for ``save`` and ``resume``: no clock, no random numbers. Invariant: which groups are
 replayed is a function of the groups that were trained, in their order, and checkpoints keep those
@@ -19,86 +18,87 @@ from math import isfinite
 from pathlib import Path
 
 from skyasync.config.schema import DataConfig
-from skyasync.rollout import partial_rollouts as saved
+from skyasync.rollout import partial_rollouts
 from skyasync.rollout.types import Group, Prompt, PromptId
 
 FILE = "solved.safetensors"
-MAX_STALENESS = 16  # of a replayed group, in policy versions
+# Of a replayed group, in policy versions: older samples are too far off-policy to be corrected.
+MAX_STALENESS = 16
 
 
 class SolvedGroups:
     """The groups that may be replayed, and those that are replayed in the current step.
 
     Attributes:
-        drawn: in the current step.
+        replayed: in the current step.
     """
 
     def __init__(self, cfg: DataConfig) -> None:
         self._count = cfg.replay_groups
         self._passing = cfg.sampler_passing
-        self._candidates: list[
-            tuple[int, Group]
-        ] = []  # with the step that trained them, in their order
-        self.drawn: list[Group] = []
+        # With the step that trained them, in their order.
+        self._candidates: list[tuple[int, Group]] = []
+        self.replayed: list[Group] = []
 
     def draw(self, step: int) -> list[Group]:
-        """The groups to be trained in addition, each for the last time: the most difficult, among
-        them the oldest.
+        """Choose the groups to be trained in addition, each once: the most difficult.
+
+        Of equally difficult ones the oldest come first.
 
         Args:
             step: training steps done.
         """
-        candidates = [
-            (when, each)
-            for when, each in self._candidates
-            if step - each.oldest_version <= MAX_STALENESS
-        ]
-        self.drawn = sorted((each for _, each in candidates), key=self._pass_rate)[: self._count]
-        drawn = set(map(id, self.drawn))
-        self._candidates = [(when, each) for when, each in candidates if id(each) not in drawn]
-        return self.drawn
+        candidates = []
+        for trained_step, group in self._candidates:
+            if step - group.oldest_version <= MAX_STALENESS:
+                candidates.append((trained_step, group))
+        # Sorting is stable: groups of one pass rate stay in the order of their steps.
+        groups = sorted((group for _, group in candidates), key=self._pass_rate)
+        self.replayed = groups[: self._count]
+        replayed = set(map(id, self.replayed))
+        self._candidates = [entry for entry in candidates if id(entry[1]) not in replayed]
+        return self.replayed
 
-    def own(self, groups: Sequence[Group]) -> list[Group]:
-        """Those of the step itself: not replayed ones."""
-        drawn = set(map(id, self.drawn))
-        return [group for group in groups if id(group) not in drawn]
+    def without_replayed(self, groups: Sequence[Group]) -> list[Group]:
+        """The groups of the step itself."""
+        # By identity: groups are compared by their contents, which takes long.
+        replayed = set(map(id, self.replayed))
+        return [group for group in groups if id(group) not in replayed]
 
     def trained(self, groups: Sequence[Group], step: int) -> None:
-        """This step has trained these for the first time; kept are those that at most half of the
-        samples have solved.
+        """Add groups that a step has trained for the first time.
 
-        One with a reward that is not finite would spoil the step that replays it.
+        Only those that some samples, and at most half of them, have solved may be replayed.
         """
-        if self._count:
-            fit = [group for group in groups if all(map(isfinite, group.rewards))]
-            self._candidates += [
-                (step, group) for group in fit if 0 < self._pass_rate(group) <= 0.5
-            ]
+        if not self._count:
+            return
+        for group in groups:
+            # A reward that is not finite would spoil the step that replays it.
+            if all(map(isfinite, group.rewards)) and 0 < self._pass_rate(group) <= 0.5:
+                self._candidates.append((step, group))
 
     def undo(self, step: int) -> None:
-        """The steps after this one have been undone, and their data is not trained another time."""
-        self._candidates = [(when, group) for when, group in self._candidates if when <= step]
+        """Forget the groups of steps after this one, which have been undone."""
+        self._candidates = [entry for entry in self._candidates if entry[0] <= step]
 
     def _pass_rate(self, group: Group) -> float:
-        right = [trajectory.reward >= self._passing for trajectory in group.played]
-        return sum(right) / max(len(right), 1)
+        passed = [trajectory.reward >= self._passing for trajectory in group.played]
+        return sum(passed) / max(len(passed), 1)
 
     def save(self, folder: Path) -> None:
-        """Write the groups that are left into a checkpoint."""
+        """Write the groups that may still be replayed into a checkpoint."""
         if self._candidates:
-            saved.write(
-                folder / FILE, saved.RolloutState({}, [group for _, group in self._candidates])
-            )
+            groups = [group for _, group in self._candidates]
+            partial_rollouts.write(folder / FILE, partial_rollouts.RolloutState({}, groups))
 
     def resume(self, folder: Path, prompt: Callable[[PromptId], Prompt]) -> None:
-        """Take over a checkpoint's groups.
+        """Continue with the groups of a checkpoint.
 
         Args:
             prompt: by its identity.
         """
-        saved_groups = self._count and (folder / FILE).exists()
-        if saved_groups:
-            groups = saved.read(folder / FILE, prompt).groups
-        else:
-            groups = []
-        self._candidates = [(0, group) for group in groups]  # of steps that are in the checkpoint
+        self._candidates = []
+        if self._count and (folder / FILE).exists():
+            state = partial_rollouts.read(folder / FILE, prompt)
+            # Step 0, because no step of a checkpoint is undone.
+            self._candidates = [(0, group) for group in state.groups]

@@ -30,7 +30,9 @@ from skyasync.rollout.types import Prompt, PromptId
 
 log = logging.getLogger(__name__)
 
-ENDLESS = sys.maxsize >> 1  # prompts of a stream whose run ends by its steps alone
+# Prompts of a stream whose run ends by its steps alone. Half of the largest integer of 64 bits, so
+# that sums of positions are such integers too.
+ENDLESS = sys.maxsize >> 1
 DIGEST_ROWS = 256  # evenly spaced; enough to tell other data, and quick on millions of rows
 
 
@@ -91,59 +93,53 @@ class PromptStream:
         self._seed = seed
         self.total = total
         self.rows = len(dataset)
-        self._parts = [
-            np.arange(len(dataset))
-        ]  # rows of each domain with a share, then those of the others
+        # Rows of each domain with a share, then those of the others.
+        self._domain_rows = [np.arange(len(dataset))]
         shares = [1.0]
         if proportions:
             names = [str(prompt.extras.get("domain") or "") for prompt in dataset]
-            self._parts, shares = _parts(names, proportions)
-        self._counts = _whole(shares, len(dataset))  # of each part in a pass
+            self._domain_rows, shares = _rows_by_domain(names, proportions)
+        self._counts = _rounded_counts(shares, len(dataset))  # of each domain in a pass
+        # Prompts in flight are of a few passes.
         self._slots = lru_cache(maxsize=4)(self._slots_of)
-        self._permutation = lru_cache(maxsize=4 * len(self._parts))(self._permutation_of)
+        self._permutation = lru_cache(maxsize=4 * len(self._domain_rows))(self._permutation_of)
 
     @classmethod
     def of_run(cls, cfg: Config, dataset: Sequence[Prompt]) -> PromptStream:
-        """What a run of this configuration trains on, in its order."""
-        if cfg.data.sampler != "uniform":
-            from skyasync.data.samplers import SAMPLERS, SampledStream
+        """The prompts that a run of this configuration trains on, in its order."""
+        if cfg.data.sampler == "uniform":
+            return cls._all_rows(cfg, dataset)
+        from skyasync.data.samplers import SAMPLERS, SampledStream
 
-            sampler = SAMPLERS.find(cfg.data.sampler)(cfg)
-            return SampledStream(
-                cls._all_rows(cfg, dataset), sampler, cfg.trainer.train_batch_size, cfg.trainer.seed
-            )
-        return cls._all_rows(cfg, dataset)
+        sampler = SAMPLERS.find(cfg.data.sampler)(cfg)
+        stream = cls._all_rows(cfg, dataset)
+        return SampledStream(stream, sampler, cfg.trainer.train_batch_size, cfg.trainer.seed)
 
     @classmethod
     def _all_rows(cls, cfg: Config, dataset: Sequence[Prompt]) -> PromptStream:
-        """Every row in each pass."""
+        """The stream with all rows in each pass."""
         from skyasync.data.stream import BlockStream, StreamedPrompts
 
         trainer = cfg.trainer
         size = trainer.train_batch_size
         seed = trainer.seed
+        total = prompts_of_run(trainer, len(dataset))
         if isinstance(dataset, StreamedPrompts):
-            total = prompts_of_run(trainer, len(dataset))
+            # Batches in flight: the stale ones or the queue, the one in training and the next.
             window = (max(trainer.max_staleness, trainer.async_queue_size) + 2) * size
             return BlockStream(dataset, size, seed, total, window, trainer.step_timeout_s)
         _warn_of_repeats(trainer, len(dataset))
-        return cls(
-            dataset,
-            size,
-            seed,
-            prompts_of_run(trainer, len(dataset)),
-            proportions_of(cfg.environment.domains),
-        )
+        return cls(dataset, size, seed, total, proportions_of(cfg.environment.domains))
 
     def mark(self, position: int) -> list[int]:
-        """Finds this position again in streamed data; empty for data in memory."""
+        """The mark of a position, for ``seek`` in streamed data; empty for data in memory."""
         return []
 
     def resumed(self, cfg: TrainerConfig, step: int, trained: int) -> None:
-        """So many steps and prompts were trained before; batches may have had another size."""
+        """Set the total after so many trained steps and prompts, perhaps of another batch size."""
         self.total = prompts_of_run(cfg, self.rows, step, trained)
 
-    def go_on(self, mark: Sequence[int]) -> None:
+    def seek(self, mark: Sequence[int]) -> None:
         """Continue from the position of a mark.
 
         Raises:
@@ -156,51 +152,58 @@ class PromptStream:
             )
 
     def steps(self, position: int = 0, trained_early: Collection[int] = ()) -> int:
-        """How many batches are left when all before ``position`` and those in ``trained_early`` are
-        trained."""
-        return max(0, -(-(self.total - position - len(trained_early)) // self._batch_size))
+        """The number of batches after those that are trained.
+
+        Args:
+            position: all prompts before it are trained.
+            trained_early: positions from there on that are trained too.
+        """
+        remaining = self.total - position - len(trained_early)
+        return max(0, -(-remaining // self._batch_size))  # rounded up
 
     def cursor(self, position: int = 0, trained_early: Collection[int] = ()) -> PromptCursor:
-        """A reader of what is left when all before ``position`` and those in ``trained_early`` are
-        trained."""
+        """A reader of the prompts that are not trained; arguments as for ``steps``."""
         return PromptCursor(self, position, trained_early)
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the messages of some rows, without system prompts, which are settings."""
+        """Digest of the messages of some rows."""
         digest = xxhash.xxh3_64()
         for row in range(0, self.rows, max(1, self.rows // DIGEST_ROWS)):
-            messages = [
-                message
-                for message in self._dataset[row].messages
-                if message.get("role") != "system"
-            ]
-            digest.update(
-                json.dumps(
-                    messages, sort_keys=True, default=lambda value: type(value).__name__
-                ).encode()
-            )
+            messages = []
+            for message in self._dataset[row].messages:
+                if message.get("role") != "system":  # a setting, which may change
+                    messages.append(message)
+            # Images have no JSON: the type's name stands for them.
+            text = json.dumps(messages, sort_keys=True, default=lambda value: type(value).__name__)
+            digest.update(text.encode())
         return digest.hexdigest()
 
     def prompt(self, position: int) -> Prompt:
+        """The prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self._dataset))
-        parts, ranks = self._slots(epoch)
-        part = int(parts[offset])
-        times, place = divmod(
-            epoch * self._counts[part] + int(ranks[offset]), len(self._parts[part])
-        )
-        prompt = self._dataset[int(self._parts[part][self._permutation(part, times)[place]])]
-        return replace(prompt, id=PromptId(times, prompt.id.row))
+        domains, ranks = self._slots(epoch)
+        domain = int(domains[offset])
+        rows = self._domain_rows[domain]
+        # Each domain has passes of its own: its prompts so far, counted through all epochs.
+        number = epoch * self._counts[domain] + int(ranks[offset])
+        domain_epoch, domain_offset = divmod(number, len(rows))
+        row = rows[self._permutation(domain, domain_epoch)[domain_offset]]
+        prompt = self._dataset[int(row)]
+        return replace(prompt, id=PromptId(domain_epoch, prompt.id.row))
 
     def preview(self, position: int) -> Prompt:
-        """A prompt of the data; which ones a run takes may depend on its course."""
+        """A prompt of the data; a run may take another one at this position."""
         return self.prompt(position)
 
     def observe(
         self, results: Sequence[tuple[Prompt, Sequence[float]]], position: int
     ) -> dict[str, float]:
-        """Groups of these prompts have ended with these rewards, and all before ``position`` are
-        trained.
+        """Note the rewards of groups that have ended.
+
+        Args:
+            results: prompts and the rewards of their groups.
+            position: all prompts before it are trained.
 
         Returns:
             metrics.
@@ -208,11 +211,11 @@ class PromptStream:
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What decides which prompts come next besides their position; for checkpoints."""
+        """The state for checkpoints by which the next prompts are chosen, besides the position."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave to a checkpoint."""
+        """Restore the ``state_dict`` of a checkpoint."""
 
     def of_identity(self, identity: PromptId) -> Prompt:
         """A prompt of the stream by its identity."""
@@ -224,19 +227,24 @@ class PromptStream:
         return {prompt.id.row: index for index, prompt in enumerate(self._dataset)}
 
     def _slots_of(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each offset in a pass: the part that it belongs to, and the number of earlier offsets
-        of this part."""
-        parts = np.repeat(np.arange(len(self._parts)), self._counts)
-        if len(self._parts) > 1:
-            parts = np.random.default_rng((self._seed, epoch, 0)).permutation(parts)
-        ranks = np.empty_like(parts)
-        for part, count in enumerate(self._counts):
-            ranks[parts == part] = np.arange(count)
-        return parts, ranks
+        """The domain of each offset in a pass, and its rank among the offsets of the domain.
 
-    def _permutation_of(self, part: int, times: int) -> np.ndarray:
-        key = (self._seed, times) if len(self._parts) == 1 else (self._seed, times, part + 1)
-        return np.random.default_rng(key).permutation(len(self._parts[part]))
+        Returns:
+            two arrays, ``[rows]``.
+        """
+        domains = np.repeat(np.arange(len(self._domain_rows)), self._counts)
+        if len(self._domain_rows) > 1:
+            domains = np.random.default_rng((self._seed, epoch, 0)).permutation(domains)
+        ranks = np.empty_like(domains)
+        for domain, count in enumerate(self._counts):
+            ranks[domains == domain] = np.arange(count)
+        return domains, ranks
+
+    def _permutation_of(self, domain: int, epoch: int) -> np.ndarray:
+        key: tuple[int, ...] = (self._seed, epoch)
+        if len(self._domain_rows) > 1:
+            key = (*key, domain + 1)  # 0 is the key of ``_slots_of``
+        return np.random.default_rng(key).permutation(len(self._domain_rows[domain]))
 
 
 class PromptCursor:
@@ -244,36 +252,39 @@ class PromptCursor:
 
     def __init__(self, stream: PromptStream, position: int, trained_early: Collection[int]) -> None:
         self._stream = stream
-        self._left = (p for p in range(position, stream.total) if p not in trained_early)
+        # A generator, because a stream may be endless.
+        positions = range(position, stream.total)
+        self._remaining = (number for number in positions if number not in trained_early)
 
     def take(self, count: int) -> PromptBatch:
         """The next ``count`` prompts, or as many as there are."""
-        positions = tuple(islice(self._left, count))
-        return PromptBatch([self._stream.prompt(p) for p in positions], positions)
+        positions = tuple(islice(self._remaining, count))
+        prompts = [self._stream.prompt(position) for position in positions]
+        return PromptBatch(prompts, positions)
 
 
 def prompts_of_run(
     trainer_cfg: TrainerConfig, dataset_size: int, step: int = 0, trained: int = 0
 ) -> int:
-    """How many prompts all epochs have, or as many of them as ``max_training_steps`` allows.
-
-    If rejected prompts are replaced, the number is not known.
+    """The number of prompts of all epochs, or as many of them as ``max_training_steps`` allows.
 
     Args:
         step, trained: training steps and prompts before a resume; batches may have had another
             size.
     """
     steps = trainer_cfg.max_training_steps
-    size = trainer_cfg.train_batch_size
     epochs = trainer_cfg.epochs
-    total = (epochs or (0 if steps else 1)) * dataset_size or ENDLESS
+    if not epochs and not steps:
+        epochs = 1
+    total = epochs * dataset_size or ENDLESS
+    # If rejected prompts are replaced, the number of a step's prompts is not known.
     if not steps or trainer_cfg.algorithm.dynamic_sampling.mode == "refill":
         return total
-    return min(total, trained + max(steps - step, 0) * size)
+    return min(total, trained + max(steps - step, 0) * trainer_cfg.train_batch_size)
 
 
 def _warn_of_repeats(trainer_cfg: TrainerConfig, dataset_size: int) -> None:
-    """A warning if the data is too short for the steps, or is gone through again."""
+    """Warn if the data is too short for the steps, or is repeated."""
     steps = trainer_cfg.max_training_steps
     size = trainer_cfg.train_batch_size
     epochs = trainer_cfg.epochs
@@ -289,40 +300,46 @@ def _warn_of_repeats(trainer_cfg: TrainerConfig, dataset_size: int) -> None:
         log.warning(message, steps, steps * size / dataset_size, dataset_size)
 
 
-def _parts(
+def _rows_by_domain(
     names: Sequence[str], proportions: Mapping[str, float]
 ) -> tuple[list[np.ndarray], list[float]]:
-    """The rows of each domain with a share, then those of the others, and their shares."""
+    """The rows of each domain with a share, then those of the others, and their shares.
+
+    Args:
+        names: of the rows' domains.
+    """
     domains = np.array(names)
-    parts = [np.flatnonzero(domains == name) for name in proportions]
+    domain_rows = [np.flatnonzero(domains == name) for name in proportions]
     shares = list(proportions.values())
-    rest = 1.0 - sum(proportions.values())
-    others = np.flatnonzero(~np.isin(domains, list(proportions)))
-    if len(others):
-        parts = [*parts, others]
-        shares = [*shares, rest]
-    elif abs(rest) > 1e-9:
+    remainder = 1.0 - sum(shares)
+    other_rows = np.flatnonzero(~np.isin(domains, list(proportions)))
+    if len(other_rows):
+        domain_rows.append(other_rows)
+        shares.append(remainder)
+    elif abs(remainder) > 1e-9:  # sums of decimal shares are not exact
         raise UserError(
-            f"environment.domains.*.proportion sum to {1 - rest:g}, and every row belongs to one of these domains: "
+            f"environment.domains.*.proportion sum to {1 - remainder:g}, and every row belongs to one of these domains: "
             f"they must sum to 1"
         )
-    for name, part, count in zip(
-        [*proportions, "the other domains"], parts, _whole(shares, len(names)), strict=False
-    ):
-        if len(part) == 0 or count == 0:
+    titles = [*proportions, "the other domains"]
+    counts = _rounded_counts(shares, len(names))
+    # Not strict: there may be no other domains.
+    for title, rows, count in zip(titles, domain_rows, counts, strict=False):
+        if len(rows) == 0 or count == 0:
             raise UserError(
-                f"environment.domains: {name} has {len(part)} rows, and its proportion of {len(names)} prompts rounds "
+                f"environment.domains: {title} has {len(rows)} rows, and its proportion of {len(names)} prompts rounds "
                 f"to {count}: raise or lower environment.domains.*.proportion, or remove the rows"
             )
-    return parts, shares
+    return domain_rows, shares
 
 
-def _whole(shares: Sequence[float], total: int) -> list[int]:
-    """Whole numbers in these proportions that add up to ``total``: largest remainders are rounded
-    up."""
+def _rounded_counts(shares: Sequence[float], total: int) -> list[int]:
+    """Integers in these proportions that add up to ``total``: largest remainders are rounded up."""
     exact = [share * total / sum(shares) for share in shares]
     counts = [int(number) for number in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda part: (counts[part] - exact[part], part))
-    for part in by_remainder[: total - sum(counts)]:
-        counts[part] += 1
+    # Negative, so that the largest come first; equal ones in their order.
+    remainders = [count - number for count, number in zip(counts, exact, strict=True)]
+    largest = sorted(range(len(shares)), key=remainders.__getitem__)
+    for index in largest[: total - sum(counts)]:
+        counts[index] += 1
     return counts

@@ -1,14 +1,14 @@
-"""Which prompts of the stream are taken: a curriculum by what their groups have earned.
+"""Samplers choose prompts of the stream: a curriculum by the rewards of their groups.
 
     stream (a function of seed and position) ──▶ offered ──chance──▶ taken, at a position of the run
                                                     └──▶ passed over; offered again in the next pass
 
-A sampler thins the prompt stream out: it says with what chance a prompt is taken when its turn
-comes. So prompts keep the stream's order and identities, whatever a sampler does, and none is in
+A sampler thins the prompt stream out: it gives the chance with which a prompt is taken when its
+turn comes. So prompts keep the stream's order and identities, whatever a sampler does, and none is in
 the run twice.
 
-Pure: no I/O, no clock. Invariant: what is taken is a function of the seed and of the groups that
-were trained, in their order. A group that arrives late counts when it is trained, so that a
+Pure: no I/O, no clock. Invariant: the choice is a function of the seed and of the groups that were
+trained, in their order. A group that arrives late counts when it is trained, so that a
 checkpoint holds the same as the run.
 """
 
@@ -27,7 +27,7 @@ from skyasync.errors import UserError
 from skyasync.registry import Registry
 from skyasync.rollout.types import Prompt, PromptId
 
-MOST_OFFERED = 1000  # for one position; then a prompt is taken whatever its chance
+MAX_OFFERED = 1000  # for one position: then a prompt is taken at any chance, so that a run goes on
 MEMORY = 0.7  # of a row's earlier samples, when it is sampled again: the policy has changed
 FLOOR = 0.05  # of a chance: a prompt that is always or never solved is tried in one of 20 passes
 POOL_MEMORY = 0.98  # of a pool's earlier groups
@@ -37,8 +37,7 @@ SAMPLERS = Registry("sampler", [__name__])
 
 @SAMPLERS.register("uniform")
 class PromptSampler:
-    """The interface of a sampler, which takes every prompt. Your own:
-    ``data.sampler=file.py:Class``.
+    """The interface of a sampler (``data.sampler=file.py:Class``); this one takes every prompt.
 
     Args:
         cfg: the run's configuration.
@@ -48,23 +47,25 @@ class PromptSampler:
         self.cfg = cfg
 
     def chance(self, prompt: Prompt) -> float:
-        """With what chance the prompt is taken now, from 0 to 1."""
+        """The chance with which the prompt is taken now, from 0 to 1."""
         return 1.0
 
     def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
-        """A group of this prompt has been trained, or rejected, with these rewards; failed episodes
-        are left out."""
+        """Note the rewards of a group that has been trained or rejected.
+
+        Args:
+            rewards: of its episodes, without those that failed.
+        """
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What checkpoints keep of it: numbers, strings, booleans, None, and lists and mappings of
-        them.
+        """The state for checkpoints: numbers, strings, booleans, None, lists and mappings.
 
         Keys of mappings are text when they are loaded.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave to the checkpoint that the run resumes from."""
+        """Restore the ``state_dict`` of the checkpoint that the run resumes from."""
 
 
 @SAMPLERS.register("pass_rate")
@@ -86,9 +87,8 @@ class PassRateSampler(PromptSampler):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        self._rows: dict[
-            str, list[float]
-        ] = {}  # row -> samples and right ones, earlier ones discounted
+        # By row and by pool: samples and right ones, earlier ones discounted.
+        self._rows: dict[str, list[float]] = {}
         self._pools: dict[str, list[float]] = {}
 
     def pool(self, prompt: Prompt) -> str:
@@ -99,11 +99,11 @@ class PassRateSampler(PromptSampler):
         return ""
 
     def pass_rate(self, prompt: Prompt) -> float:
-        """As estimated now; 1/2 if nothing is known."""
+        """The current estimate; 1/2 without any samples."""
         samples, right = self._pools.get(self.pool(prompt), (0.0, 0.0))
-        of_pool = (right + 1) / (samples + 2)
+        pool_rate = (right + 1) / (samples + 2)  # as if one sample were right and one wrong
         samples, right = self._rows.get(str(prompt.id.row), (0.0, 0.0))
-        return (right + of_pool) / (samples + 1)
+        return (right + pool_rate) / (samples + 1)
 
     def chance(self, prompt: Prompt) -> float:
         rate = self.pass_rate(prompt)
@@ -111,12 +111,8 @@ class PassRateSampler(PromptSampler):
 
     def observe(self, prompt: Prompt, rewards: Sequence[float]) -> None:
         right = sum(reward >= self.cfg.data.sampler_passing for reward in rewards)
-        for table, name, memory in (
-            (self._rows, str(prompt.id.row), MEMORY),
-            (self._pools, self.pool(prompt), POOL_MEMORY),
-        ):
-            before = table.get(name, [0.0, 0.0])
-            table[name] = [memory * before[0] + len(rewards), memory * before[1] + right]
+        _add_samples(self._rows, str(prompt.id.row), MEMORY, len(rewards), right)
+        _add_samples(self._pools, self.pool(prompt), POOL_MEMORY, len(rewards), right)
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"rows": self._rows, "pools": self._pools}
@@ -124,6 +120,13 @@ class PassRateSampler(PromptSampler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._rows = dict(state["rows"])
         self._pools = dict(state["pools"])
+
+
+def _add_samples(
+    table: dict[str, list[float]], name: str, memory: float, count: int, right: int
+) -> None:
+    earlier_count, earlier_right = table.get(name, (0.0, 0.0))
+    table[name] = [memory * earlier_count + count, memory * earlier_right + right]
 
 
 class SampledStream(PromptStream):
@@ -145,32 +148,37 @@ class SampledStream(PromptStream):
         self.rows = stream.rows
         self.offered = 0
         self._next = 0  # the first position that has no prompt yet
-        self._taken_from: dict[
-            int, int
-        ] = {}  # position in the run -> in the stream, until it is trained
+        # Position in the run -> position in the stream, until it is trained.
+        self._stream_positions: dict[int, int] = {}
 
     def prompt(self, position: int) -> Prompt:
         while self._next <= position:
-            self._taken_from[self._next] = self._take()
+            self._stream_positions[self._next] = self._take()
             self._next += 1
-        return self._stream.prompt(self._taken_from[position])
+        return self._stream.prompt(self._stream_positions[position])
 
     def _take(self) -> int:
-        for _ in range(MOST_OFFERED):
-            place = self.offered
+        """Offer prompts until one is taken; returns its position in the stream."""
+        for _ in range(MAX_OFFERED):
+            position = self.offered
             self.offered += 1
-            prompt = self._stream.prompt(place)
-            returned: Any = self._sampler.chance(prompt)
-            try:
-                chance = float(returned)
-            except (TypeError, ValueError):
-                chance = nan
-            if isnan(chance):  # no prompt would be taken by it
-                name = type(self._sampler).__name__
-                raise UserError(f"{name}.chance returned {returned!r} for {prompt.id}: no number")
-            if np.random.default_rng((self._seed, place, 1)).random() < chance:
+            # A generator of its own for each position: the choice does not depend on the others.
+            random = np.random.default_rng((self._seed, position, 1)).random()
+            if random < self._chance(self._stream.prompt(position)):
                 break
-        return place
+        return position
+
+    def _chance(self, prompt: Prompt) -> float:
+        """The sampler's chance. Raises ``UserError`` if a user's class returns no number."""
+        value: Any = self._sampler.chance(prompt)
+        try:
+            chance = float(value)
+        except (TypeError, ValueError):
+            chance = nan
+        if isnan(chance):  # no prompt would be taken by it
+            name = type(self._sampler).__name__
+            raise UserError(f"{name}.chance returned {value!r} for {prompt.id}: no number")
+        return chance
 
     def preview(self, position: int) -> Prompt:
         return self._stream.preview(position)
@@ -188,17 +196,18 @@ class SampledStream(PromptStream):
         for prompt, rewards in results:
             if rewards:
                 self._sampler.observe(prompt, rewards)
-        self._taken_from = {
-            each: place for each, place in self._taken_from.items() if each >= position
-        }
+        for run_position in list(self._stream_positions):
+            if run_position < position:
+                del self._stream_positions[run_position]
         if self.offered:
             return {"sampler/taken": self._next / self.offered}
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        taken = [[position, place] for position, place in self._taken_from.items()]
+        positions = list(map(list, self._stream_positions.items()))
         state = dict(self._sampler.state_dict())
-        if type(self._sampler) is not PassRateSampler:  # whose state is plain, and may be large
+        # The library's sampler has plain state, which may be large: it is not tried.
+        if type(self._sampler) is not PassRateSampler:
             try:
                 json.dumps(state)
             except (TypeError, ValueError) as error:
@@ -206,16 +215,17 @@ class SampledStream(PromptStream):
                     f"{type(self._sampler).__name__}.state_dict() returns what a checkpoint cannot keep ({error}): it "
                     f"may hold numbers, strings, booleans, None, lists and mappings"
                 ) from error
-        return {"offered": self.offered, "next": self._next, "taken": taken, "sampler": state}
+        return {"offered": self.offered, "next": self._next, "taken": positions, "sampler": state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.offered = state["offered"]
         self._next = state["next"]
-        self._taken_from = dict(state["taken"])
+        self._stream_positions = dict(state["taken"])
         self._sampler.load_state_dict(state["sampler"])
 
     def mark(self, position: int) -> list[int]:
-        return self._stream.mark(min(self._taken_from.values(), default=self.offered))
+        # Of the earliest prompt that may be needed again.
+        return self._stream.mark(min(self._stream_positions.values(), default=self.offered))
 
-    def go_on(self, mark: Sequence[int]) -> None:
-        self._stream.go_on(mark)
+    def seek(self, mark: Sequence[int]) -> None:
+        self._stream.seek(mark)

@@ -1,4 +1,4 @@
-"""Where rows come from: loaded whole, or read one by one from any row on (``data.streaming``).
+"""Sources of rows: loaded at once, or read one by one from any row on (``data.streaming``).
 
 | ``data.train_data`` / ``val_data``       | rows                                                                |
 |------------------------------------------|---------------------------------------------------------------------|
@@ -33,8 +33,8 @@ Read = Callable[[int], Iterator[Row]]  # the rows of a source from a number on
 
 FILES = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(#(?P<config>[^:#]+))?(:(?P<split>.+))?")
-KNOWN_EVERY = 4096  # lines of a file whose offsets are kept
-ROWS_AT_ONCE = 256  # of a Parquet file
+OFFSET_INTERVAL = 4096  # lines from one whose offset is recorded to the next
+ROWS_AT_ONCE = 256  # of a Parquet file: long rows of a row group need not be in memory together
 _SPLITS = {False: ("train",), True: ("validation", "valid", "val", "test")}
 
 
@@ -52,9 +52,8 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         from skyasync.rewards import reasoning
 
         task = source.removeprefix(TASK_SOURCE)
-        return reasoning.rows(
-            task, cfg.data.reasoning_gym.get(task, {}), cfg.trainer.seed, evaluation=is_eval
-        )
+        options = cfg.data.reasoning_gym.get(task, {})
+        return reasoning.rows(task, options, cfg.trainer.seed, evaluation=is_eval)
     suffix = Path(source).suffix
     if suffix in FILES:
         path = check_file(source)
@@ -79,22 +78,22 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         if is_saved(folder):
             from datasets import Dataset, load_from_disk
 
-            saved = load_from_disk(str(folder))
-            if isinstance(saved, Dataset):
-                return saved
-            return saved[split_among(list(saved), split, source, is_eval)]
+            dataset = load_from_disk(str(folder))
+            if isinstance(dataset, Dataset):
+                return dataset
+            return dataset[split_among(list(dataset), split, source, is_eval)]
         name = str(folder)
-    elif hub := HUB.fullmatch(source):
-        name = hub["name"]
-        config = hub["config"]
-        split = hub["split"]
-    elif ":" in source:
-        return resolve_reference(source, kind="data source")()
     else:
-        raise UserError(
-            f"data source {source!r} is neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data "
-            f"set (owner/name#config:split), reasoning_gym:task or module:function"
-        )
+        hub = HUB.fullmatch(source)
+        if hub:
+            name, config, split = hub.group("name", "config", "split")
+        elif ":" in source:
+            return resolve_reference(source, kind="data source")()
+        else:
+            raise UserError(
+                f"data source {source!r} is neither a .parquet, .jsonl or .json file, nor a folder, a Hugging Face data "
+                f"set (owner/name#config:split), reasoning_gym:task or module:function"
+            )
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
 
@@ -102,11 +101,8 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
         if split and "[" in split:  # a slice: train[:100]
             return load_dataset(name, config, split=split)
         splits = load_dataset(name, config)
-    except (
-        DatasetGenerationError,
-        ValueError,
-        OSError,
-    ) as error:  # also: no such data set, hub out of reach
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        # Also if there is no such data set, or the hub is out of reach.
         raise UserError(
             f"data source {source!r} cannot be loaded: {error.__cause__ or error}"
         ) from error
@@ -114,22 +110,26 @@ def rows(source: str, cfg: Config, *, is_eval: bool) -> Iterable[Row]:
 
 
 def absolute(source: str) -> str:
-    """Files and folders by their absolute path, for processes with another working directory;
-    others as they are."""
-    place, colon, split = source.partition(":")
-    path = Path(place).expanduser()
-    if (place and path.is_dir()) or (path.is_file() and not colon):
+    """A source for processes with another working directory: files by their absolute paths."""
+    name, colon, split = source.partition(":")
+    path = Path(name).expanduser()
+    if (name and path.is_dir()) or (path.is_file() and not colon):
         return f"{path.resolve()}{colon}{split}"
     return absolute_reference(source)
 
 
 def absolute_all(sources: str | list[str]) -> list[str]:
     """``absolute`` of one source or several."""
-    return [absolute(source) for source in ([sources] if isinstance(sources, str) else sources)]
+    if isinstance(sources, str):
+        sources = [sources]
+    return list(map(absolute, sources))
 
 
 def parse_line(line: bytes, number: int) -> Row:
-    """A line of a JSON lines file, the row with this number; that it is an object is checked later.
+    """Parse a line of a JSON lines file; whether it is an object is checked later.
+
+    Args:
+        number: of the row, for messages.
 
     Raises:
         ValueError: naming the row.
@@ -150,30 +150,24 @@ def check_file(source: str) -> Path:
     """Raises ``UserError`` if there is no such file."""
     path = Path(source)
     if not path.is_file():
-        close = nearest(
-            path.name,
-            [file.name for file in path.parent.glob("*") if file.suffix in FILES],
-            count=1,
-        )
-        raise UserError(
-            f"data file {source!r} does not exist{f': did you mean {close[0]!r}?' if close else ''}"
-        )
+        files = [file.name for file in path.parent.glob("*") if file.suffix in FILES]
+        suggestions = nearest(path.name, files, count=1)
+        hint = f": did you mean {suggestions[0]!r}?" if suggestions else ""
+        raise UserError(f"data file {source!r} does not exist{hint}")
     return path
 
 
 def _is_of_a_server(path: Path) -> bool:
-    """Whether it is data of NeMo Gym. Its servers read the rows again, to which ``datasets`` adds
-    entries of others."""
+    """Whether a file has rows of NeMo Gym, whose servers read them again."""
+    # ``datasets`` would add to each row the entries of the others.
     with path.open("rb") as file:
         return b'"responses_create_params"' in file.readline()
 
 
 def is_saved(folder: Path) -> bool:
     """Whether ``datasets`` has saved a data set there."""
-    return any(
-        (folder / name).is_file()
-        for name in ("dataset_dict.json", "dataset_info.json", "state.json")
-    )
+    files = ("dataset_dict.json", "dataset_info.json", "state.json")
+    return any((folder / name).is_file() for name in files)
 
 
 def split_among(splits: list[str], name: str | None, source: str, is_eval: bool) -> str:
@@ -182,19 +176,21 @@ def split_among(splits: list[str], name: str | None, source: str, is_eval: bool)
         if name not in splits:
             raise UserError(f"data source {source!r}: {unknown('split', name, splits)}")
         return name
-    usual = [split for split in _SPLITS[is_eval] if split in splits]
-    if not usual and len(splits) > 1:
+    for usual in _SPLITS[is_eval]:
+        if usual in splits:
+            return usual
+    if len(splits) > 1:
         raise UserError(
             f"data source {source!r} has the splits {', '.join(splits)}: write {source}:SPLIT"
         )
-    return (usual or splits)[0]
+    return splits[0]
 
 
 # ---------------------------------------------------------------- row by row
 
 
 def reader(source: str, cfg: Config) -> Read:
-    """Reads a source from any row on without loading it.
+    """A reader of a source from any row on, which does not load it.
 
     Parquet files start at the row group, JSON lines at the nearest line whose offset is known,
     folders of ``save_to_disk`` by number. ``datasets`` streams other data sets and skips; functions
@@ -209,24 +205,23 @@ def reader(source: str, cfg: Config) -> Read:
     if suffix in FILES:
         path = check_file(source)
         with path.open("rb") as file:
-            if file.read(64).lstrip()[:1] == b"[":
-                raise UserError(
-                    f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)"
-                )
+            beginning = file.read(64).lstrip()
+        if beginning.startswith(b"["):
+            raise UserError(
+                f"data.streaming=true: {source} is one JSON list; write it as JSON lines (.jsonl)"
+            )
         return partial(_translated, source, partial(_json_lines, path, [0]))
     name, _, part = source.partition(":")
     folder = Path(name).expanduser()
     config = None
     split = part or None
-    is_folder = bool(name) and not source.rpartition(":")[0].endswith(".py") and folder.is_dir()
-    if is_folder or source.startswith(TASK_SOURCE):
-        hub = None
-    else:
+    is_function = source.rpartition(":")[0].endswith(".py")
+    is_folder = bool(name) and not is_function and folder.is_dir()
+    hub = None
+    if not is_folder and not source.startswith(TASK_SOURCE):
         hub = HUB.fullmatch(source)
     if hub:
-        name = hub["name"]
-        config = hub["config"]
-        split = hub["split"]
+        name, config, split = hub.group("name", "config", "split")
     elif is_folder and not is_saved(folder):
         name = str(folder)
     else:
@@ -240,17 +235,17 @@ def reader(source: str, cfg: Config) -> Read:
 
 @runtime_checkable
 class _Indexed(Protocol):
-    """Rows that are read by their numbers: a list or a data set."""
+    """Rows with numbers: a list or a data set."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> Row: ...
 
 
 def _from_row(source: str, cfg: Config, start: int) -> Iterator[Row]:
-    whole = rows(source, cfg, is_eval=False)
-    if isinstance(whole, _Indexed):
-        return (whole[number] for number in range(start, len(whole)))
-    return islice(whole, start, None)
+    source_rows = rows(source, cfg, is_eval=False)
+    if isinstance(source_rows, _Indexed):
+        return (source_rows[number] for number in range(start, len(source_rows)))
+    return islice(source_rows, start, None)
 
 
 def _parquet(path: Path, start: int) -> Iterator[Row]:
@@ -261,26 +256,32 @@ def _parquet(path: Path, start: int) -> Iterator[Row]:
             size = file.metadata.row_group(group).num_rows
             if start < size:
                 for batch in file.iter_batches(ROWS_AT_ONCE, row_groups=[group]):
-                    yield from batch.slice(start).to_pylist() if start < len(batch) else ()
+                    if start < len(batch):
+                        yield from batch.slice(start).to_pylist()
                     start = max(0, start - len(batch))
             else:
-                start -= size
+                start -= size  # from here on ``start`` counts the rows of the groups that follow
 
 
 def _json_lines(path: Path, offsets: list[int], start: int) -> Iterator[Row]:
-    """``offsets``: of the lines 0, ``KNOWN_EVERY``, ..., as far as they have been read; extended
-    here."""
-    known = min(start // KNOWN_EVERY, len(offsets) - 1)
-    number = known * KNOWN_EVERY
+    """The rows of a JSON lines file from ``start`` on.
+
+    Args:
+        offsets: of the lines 0, ``OFFSET_INTERVAL``, ..., as far as they have been read. The reader
+            extends them.
+    """
+    index = min(start // OFFSET_INTERVAL, len(offsets) - 1)
+    number = index * OFFSET_INTERVAL
     with path.open("rb") as file:
-        file.seek(offsets[known])
+        file.seek(offsets[index])
+        # Not by iteration, after which a file does not give its position.
         while line := file.readline():
-            if not line.strip():
+            if not line.strip():  # blank lines have no number
                 continue
             if number >= start:
                 yield parse_line(line, number)
             number += 1
-            if number % KNOWN_EVERY == 0 and number // KNOWN_EVERY == len(offsets):
+            if number % OFFSET_INTERVAL == 0 and number // OFFSET_INTERVAL == len(offsets):
                 offsets.append(file.tell())
 
 
@@ -291,55 +292,60 @@ def _streamed(
     from datasets import load_dataset
 
     splits = load_dataset(name, config, streaming=True)
-    rows = splits[split_among(list(map(str, splits)), split, source, is_eval=False)]
-    return iter(rows.skip(start) if start else rows)
+    split_name = split_among(list(map(str, splits)), split, source, is_eval=False)
+    rows = splits[split_name]
+    if start:
+        rows = rows.skip(start)
+    return iter(rows)
 
 
 def _translated(source: str, read: Read, start: int) -> Iterator[Row]:
-    """Raises a library's error about a source that cannot be read as the user's error."""
+    """The rows of a source; errors of libraries that read it are raised as ``UserError``."""
     try:
         yield from read(start)
-    except (OSError, ValueError) as error:  # pyarrow's errors and those of datasets are among them
+    except (OSError, ValueError) as error:  # the errors of pyarrow and datasets are subclasses
         raise UserError(
             f"data source {source!r} cannot be read: {error.__cause__ or error}"
         ) from error
 
 
 class InterleavedSources:
-    """Several sources as one: the next row is of the source with the fewest rows so far, until all
-    have ended.
+    """Several sources as one: the next row is of the source with the fewest rows so far.
 
-    ``given``: rows read of each source, which decide all that follow.
+    Attributes:
+        rows_read: of each source. They alone decide the rows that follow.
     """
 
     def __init__(self, reads: Iterable[Read]) -> None:
         self._reads = list(reads)
-        self.given: tuple[int, ...] = (0,) * len(self._reads)
-        self._open: list[Iterator[Row] | None] = []
+        self.rows_read: tuple[int, ...] = (0,) * len(self._reads)
+        self._iterators: list[Iterator[Row] | None] = []
 
-    def seek(self, given: tuple[int, ...]) -> None:
+    def seek(self, rows_read: tuple[int, ...]) -> None:
         """Continue after these numbers of rows."""
-        if given != self.given or not self._open:
-            self.given, self._open = (
-                given,
-                [read(start) for read, start in zip(self._reads, given, strict=True)],
-            )
+        # Sources that stand there already stay open.
+        if rows_read != self.rows_read or not self._iterators:
+            self._iterators = [
+                read(start) for read, start in zip(self._reads, rows_read, strict=True)
+            ]
+            self.rows_read = rows_read
 
     def take(self, count: int) -> list[Row]:
-        """The next rows; fewer at the end of all"""
-        self.seek(self.given)
+        """The next rows; fewer at the end of all sources."""
+        self.seek(self.rows_read)
         rows = list[Row]()
-        given = list(self.given)
-        open_sources = [number for number, source in enumerate(self._open) if source is not None]
+        rows_read = list(self.rows_read)
+        open_sources = {
+            number: source for number, source in enumerate(self._iterators) if source is not None
+        }
         while open_sources and len(rows) < count:
-            number = min(open_sources, key=lambda n: (given[n], n))
-            source = self._open[number]
-            assert source is not None
+            # Of sources with equally many rows the first one: their numbers are in order.
+            number = min(open_sources, key=rows_read.__getitem__)
             try:
-                rows.append(next(source))
-                given[number] += 1
+                rows.append(next(open_sources[number]))
+                rows_read[number] += 1
             except StopIteration:
-                self._open[number] = None
-                open_sources.remove(number)
-        self.given = tuple(given)
+                self._iterators[number] = None
+                del open_sources[number]
+        self.rows_read = tuple(rows_read)
         return rows

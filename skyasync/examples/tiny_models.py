@@ -237,7 +237,7 @@ def fine_tune(
         worker.setup()
         for _ in range(steps.count):
             sources = {"rows": list(islice(rows, steps.batch_size))}
-            prompts = load_demonstrations(["rows"], cfg, tokenizer, known=sources)
+            prompts = load_demonstrations(["rows"], cfg, tokenizer, loaded_rows=sources)
             batch = collate(groups_of(prompts, 0))
             weights = loss_weights(cfg.trainer.algorithm, batch.loss_mask, batch.group_ids)
             # With advantages of 1 the policy loss is the cross-entropy of the demonstrations.

@@ -103,13 +103,13 @@ class BasePPOExp:
         data = self.cfg.data
         if data.streaming:
             return stream_prompts(data.train_data, self.cfg, self.tokenizer)
-        return load_prompts(data.train_data, self.cfg, self.tokenizer, known=self.data_rows)
+        return load_prompts(data.train_data, self.cfg, self.tokenizer, loaded_rows=self.data_rows)
 
     def get_eval_dataset(self) -> Sequence[Prompt] | None:
         """The validation prompts, by default of ``data.val_data`` and ``data.val_sets``, or None."""
         from skyasync.data.datasets import load_eval_prompts
 
-        return load_eval_prompts(self.cfg, self.tokenizer, known=self.data_rows) or None
+        return load_eval_prompts(self.cfg, self.tokenizer, loaded_rows=self.data_rows) or None
 
     def get_tracker(self) -> Tracker:
         """The tracker of the metrics of every step, by default those of ``trainer.logger``."""

@@ -418,7 +418,7 @@ class RayPPOTrainer(AlgorithmHooks):
 
         ledger = self.ledger
         metrics = self.metrics
-        own = self.context.solved.own
+        own = self.context.solved.without_replayed
         self.guard.check_rewards(groups, trained=True)
         self.learner.groups += groups
         self.reporter.prepared(groups)
@@ -489,7 +489,7 @@ class RayPPOTrainer(AlgorithmHooks):
             self.context.prompts.observe(rollout.results, self.context.progress.position)
         )
         if self.cfg.data.replay_groups:
-            self.metrics["sampler/replayed"] = float(len(self.context.solved.drawn))
+            self.metrics["sampler/replayed"] = float(len(self.context.solved.replayed))
         checkpointer.between_steps = True
         step = self.global_step
         await self.reporter.ended(step, self.ledger.close(rollout))

@@ -206,7 +206,7 @@ def test_demonstrations_with_images_are_learned(ray_session: None, tmp_path: Pat
     ]
     whole = {"messages": [*turns, later, turns[1]], "images": [urls[1]]}
     (read,) = load_demonstrations(
-        ["x"], settings(model), load_tokenizer(model), known={"x": [whole]}
+        ["x"], settings(model), load_tokenizer(model), loaded_rows={"x": [whole]}
     )
     (segments,) = read.sequences
     assert [segment.images for segment in segments] == [(noise(1),), (), (noise(2),), ()]

@@ -221,7 +221,7 @@ def test_a_row_that_nothing_could_judge_is_told_before_the_run(row, more, line):
     ]
     for is_eval in (False, True):
         with pytest.raises(UserError, match=line):
-            load_prompts(["mine"], cfg, tokenizer(), is_eval=is_eval, known={"mine": rows})
+            load_prompts(["mine"], cfg, tokenizer(), is_eval=is_eval, loaded_rows={"mine": rows})
 
 
 @pytest.mark.parametrize(
@@ -234,21 +234,21 @@ def test_a_metric_that_no_reward_function_reports_is_told_before_the_run(metric,
     cfg = load_config(["trainer.policy.model.path=a/b", REWARD, f"trainer.algorithm.dynamic_sampling.metric={metric}",
                        "trainer.algorithm.dynamic_sampling.type=variance"])  # fmt: skip
     rows = {"mine": [{"prompt": "a", "label": "b", **row}]}
-    assert load_prompts(["mine"], cfg, tokenizer(), is_eval=True, known=rows)
+    assert load_prompts(["mine"], cfg, tokenizer(), is_eval=True, loaded_rows=rows)
     if known:
-        assert load_prompts(["mine"], cfg, tokenizer(), known=rows)
+        assert load_prompts(["mine"], cfg, tokenizer(), loaded_rows=rows)
     else:
         with pytest.raises(
             UserError, match=f"data row 0: unknown metric in .*dynamic_sampling.metric '{metric}': "
         ):
-            load_prompts(["mine"], cfg, tokenizer(), known=rows)
+            load_prompts(["mine"], cfg, tokenizer(), loaded_rows=rows)
 
 
 def test_held_out_sets_are_numbered_through_and_bear_their_names():
     cfg = load_config(["trainer.policy.model.path=a/b", "environment.env_class=gsm8k", "data.val_data=mine",
                        "data.val_sets={aime: [mine, more]}"])  # fmt: skip
     known = {"mine": [{"prompt": "a"}, {"prompt": "b"}], "more": [{"prompt": "c"}]}
-    found = load_eval_prompts(cfg, tokenizer(), known=known)
+    found = load_eval_prompts(cfg, tokenizer(), loaded_rows=known)
     assert [(p.id.row, p.eval_set) for p in found] == [
         (0, ""),
         (1, ""),

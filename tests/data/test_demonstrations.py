@@ -34,7 +34,7 @@ def load(
     cfg.data.apply_chat_template, cfg.trainer.max_prompt_length = apply, limit
     cfg.generator.sampling_params.max_generate_length = 1
     speaks.chat_template = template or speaks.chat_template
-    return load_demonstrations(["rows"], cfg, speaks, known={"rows": rows})
+    return load_demonstrations(["rows"], cfg, speaks, loaded_rows={"rows": rows})
 
 
 def shown(sequence: list[Segment]) -> list[tuple[str, str]]:

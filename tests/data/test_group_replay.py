@@ -53,7 +53,7 @@ def test_what_few_samples_have_solved_is_replayed_once_and_the_most_difficult_fi
     )
     solved.trained([group(4, [0, 1, 0, 0]), group(5, [0.9, 0.9, 0, 0])], 2)
     assert rows(solved.draw(2)) == [3, 4]
-    assert rows(solved.own([group(6, [1, 0]), *solved.drawn])) == [6]
+    assert rows(solved.without_replayed([group(6, [1, 0]), *solved.replayed])) == [6]
     assert [rows(solved.draw(3)), rows(solved.draw(4))] == [[2], []]
 
 
@@ -180,7 +180,7 @@ async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_traine
         """The first new group of each step, and every replayed one."""
 
         def filter_groups(self, groups: list[Group]) -> list[Group]:
-            return self.context.solved.own(groups)[1:]
+            return self.context.solved.without_replayed(groups)[1:]
 
     await recorded(LeavesOut, replaying(model), tmp_path / "run")
     ledger = read_rows(tmp_path / "run" / "ledger.jsonl")

@@ -171,7 +171,7 @@ def test_streamed_data_goes_on_at_its_mark() -> None:
     whole, again, taken = sampled(), sampled(), []
     for position in range(50):
         if position == 30:
-            again.go_on(whole.mark(position))
+            again.seek(whole.mark(position))
             again.load_state_dict(json.loads(json.dumps(whole.state_dict())))
         taken.append(whole.prompt(position))
         whole.observe([(taken[-1], [float(taken[-1].id.row % 2)] * 4)], position + 1)

@@ -118,7 +118,7 @@ def test_a_source_reads_on_from_any_row(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(sources, "KNOWN_EVERY", 8)
+    monkeypatch.setattr(sources, "OFFSET_INTERVAL", 8)
     monkeypatch.setattr(sources, "ROWS_AT_ONCE", 3)
     read = reader(files[kind], configured(files[kind]))
     for start in (0, 1, 6, 7, 30, 49, 50, 20):
@@ -135,7 +135,7 @@ def test_sources_take_turns_and_what_they_have_given_finds_the_place_again(
 
     source, found, positions = InterleavedSources(reads()), list[dict[str, Any]](), []
     while True:
-        positions.append((len(found), source.given))
+        positions.append((len(found), source.rows_read))
         rows = source.take(count)
         found += rows
         if len(rows) < count:
@@ -243,7 +243,7 @@ def test_a_mark_and_a_position_are_all_that_a_resumed_run_needs(
     every = ids(whole)
     position = min(position, 59)
     resumed = rows.stream(buffer, seed=seed)
-    resumed.go_on(rows.stream(buffer, seed=seed).mark(position))
+    resumed.seek(rows.stream(buffer, seed=seed).mark(position))
     assert [resumed.prompt(place).id for place in range(position, 60)] == every[position:]
     for identity in every[position:][::-1]:
         assert resumed.of_identity(identity).id == identity
@@ -292,12 +292,12 @@ def test_another_order_than_the_checkpoints_is_refused() -> None:
     rows = Rows(20)
     mark = rows.stream(5).mark(11)
     with pytest.raises(UserError, match=r"data\.shuffle_buffer=5, this one has 6"):
-        rows.stream(6).go_on(mark)
+        rows.stream(6).seek(mark)
     with pytest.raises(UserError, match=r"without data\.streaming"):
-        rows.stream(5).go_on([])
+        rows.stream(5).seek([])
     held = PromptStream([Prompt(PromptId(0, 0), [], "e")], 1, 1, 1)
     with pytest.raises(UserError, match=r"data\.streaming=true"):
-        held.go_on(mark)
+        held.seek(mark)
 
 
 # ---------------------------------------------------------------- from a configuration

@@ -87,7 +87,7 @@ class Local(BasePPOExp):
             [source],
             self.cfg,
             self.get_tokenizer(),
-            known={source: [dict(row) for row in self.rows]},
+            loaded_rows={source: [dict(row) for row in self.rows]},
         )
 
     def get_tokenizer(self) -> Any:

@@ -122,7 +122,7 @@ def test_a_text_with_a_placeholder_and_no_image_is_rejected(folder: str) -> None
     cfg.data.train_data = ["rows.jsonl"]
     rows = {"rows.jsonl": [{"prompt": "1 + 1", "answer": "2"}, {"prompt": mark, "answer": "2"}]}
     with pytest.raises(UserError, match="data row 1: the prompt has 1 placeholders for 0 images"):
-        load_prompts(cfg.data.train_data, cfg, load_tokenizer(folder), known=rows)
+        load_prompts(cfg.data.train_data, cfg, load_tokenizer(folder), loaded_rows=rows)
 
 
 def test_rows_with_images_have_the_gradient_of_each_row_alone(folder: str) -> None:
@@ -304,7 +304,7 @@ def test_prompts_with_too_many_or_too_large_images_are_left_out(
         cfg.data.train_data,
         cfg,
         tokenizer,
-        known={"rows.jsonl": [row | {"image": noise(1).data}, many]},
+        loaded_rows={"rows.jsonl": [row | {"image": noise(1).data}, many]},
     )
     assert kept.id.row == 0
     assert (
@@ -314,7 +314,7 @@ def test_prompts_with_too_many_or_too_large_images_are_left_out(
     with pytest.raises(
         UserError, match=f"no prompt has at most trainer.max_prompt_length={limit} tokens"
     ):
-        load_prompts(cfg.data.train_data, cfg, tokenizer, known={"rows.jsonl": [many]})
+        load_prompts(cfg.data.train_data, cfg, tokenizer, loaded_rows={"rows.jsonl": [many]})
 
 
 def test_batches_keep_the_images_of_their_rows(folder: str) -> None:

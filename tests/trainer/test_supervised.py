@@ -67,7 +67,7 @@ def trained(
 ) -> tuple[dict[int, dict[str, float]], list[Demonstration]]:
     """The metrics by step, and the trained rows in order."""
     tokenizer: Any = AutoTokenizer.from_pretrained(cfg.trainer.policy.model.path)
-    dataset = load_demonstrations(["rows"], cfg, tokenizer, known={"rows": rows})
+    dataset = load_demonstrations(["rows"], cfg, tokenizer, loaded_rows={"rows": rows})
     tracker, client, sync = Rows(), NoEngines(), NoSync()
     trainer = SupervisedTrainer(
         cfg,

@@ -280,7 +280,7 @@ class Checkpointer:
                 return False
             changes = check_recorded(folder, self._context.cfg)
             state = self._state(folder)
-            self._context.prompts.go_on(
+            self._context.prompts.seek(
                 state.stream
             )  # refuses another kind of data, before the models are read
             log.info("going on from %s, after step %d", folder, state.step)

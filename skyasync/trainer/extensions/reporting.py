@@ -75,7 +75,7 @@ class Reporter(RunExtension):
     def prepared(self, groups: Sequence[Group]) -> None:
         """These groups are trained together. Those of the replay buffer are left out: a replay
         chooses them again."""
-        sampled = self._context.solved.own(groups)
+        sampled = self._context.solved.without_replayed(groups)
         self._batches.append([str(group.prompt.id) for group in sampled])
 
     async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
