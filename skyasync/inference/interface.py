@@ -498,6 +498,7 @@ CAPABILITIES: dict[str, Any] = {
     "takes_adapters": (),  # of "layers" and "head": which adapters it adds to its weights
     "forgets_asleep": False,  # ``sleep`` drops its weights
     "reads_images": False,  # requests may have images
+    "float32_head": False,  # it computes logits in float32 if told so, whatever the model's dtype
     "returns_experts": False,  # it reports the experts that a mixture's routers chose
     "sleeps_on": (),  # of "cpu" and "gpu": where it can give its memory away
     "fills_memory": False,  # its cache takes all memory that it may have
@@ -521,6 +522,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_changes": True,
             "takes_adapters": ("layers", "head"),
             "reads_images": True,
+            "float32_head": True,
             "returns_experts": True,
             "sleeps_on": ("cpu", "gpu"),
         },
@@ -536,6 +538,7 @@ BACKENDS: dict[str, tuple[str, dict[str, Any]]] = {
             "takes_adapters": ("layers",),
             "forgets_asleep": True,
             "reads_images": True,
+            "float32_head": True,
             "returns_experts": True,
             "sleeps_on": ("gpu",),
             "fills_memory": True,

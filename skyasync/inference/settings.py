@@ -78,6 +78,7 @@ def engine_config(cfg: Config, *, gpus: bool) -> EngineConfig:
             "adapter_rank": adapter_rank(cfg),
             "routed_experts": trainer.policy.router_replay != "none",
             "config_kwargs": dict(model.config_kwargs),
+            "float32_head": trainer.policy.head_dtype == "float32",
         },
     )
 

@@ -196,6 +196,7 @@ class ModelSpec:
         trainer: settings that all models of a run share.
         distribution: that of the sampling, for log-probabilities.
         optimizers: of each part that is trained; none: the model is frozen.
+        float32_head: logits are computed in float32.
         value_head_kwargs: ``config_kwargs`` of a critic of its own, as which the ``VALUE_HEAD`` is
             exported.
 
@@ -220,6 +221,7 @@ class ModelSpec:
     torch_compile: bool = False
     router_replay: str = "none"
     freeze: Sequence[str] = ()
+    float32_head: bool = False
     value_head_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from skyasync.algorithms.sampled import SampledDistribution
 from skyasync.config.schema import OptimizerConfig
 from skyasync.errors import UserError
-from skyasync.models import BACKENDS
+from skyasync.models import BACKENDS, VOCABULARY
 from skyasync.models.backend import (
     LOGPROBS,
     LOOPBACK,
@@ -100,6 +100,7 @@ class ModelWorker(Worker):
             mesh_shape=role.mesh_shape(cfg, self.world_size),
             optimizers={MODEL: section["optimizer_config"]} if role.trains else {},
             trainer=cfg.trainer,
+            float32_head=role.head == VOCABULARY and cfg.trainer.policy.head_dtype == "float32",
             **{name: section[name] for name in SPEC_KEYS if name in section},
         )
 

@@ -34,6 +34,7 @@ class Pair:
         probe: list[list[int]],
         config_kwargs: dict[str, Any] | None = None,
         lora: dict[str, Any] | None = None,
+        head_dtype: str = "model",
         **engine: Any,
     ) -> None:
         cfg = Config()
@@ -45,6 +46,7 @@ class Pair:
             cfg.trainer.policy.threads,
         ) = path, dtype, 1
         cfg.generator.backend = backend
+        cfg.trainer.policy.head_dtype = head_dtype
         self.dispatch = LocalDispatch(cfg)
         settings = {
             "threads": 1,
@@ -53,6 +55,7 @@ class Pair:
             "kv_cache_gb": 0.25,
             **engine,
         }
+        settings["extra"] = {"float32_head": head_dtype == "float32", **settings.get("extra", {})}
         self.engine: Any = ENGINES[backend](EngineConfig(path, dtype=dtype, **settings))
         self.client = InferenceClient([self.engine])
         rounding = FLOAT32 if dtype == "float32" else BFLOAT16

@@ -168,6 +168,18 @@ def check_weight_sync(cfg: Config) -> Iterator[str]:
             f"(trainer.placement.policy_num_nodes times policy_num_gpus_per_node): set it to {ranks} or less"
         )
     lora = cfg.trainer.policy.lora
+    if cfg.trainer.policy.head_dtype == "float32":
+        if lora.rank and "lm_head" in lora.target_modules:
+            yield (
+                "trainer.policy.head_dtype=float32 computes with the weights of lm_head, which has an adapter "
+                "(trainer.policy.lora.target_modules): leave lm_head out, or set head_dtype=model"
+            )
+        # A server is started by hand, perhaps with such a head: the comparison of log-probabilities tells.
+        elif not can["float32_head"] and not can["elsewhere"]:
+            yield (
+                f"trainer.policy.head_dtype=float32 needs {engines_with('float32_head')}; found {engine}: "
+                f"set it to model"
+            )
     key = "trainer.policy.lora.sync=adapter"
     if lora.rank and lora.sync == "adapter":
         if not can["takes_adapters"]:

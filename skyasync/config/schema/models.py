@@ -151,6 +151,9 @@ class TrainedModelConfig(SettingsGroup):
 
 @dataclass
 class PolicyConfig(TrainedModelConfig):
+    head_dtype: str = key("model", choices=("model", "float32"))
+    """Dtype in which trainer and engines compute logits. model: that of the model. float32: whatever
+    the model's dtype is."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer_config: OptimizerConfig = field(default_factory=OptimizerConfig)
     torch_compile: bool = key(False)

@@ -54,6 +54,7 @@ from skyasync.models.backend import (
     SaveResult,
 )
 from skyasync.models.batch import B, TokenBatch, UpdateBatch
+from skyasync.models.float32_head import use_float32_head
 from skyasync.models.freezing import freeze
 from skyasync.models.fsdp import checkpoint
 from skyasync.models.fsdp.loading import (
@@ -241,6 +242,8 @@ class FSDPBackend(ModelBackend):
                     self.adapters.split(mesh.tensor)
             if spec.optimizers:
                 freeze(model, spec.freeze)
+            if spec.float32_head:
+                use_float32_head(model)
             wrapper = TokenModel(model, spec.distribution).eval()
             wrapper.attends_in_float32 = self.on_cpu
             wrapper.context = context

@@ -35,6 +35,7 @@ from skyasync.errors import UserError, unknown
 from skyasync.inference.backends.transformers.kv_cache import SlotCache
 from skyasync.inference.interface import EngineConfig
 from skyasync.models.config import ONE_AT_A_TIME, config_value, load_config
+from skyasync.models.float32_head import use_float32_head
 from skyasync.models.images import Images, ImageTokens
 from skyasync.models.router_replay import Routers
 from skyasync.models.vision import Vision, is_vision
@@ -171,6 +172,8 @@ class EmbeddedModel:
                 attn_implementation="skyasync_grouped",
             )
         self._model = model.to(self.device).eval().requires_grad_(False)
+        if config.extra.get("float32_head") and self._model.dtype != torch.float32:
+            use_float32_head(self._model)
         multiply_by_onednn(self._model)
         self._vision: Vision | None = None
         if is_vision(self._model.config):

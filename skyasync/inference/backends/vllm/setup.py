@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 BACKENDS = {"nccl": "broadcast"}
 WORKER_EXTENSION = "skyasync.weight_sync.transfers.vllm_worker.WorkerExtension"
 MIN_BATCHED_TOKENS = 8192  # per step, prompts included; enough for a group's prompts at once
+CAPTURED = 512  # requests of the largest batch that vLLM captures as a CUDA graph by default
+MOST_CAPTURED = 1024  # each graph takes memory and time at the start
 
 
 def prepare_environment(config: EngineConfig) -> None:
@@ -132,6 +134,8 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         "enable_sleep_mode": bool(config.extra.get("sleep_mode", False)),
         "hf_overrides": overrides_of(config.model_path, config.extra.get("config_kwargs", {})),
     }
+    if config.extra.get("float32_head"):
+        arguments["hf_overrides"]["head_dtype"] = "float32"
     if config.extra.get("routed_experts"):
         arguments["enable_return_routed_experts"] = True
     rank = config.extra.get("adapter_rank", 0)
@@ -142,6 +146,10 @@ def engine_arguments(config: EngineConfig, *, cpu: bool) -> dict[str, Any]:
         # bundle of several GPUs. The engine's actor has them all, so that its workers can be plain
         # children of it.
         arguments["distributed_executor_backend"] = "mp"
+    if not cpu and config.max_num_seqs > CAPTURED:
+        # Larger batches of decoded tokens would run without a CUDA graph (vllm/config/vllm.py).
+        largest = min(config.max_num_seqs, MOST_CAPTURED)
+        arguments["compilation_config"] = {"max_cudagraph_capture_size": largest}
     if cpu:
         arguments |= {
             "dtype": "float32" if config.dtype == "auto" else config.dtype,

@@ -51,6 +51,25 @@ def test_on_a_gpu_the_dtype_follows_the_policy_and_not_the_files() -> None:
     assert engine_arguments(EngineConfig("m", dtype="float32"), cpu=False)["dtype"] == "float32"
 
 
+@pytest.mark.parametrize(("requests", "captured"), [(512, None), (1024, 1024), (4096, 1024)])
+def test_full_batches_of_a_gpu_run_as_graphs(requests: int, captured: int | None) -> None:
+    """vLLM captures graphs of up to 512 requests on most GPUs."""
+    arguments = engine_arguments(EngineConfig("m", max_num_seqs=requests), cpu=False)
+    expected = {"max_cudagraph_capture_size": captured} if captured else None
+    assert arguments.get("compilation_config") == expected
+    assert "compilation_config" not in engine_arguments(EngineConfig("m"), cpu=True)
+    own = {"engine_kwargs": {"compilation_config": {"level": 0}}}
+    config = EngineConfig("m", max_num_seqs=requests, extra=own)
+    assert engine_arguments(config, cpu=False)["compilation_config"] == {"level": 0}
+
+
+@pytest.mark.parametrize("float32", [False, True])
+def test_the_head_has_the_dtype_of_the_trainers(float32: bool) -> None:
+    config = EngineConfig("m", extra={"float32_head": float32})
+    overrides = engine_arguments(config, cpu=False)["hf_overrides"]
+    assert overrides.get("head_dtype") == ("float32" if float32 else None)
+
+
 @pytest.mark.parametrize(("dtype", "precision"), [("float32", "ieee"), ("bfloat16", None)])
 def test_float32_attention_is_not_computed_in_tf32(
     monkeypatch: pytest.MonkeyPatch, dtype: str, precision: str | None
