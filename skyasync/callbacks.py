@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 Answer = Awaitable[None] | None
+Metrics = dict[str, float]  # by name
 
 
 class Watched(Protocol):
@@ -22,9 +23,9 @@ class Watched(Protocol):
     @property
     def policy_version(self) -> int: ...
     @property
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> Metrics: ...
     @property
-    def last_metrics(self) -> dict[str, float]: ...
+    def last_metrics(self) -> Metrics: ...
     @property
     def eval_dataset(self) -> Sequence[Any]: ...
     def stop(self, reason: str) -> None: ...
@@ -47,13 +48,13 @@ class RunExtension:
     def on_rollout(self, trainer: Watched, groups: Sequence[Any]) -> Answer:
         """After each rollout, with its ``skyasync.rollout.types.Group``s; do not change them."""
 
-    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> Answer:
+    def on_step_end(self, trainer: Watched, metrics: Metrics) -> Answer:
         """After each step, before its metrics are logged; may add metrics."""
 
     def on_weight_update(self, trainer: Watched, version: int) -> Answer:
         """After each weight sync: all engines compute with the weights of this version."""
 
-    def on_evaluate(self, trainer: Watched, metrics: dict[str, float]) -> Answer:
+    def on_evaluate(self, trainer: Watched, metrics: Metrics) -> Answer:
         """After each evaluation."""
 
     def on_checkpoint(self, trainer: Watched, folder: Path) -> Answer:

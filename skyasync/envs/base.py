@@ -31,6 +31,7 @@ SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 
 Message = dict[str, str]
 Conversation = list[Message]
+Metrics = dict[str, float]
 EnvConfig = dict[str, Any]  # settings of environments
 Row = dict[str, Any]  # columns of a data set's row, without the prompt
 
@@ -147,7 +148,7 @@ class BaseTextEnv:
     def close(self) -> Any:
         """Release what the episode holds. Called once, also after an error."""
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         """Numbers worth averaging over episodes."""
         return {}
 
@@ -234,7 +235,7 @@ def _checked_sampling(changes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: vars(sampling)[name] for name in changes}
 
 
-def check_metrics(metrics: object) -> dict[str, float]:
+def check_metrics(metrics: object) -> Metrics:
     if not isinstance(metrics, Mapping):
         raise InvalidEnvOutputError(
             f"get_metrics must return a dictionary; it returned {reprlib.repr(metrics)}"

@@ -25,6 +25,7 @@ from skyasync.envs.base import (
     Conversation,
     EnvConfig,
     InvalidEnvOutputError,
+    Metrics,
     Row,
     TurnTokens,
     check_metrics,
@@ -75,7 +76,7 @@ class StepResult(TypedDict):
     observations: Conversation | str
     reward: float
     done: bool
-    metrics: dict[str, float]
+    metrics: Metrics
     sampling_params: dict[str, Any]
 
 
@@ -224,7 +225,7 @@ class Episodes:
             raise RuntimeError("the episode was ended meanwhile")
         return result
 
-    async def _close(self, name: str) -> dict[str, float]:
+    async def _close(self, name: str) -> Metrics:
         """Close an episode; returns its metrics, or none if it has ended or a call still runs."""
         with self._lock:
             episode = self._episodes.get(name)
@@ -243,7 +244,7 @@ def _awaits(env_class: type[BaseTextEnv]) -> bool:
     return any(map(inspect.iscoroutinefunction, methods))
 
 
-async def _close_env(env: BaseTextEnv) -> dict[str, float]:
+async def _close_env(env: BaseTextEnv) -> Metrics:
     """Close an environment, also if its metrics raise; returns the metrics."""
     try:
         return check_metrics(env.get_metrics())

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from skyasync.envs import env_factory
-from skyasync.envs.base import BaseTextEnv, Conversation, EnvConfig, Row, TurnTokens
+from skyasync.envs.base import BaseTextEnv, Conversation, EnvConfig, Metrics, Row, TurnTokens
 from skyasync.envs.episodes import EnvLimits, EnvSettings, Episodes, StepResult
 from skyasync.errors import TransientError
 from skyasync.models.images import images_of
@@ -157,11 +157,11 @@ class EnvPool:
             self._leave(episode)
         return result
 
-    async def close(self, episode: str) -> dict[str, float]:
+    async def close(self, episode: str) -> Metrics:
         """End an episode that is not done; ends nothing if it already has."""
         if episode not in self._routes:
             return {}
-        metrics: dict[str, float] = await self._ask("close", episode)
+        metrics: Metrics = await self._ask("close", episode)
         self._leave(episode)
         return metrics
 

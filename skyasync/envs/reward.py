@@ -11,7 +11,14 @@ from typing import Any
 
 from skyasync.config.schema.judges import is_judge
 from skyasync.envs import ENVS
-from skyasync.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Conversation, EnvConfig, Row
+from skyasync.envs.base import (
+    BaseTextEnv,
+    BaseTextEnvStepOutput,
+    Conversation,
+    EnvConfig,
+    Metrics,
+    Row,
+)
 from skyasync.errors import UserError
 from skyasync.rewards.answer_match import gsm8k
 from skyasync.rewards.reward_functions import (
@@ -97,7 +104,7 @@ class RewardEnv(BaseTextEnv):
             weighted.append(weight * score.reward)
         return {"observations": [], "reward": sum(weighted), "done": True, "metadata": {}}
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         funcs = [func for func, _ in _settings(self.env_config).weighted(self.extras)]
         # Short names are unique among all functions of the row, so judges are left out afterwards.
         names = []
@@ -160,14 +167,14 @@ def reward_inputs(row: Row, messages: Conversation, response: str) -> dict[str, 
 
 def metrics_of(
     names: Sequence[str], scores: Sequence[Score], quick: Sequence[bool], domain: str | None
-) -> dict[str, float]:
+) -> Metrics:
     """Each function's reward and metrics under its name, and again under the domain's name.
 
     Args:
         scores: empty if the episode ended without a step.
         quick: of each function; a quick one cannot time out.
     """
-    metrics: dict[str, float] = {}
+    metrics: Metrics = {}
     for name, score, is_quick in zip(names, scores, quick, strict=False):
         if score.applies:
             metrics[name] = score.reward

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from skyasync.other_frameworks import other_frameworks
 from skyasync.registry import Registry, declared
-from skyasync.rewards.signature import Inputs, Score
+from skyasync.rewards.signature import Function, Inputs, Score
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Function)
 
 REWARDS = Registry(
     "reward function",
@@ -58,7 +58,7 @@ class Capabilities:
         return function
 
 
-def capabilities_of(function: Callable[..., Any]) -> Capabilities:
+def capabilities_of(function: Function) -> Capabilities:
     """The capabilities of a function, which may be any callable of the user's."""
     capabilities: Capabilities = declared(function, "capabilities", Capabilities())
     return capabilities
@@ -77,7 +77,7 @@ def is_remote(name: str) -> bool:
     return name.startswith(("http://", "https://"))
 
 
-def find(name: str) -> Callable[..., Any]:
+def find(name: str) -> Function:
     """The function behind a name.
 
     Raises:

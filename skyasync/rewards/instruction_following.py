@@ -31,6 +31,7 @@ from skyasync.rewards.judge_prompts import without_thinking
 from skyasync.rewards.signature import Inputs
 
 Instructions = list[tuple[str, dict[str, object]]]
+Rewards = dict[str, float]  # ``reward`` and metrics
 RELATIONS: dict[str, Callable[[int, int], bool]] = {
     "at least": operator.ge,
     "less than": operator.lt,
@@ -55,7 +56,7 @@ def _check_row(inputs: Inputs) -> None:
 @Capabilities(check=_check_row)
 def instruction_following(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
-) -> dict[str, float]:
+) -> Rewards:
     """1 if the response follows all instructions, strictly.
 
     Metrics: ``loose``, the same read loosely; ``share`` and ``loose_share``, the part of the
@@ -68,7 +69,7 @@ def instruction_following(
 @Capabilities(check=_check_row)
 def instruction_following_loose(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
-) -> dict[str, float]:
+) -> Rewards:
     """1 if the response follows all instructions, read loosely."""
     return _rewards(response, label, instruction_id_list, kwargs, "loose")
 
@@ -77,7 +78,7 @@ def instruction_following_loose(
 @Capabilities(check=_check_row)
 def instruction_following_share(
     response: str, label: object = None, instruction_id_list: object = None, kwargs: object = None
-) -> dict[str, float]:
+) -> Rewards:
     """The part of the instructions that the response follows, strictly."""
     return _rewards(response, label, instruction_id_list, kwargs, "share")
 
@@ -130,7 +131,7 @@ def variants(response: str) -> list[str]:
 
 def _rewards(
     response: str, label: object, names: object, arguments: object, reward: str
-) -> dict[str, float]:
+) -> Rewards:
     """The reading named by ``reward`` as the reward, the others as metrics."""
     instructions = instructions_of(names, arguments, label)
     response = without_thinking(response).strip()

@@ -13,7 +13,7 @@ import inspect
 import logging
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -23,6 +23,7 @@ from skyasync.errors import RAISED_BY, UserError, nearest
 from skyasync.rewards import capabilities_of, find
 from skyasync.rewards.signature import (
     BY_NAME,
+    Function,
     Inputs,
     Score,
     Signature,
@@ -53,7 +54,7 @@ class RewardFunction:
     """
 
     name: str
-    function: Callable[..., Any]
+    function: Function
     named: frozenset[str]
     needs: frozenset[str]
     takes_all: bool
@@ -63,7 +64,7 @@ class RewardFunction:
     signature: Signature
 
     @classmethod
-    def of(cls, reference: str, function: Callable[..., Any] | None = None) -> RewardFunction:
+    def of(cls, reference: str, function: Function | None = None) -> RewardFunction:
         """The function behind a name.
 
         Raises:
@@ -136,7 +137,7 @@ class RewardFunction:
 
 
 @lru_cache(maxsize=256)
-def reward_function(name: str, function: Callable[..., Any] | None = None) -> RewardFunction:
+def reward_function(name: str, function: Function | None = None) -> RewardFunction:
     """``RewardFunction.of``, cached: a run calls it for every response."""
     return RewardFunction.of(name, function)
 
@@ -239,7 +240,7 @@ class _NamedFunction:
     """A function that returns a ``Score``; pickled by its name if other processes can import it."""
 
     name: str
-    function: Callable[..., Any]
+    function: Function
 
     @property
     def is_importable(self) -> bool:
@@ -254,7 +255,7 @@ class _NamedFunction:
         return (_NamedFunction, (self.name, self.function))
 
 
-def portable(function: Callable[..., Any], name: str) -> bytes:
+def portable(function: Function, name: str) -> bytes:
     """The function, pickled: by its name, or with its code if the program registered it."""
     named = _NamedFunction(name, function)
     if named.is_importable:

@@ -7,7 +7,7 @@ those of the run. Rows that could not be rewarded are found before a run starts 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from skyasync.rewards.judge_prompts import (
     prompt_text,
 )
 from skyasync.rewards.reward_functions import RewardFunction, reward_function
-from skyasync.rewards.signature import CODE_SANDBOX, Inputs, seen
+from skyasync.rewards.signature import CODE_SANDBOX, Function, Inputs, seen
 
 ENV_KEY = "rewards"  # where an environment finds these settings in its env_config
 
@@ -52,7 +52,7 @@ class RewardSettings:
     on_timeout: str = "zero"
     code_sandbox: str = "auto"
     domains: Mapping[str, Domain] = field(default_factory=dict)
-    registered: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    registered: Mapping[str, Function] = field(default_factory=dict)
 
     @classmethod
     def of(cls, environment: EnvironmentConfig) -> RewardSettings:

@@ -20,6 +20,8 @@ from typing import Any, cast
 from skyasync.errors import NonFiniteRewardError, UserError, nearest
 from skyasync.other_frameworks import other_frameworks
 
+#: A reward function, of the library or the user.
+Function = Callable[..., Any]
 #: What reward functions may take, by name: the row's columns, ``prompt``, ``messages``,
 #: ``response``, ``label``, and further ones below.
 Inputs = Mapping[str, Any]

@@ -28,7 +28,7 @@ from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from skyasync.callbacks import RunExtension, Watched
+from skyasync.callbacks import Metrics, RunExtension, Watched
 from skyasync.config.resume import keeps_checkpoints
 from skyasync.errors import RayEndedError, Terminated, UserError
 from skyasync.heap import freeze_start
@@ -60,7 +60,7 @@ class _Recording(RunExtension):
     def on_start(self, trainer: Watched) -> None:
         self._recorder.resume(trainer.global_step)
 
-    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Watched, metrics: Metrics) -> None:
         self._recorder.log(metrics, trainer.global_step)
 
     on_evaluate = on_step_end
@@ -83,7 +83,7 @@ class Controller:
         self._loaded = False  # models of the current trainer
         self._stopped = False
 
-    async def run(self) -> dict[str, float] | None:
+    async def run(self) -> Metrics | None:
         """Train to the end; returns the last metrics, or None if stopped."""
         self._task = asyncio.create_task(self._train())
         try:
@@ -204,7 +204,7 @@ class Heartbeat:
         return None
 
 
-def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> dict[str, float] | None:
+def run_in_controller(experiment: BasePPOExp, logs: ProcessLogs) -> Metrics | None:
     """Train in a Ray actor on this node and show its progress here. Ray is initialised.
 
     Args:
@@ -283,7 +283,7 @@ def _run(
     view: ProgressView,
     heard: threading.Event,
     watch: AlarmWatch | None,
-) -> dict[str, float] | None:
+) -> Metrics | None:
     """Run the controller and poll its progress until it or Ray ends.
 
     Then stop it and free its devices.

@@ -17,6 +17,7 @@ from traceback import format_exception
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyasync.callbacks import Metrics
 from skyasync.config.secrets import Secrets
 from skyasync.errors import Terminated
 from skyasync.inference.elastic import FILE as ENGINES_FILE
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
+def run(experiment: BasePPOExp, folder: RunDirectory) -> Metrics | None:
     """Train; returns the last metrics, or None if the run was stopped."""
     if experiment.began_s is None:
         experiment.began_s = time.time()
@@ -41,7 +42,7 @@ def run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None
     return metrics
 
 
-def _run(experiment: BasePPOExp, folder: RunDirectory) -> dict[str, float] | None:
+def _run(experiment: BasePPOExp, folder: RunDirectory) -> Metrics | None:
     from skyasync.observability.report.page import write_report
     from skyasync.observability.run_dir import status_file
     from skyasync.observability.timeline import to_the_end
@@ -90,7 +91,7 @@ def _live_page(experiment: BasePPOExp, folder: RunDirectory) -> Iterator[None]:
 
 def _run_on_ray(
     experiment: BasePPOExp, folder: RunDirectory, started: list[bool]
-) -> dict[str, float] | None:
+) -> Metrics | None:
     from skyasync.observability import jsonl
     from skyasync.observability.plots import plot_reward
     from skyasync.observability.summary import print_summary

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from skyasync.callbacks import RunExtension, Watched
+from skyasync.callbacks import Metrics, RunExtension, Watched
 from skyasync.run.logs import NAMES
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class ResourceMonitor(RunExtension):
         self._copies = copies
         self._processes = processes
         self._interval_s = interval_s
-        self._newest: dict[str, float] = {}
+        self._newest: Metrics = {}
         self._folder_gib = 0.0
         # In bytes: the newest checkpoint, the run's folder without checkpoints at that time, and
         # its growth from one checkpoint to the next.
@@ -93,7 +93,7 @@ class ResourceMonitor(RunExtension):
         if self._thread.ident is None:  # else a trainer before this one has started it
             self._thread.start()
 
-    def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
+    def on_step_end(self, trainer: Watched, metrics: Metrics) -> None:
         metrics |= self._newest
 
     def on_checkpoint(self, trainer: Watched, folder: Path) -> None:
@@ -120,9 +120,9 @@ class ResourceMonitor(RunExtension):
             count += 1
             self._ended.wait(self._interval_s)
 
-    def read(self) -> dict[str, float]:
+    def read(self) -> Metrics:
         """The current metrics, in GiB."""
-        sizes: dict[str, float] = {}
+        sizes: Metrics = {}
         for name, processes in self._processes().items():
             if name != "controller":
                 family = with_descendants(processes)

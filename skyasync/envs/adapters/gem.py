@@ -22,7 +22,7 @@ from typing import Any
 
 from skyasync.envs import ENVS, Foreign
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.base import EnvConfig, InvalidEnvOutputError, Row
+from skyasync.envs.base import EnvConfig, InvalidEnvOutputError, Metrics, Row
 from skyasync.errors import UserError
 from skyasync.registry import resolve_reference
 from skyasync.rewards.signature import single_value
@@ -93,7 +93,7 @@ class GemEnv(GameEnv):
             observation = self._env.render()
         return f"{observation}{self._info.get('suffix', '')}"
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         metrics = {}
         for name, values in self._metrics.items():
             combine = MODES.get(self._modes.get(name, "last"))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.base import EnvConfig, Row
+from skyasync.envs.base import EnvConfig, Metrics, Row
 from skyasync.errors import MissingExtraError, UserError, unknown
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class GymnasiumEnv(GameEnv):
                 return self.actions.index(word)
         return None
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         return {
             "success": float(self._earned > 0),
             "steps": float(self.turns),

@@ -26,6 +26,7 @@ from skyasync.envs.base import (
     Conversation,
     EnvConfig,
     InvalidEnvOutputError,
+    Metrics,
     Row,
 )
 from skyasync.errors import TransientError, UserError
@@ -115,7 +116,7 @@ class ServedEnv(BaseTextEnv):
         self.settings: EnvConfig = {**self.env_config.get(self.hub, {}), **self.extras}
         self.max_steps = int(self.settings.get("max_steps") or self.extras.get("max_turns") or 0)
         self.timeout_s = float(self.settings.get("timeout_s", 60.0))
-        self.metrics: dict[str, float] = {}
+        self.metrics: Metrics = {}
         self._http: aiohttp.ClientSession | None = None
         self._failed = ""
 
@@ -156,7 +157,7 @@ class ServedEnv(BaseTextEnv):
             output |= {"done": True, "observations": []}
         return output
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         return {**self.metrics, "steps": float(self.turns)}
 
     async def close(self) -> None:
@@ -243,9 +244,9 @@ def _parsed(data: bytes | str, source: str) -> Answer:
         raise InvalidEnvOutputError(f"{source} answered no JSON: {data[:80]!r}") from None
 
 
-def numbers(values: object) -> dict[str, float]:
+def numbers(values: object) -> Metrics:
     """The entries that are numbers or truth values, by name."""
-    result: dict[str, float] = {}
+    result: Metrics = {}
     if isinstance(values, Mapping):
         for name, value in values.items():
             if isinstance(value, bool | int | float):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from skyasync.envs import ENVS
 from skyasync.envs.adapters import GameEnv
-from skyasync.envs.base import EnvConfig, Row
+from skyasync.envs.base import EnvConfig, Metrics, Row
 from skyasync.errors import MissingExtraError, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class TextArenaEnv(GameEnv):
                 "textarena needs textarena_id, as a column of the row or in environment.env_config.textarena"
             )
         self._game = _make(settings["textarena_id"], dict(settings.get("textarena_args") or {}))
-        self._metrics: dict[str, float] = {}
+        self._metrics: Metrics = {}
         self._shown = ""  # all text of the game so far: each observation repeats it
 
     def start(self) -> str:
@@ -62,7 +62,7 @@ class TextArenaEnv(GameEnv):
         self._shown = text
         return str(added).strip("\n")
 
-    def get_metrics(self) -> dict[str, float]:
+    def get_metrics(self) -> Metrics:
         return self._metrics
 
 
