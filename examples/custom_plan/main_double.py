@@ -47,15 +47,10 @@ class TwoStepsExp(BasePPOExp):
     def get_trainer(self, cfg, tracker, tokenizer, train_dataset, eval_dataset,
                     inference_engine_client, generator, colocate_pg):  # fmt: skip
         return TwoStepsPerSync.get_trainer(
-            cfg=cfg,
-            tracker=tracker,
-            tokenizer=tokenizer,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            inference_engine_client=inference_engine_client,
-            generator=generator,
-            colocate_pg=colocate_pg,
-        )
+            cfg=cfg, tracker=tracker, tokenizer=tokenizer,
+            train_dataset=train_dataset, eval_dataset=eval_dataset,
+            inference_engine_client=inference_engine_client, generator=generator, colocate_pg=colocate_pg,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
