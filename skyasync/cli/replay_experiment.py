@@ -19,7 +19,7 @@ from skyasync.rollout.trajectory_files import RecordedStep, read
 from skyasync.rollout.types import Group, Prompt
 from skyasync.run.experiment import EnginelessExperiment
 from skyasync.trainer import RayPPOTrainer, Rollout
-from skyasync.trainer.context import Metrics, Parts
+from skyasync.trainer.context import Metrics, TrainerArguments
 from skyasync.trainer.plans import PLANS
 from skyasync.trainer.plans.streamed import Arrivals, StreamedRayPPOTrainer
 
@@ -201,7 +201,7 @@ class ReplayExperiment(EnginelessExperiment):
         step = read(self._settings["files"][0])
         return CountedPrompts(step.total_steps * self.cfg.trainer.train_batch_size)
 
-    def get_trainer(self, **components: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+    def get_trainer(self, **components: Unpack[TrainerArguments]) -> RayPPOTrainer:  # type: ignore[override]
         trainer = replaying(self.cfg.trainer.plan)(**components)
         for name, value in self._settings.items():
             setattr(trainer, name, value)

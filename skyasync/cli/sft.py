@@ -21,7 +21,7 @@ from skyasync.trainer.supervised import OBJECTIVE, SupervisedTrainer
 if TYPE_CHECKING:
     from skyasync.rollout.types import Prompt
     from skyasync.trainer import RayPPOTrainer
-    from skyasync.trainer.context import Parts
+    from skyasync.trainer.context import TrainerArguments
 
 HELP = """\
 usage: skyasync sft [--config FILE.yaml] [key=value ...]
@@ -147,5 +147,5 @@ class SupervisedExperiment(EnginelessExperiment):
             print(f"model: {model}")
         return metrics
 
-    def get_trainer(self, **components: Unpack[Parts]) -> RayPPOTrainer:  # type: ignore[override]
+    def get_trainer(self, **components: Unpack[TrainerArguments]) -> RayPPOTrainer:  # type: ignore[override]
         return SupervisedTrainer(**components)

@@ -68,7 +68,7 @@ from skyasync.rewards import settings as rewards
 from skyasync.rewards.llm_judge import ChatServer, key_of
 from skyasync.rollout.tokenizer import quick_tokenizer, template_text, with_template
 from skyasync.run.placement import plan_slots
-from skyasync.trainer.checkpoint.checkpoints import Checkpoints, choose, refuse_other
+from skyasync.trainer.checkpoint.checkpoints import Checkpoints, check_equal, choose
 from skyasync.trainer.checkpoint.settings_check import check_recorded
 from skyasync.trainer.plans import PLANS
 from skyasync.utils.machine import HIDDEN, this_machine
@@ -190,7 +190,7 @@ def _check_checkpoint(cfg: Config) -> None:
     checkpoint = choose(resume, Checkpoints(checkpoints_of(trainer)), skip=lambda *_: None)
     if checkpoint:
         state = json.loads((checkpoint / STATE).read_text())
-        refuse_other(checkpoint, "seed", state["seed"], trainer.seed)
+        check_equal(checkpoint, "seed", state["seed"], trainer.seed)
         check_recorded(checkpoint, cfg)
 
 

@@ -1,5 +1,4 @@
-"""The trainer: the loop, the parts that it is composed of, its plans, extensions and
-checkpoints."""
+"""The trainer: its loop and components, its plans, extensions and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The state that all parts of a trainer share: settings, prompts, progress, the metrics and the
-time of a step.
+"""The shared state of a trainer: settings, prompts, progress, and the metrics and time of a step.
 
 Invariant: ``Progress`` decides what comes next. It changes in its three methods only, which the
-trainer's steps call. Time is the event loop's, so everything here holds in simulation too.
+trainer's steps call. Time is the event loop's, so all of this works in simulation too.
 """
 
 from __future__ import annotations
@@ -39,9 +38,7 @@ from skyasync.trainer.generation_limit import GenerationLimit
 from skyasync.trainer.rollouts import Refill, RewardModelScorer
 from skyasync.utils.task_group import within
 
-if (
-    TYPE_CHECKING
-):  # torch is imported when training starts, so that a wrong setting is refused at once
+if TYPE_CHECKING:  # torch is imported when training starts: settings are checked without it
     from skyasync.workers.dispatch import Dispatch
 
 T = TypeVar("T")
@@ -52,8 +49,7 @@ PLAN_CODE: ContextVar[bool] = ContextVar("PLAN_CODE", default=False)
 
 
 class Client(EngineStatsSource, Protocol):
-    """The engines as the trainer uses them; generator and weight sync have interfaces of their
-    own."""
+    """The engines as the trainer calls them; generator and weight sync have other interfaces."""
 
     async def cut(self) -> None: ...
     async def pause(self, mode: PauseMode) -> None: ...
@@ -61,8 +57,8 @@ class Client(EngineStatsSource, Protocol):
     async def waiting(self) -> int: ...
 
 
-class Parts(TypedDict):
-    """The keyword arguments of ``RayPPOTrainer.get_trainer``: what ``BasePPOExp`` builds."""
+class TrainerArguments(TypedDict):
+    """The keyword arguments of ``RayPPOTrainer.get_trainer``, which ``BasePPOExp`` builds."""
 
     cfg: Config
     tracker: Tracker
@@ -97,12 +93,13 @@ class Progress:
     def trained(self, positions: Iterable[int]) -> None:
         """A training step has ended; the prompts at these positions were trained or rejected."""
         self.step += 1
-        early = {position for position in positions if position >= self.position}
-        early.update(self.trained_early)
-        while self.position in early:
-            early.remove(self.position)
+        early_positions = {position for position in positions if position >= self.position}
+        early_positions.update(self.trained_early)
+        # The position moves past prompts that are trained without a gap.
+        while self.position in early_positions:
+            early_positions.remove(self.position)
             self.position += 1
-        self.trained_early = frozenset(early)
+        self.trained_early = frozenset(early_positions)
 
     def synced(self) -> None:
         """Every engine computes with the newest weights."""
@@ -116,17 +113,17 @@ class Progress:
 
 
 class RunLength:
-    """How long a run is, in training steps and in optimizer steps: arithmetic on settings, prompts
-    and progress.
+    """The length of a run in training steps and in optimizer steps.
 
-    The learning rate goes by it, so that a schedule ends with the run even if prompts are left out.
+    It follows from settings, prompts and progress alone. The learning rate goes by it, so that a
+    schedule ends with the run even if prompts are left out.
     """
 
     def __init__(self, cfg: TrainerConfig, prompts: PromptStream, progress: Progress) -> None:
         self._cfg = cfg
         self._prompts = prompts
         self._progress = progress
-        self._refilling = cfg.algorithm.dynamic_sampling.mode == "refill"
+        self._refills = cfg.algorithm.dynamic_sampling.mode == "refill"
 
     @property
     def batches_left(self) -> int:
@@ -135,11 +132,14 @@ class RunLength:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run; while rejected prompts are replaced, the most that it can be."""
-        done = self._progress.step
-        most = self._cfg.max_training_steps
-        left = self.batches_left
-        return done + (min(left, max(most - done, 0)) if most and self._refilling else left)
+        """Steps of the whole run; an upper limit while rejected prompts are replaced."""
+        steps_done = self._progress.step
+        limit = self._cfg.max_training_steps
+        steps_left = self.batches_left
+        # A run that replaces rejected prompts may end by its steps, with prompts left over.
+        if limit and self._refills:
+            steps_left = min(steps_left, max(limit - steps_done, 0))
+        return steps_done + steps_left
 
     @property
     def updates(self) -> int:
@@ -148,69 +148,75 @@ class RunLength:
 
     def updates_per_batch(self, groups: int) -> int:
         """Optimizer steps on a batch of so many groups."""
-        return self._cfg.update_epochs_per_batch * ceil(
-            groups / (self._cfg.policy_mini_batch_size or groups)
-        )
+        mini_batch_size = self._cfg.policy_mini_batch_size or groups
+        return self._cfg.update_epochs_per_batch * ceil(groups / mini_batch_size)
 
     @property
     def planned_updates(self) -> int:
-        """Optimizer steps before this training step as the learning rate counts them.
+        """Optimizer steps before this training step, as the learning rate counts them.
 
-        Those that rejected groups would have made are counted too, so that the schedule ends with
-        the run.
+        Rejected groups count as if they had been trained, so that the schedule ends with the run.
         """
         updates = self.updates_per_batch(self._cfg.train_batch_size)
         by_steps = self._progress.step * updates
-        if not self._refilling:
+        if not self._refills:
             return by_steps
         steps = self._prompts.steps()
-        most = self._cfg.max_training_steps
-        total = min(steps, most or steps) * updates
-        trained = self._progress.position + len(self._progress.trained_early)
-        return max(by_steps, trained * total // self._prompts.total)
+        limit = self._cfg.max_training_steps or steps
+        planned_updates = min(steps, limit) * updates
+        # By the fraction of the prompts that were trained or rejected.
+        consumed_prompts = self._progress.position + len(self._progress.trained_early)
+        return max(by_steps, consumed_prompts * planned_updates // self._prompts.total)
 
 
 class Schedule:
-    """When a run evaluates, saves and exports: every so many steps, or minutes since the last time;
-    0 is never."""
+    """The steps after which a run evaluates, saves and exports.
+
+    Each event happens every so many steps, or minutes since its last time; 0 is never.
+    """
 
     def __init__(self, cfg: TrainerConfig, now: Callable[[], float]) -> None:
         self._now = now
+        # Event -> steps, seconds.
         self._intervals = {
             "evaluation": (cfg.eval_interval, 60 * cfg.eval_minutes),
             "checkpoint": (cfg.ckpt_interval, 60 * cfg.ckpt_minutes),
             "export": (cfg.export_interval, 0.0),
         }
-        self._last: dict[str, float] = {}
+        self._event_s: dict[str, float] = {}  # the last time of each event
 
     def begin(self) -> None:
         """The first step begins: minutes count from here."""
-        self._last = dict.fromkeys(self._intervals, self._now())
+        self._event_s = dict.fromkeys(self._intervals, self._now())
 
-    def reached(self, what: str, step: int) -> bool:
-        """Whether it happens after this step; if so, it counts as done."""
-        steps, seconds = self._intervals[what]
-        late = seconds > 0 and what in self._last and self._now() - self._last[what] >= seconds
-        if not (late or (steps > 0 and step % steps == 0)):
+    def reached(self, event: str, step: int) -> bool:
+        """Whether an event happens after this step; if so, it counts as done."""
+        steps, seconds = self._intervals[event]
+        by_steps = steps > 0 and step % steps == 0
+        by_time = False
+        if seconds > 0 and event in self._event_s:
+            by_time = self._now() - self._event_s[event] >= seconds
+        if not (by_steps or by_time):
             return False
-        self._last[what] = self._now()
+        self._event_s[event] = self._now()
         return True
 
 
-#: Phases whose time is no part of a step's: ``time/step_s`` leaves them out.
+#: Phases between two steps: ``time/step_s`` leaves them out.
 BETWEEN_STEPS = ("eval", "checkpoint", "export")
 
 
 class Phases:
-    """The phases of a step, measured and limited: each is a span on the timeline and a metric,
-    under the same name.
+    """The phases of a step, measured and limited.
+
+    Each is a span on the timeline and a metric, under the same name.
 
     Attributes:
-        name: what the run is doing, for the terminal.
+        name: the current phase, for the terminal.
         metrics: of the current step.
         step: the current step, from 1; 0 before the first.
         between_steps_s: seconds of evaluation, checkpoints and exports so far.
-        plan_runs: inside of the trainer's ``run``.
+        plan_runs: whether the trainer's ``run`` is awaited.
         stall_s: a plan that waits for so long while no step is under way is ended with an error.
 
     Args:
@@ -223,61 +229,60 @@ class Phases:
         self.plan_runs = False
         self.step = 0
         self.between_steps_s = 0.0
-        self.limit_s = self.stall_s = limit_s
+        self.limit_s = limit_s
+        self.stall_s = limit_s
         self.timeline = Timeline(None)
         self._weights: dict[str, float] = {}  # of the metrics that ``mean`` adds to
-        self._under_way: set[object] = set()
-        self._last_s = 0.0  # when a step was under way
-        self._open: set[str] = set()  # of ``BETWEEN_STEPS``: those that run now
-        self._evaluated_s = 0.0  # by evaluations that have ended
-        self._evaluation_began = 0.0
+        self._active_blocks: set[object] = set()  # of ``under_way``
+        self._active_until_s = 0.0  # end of the latest block
+        self._open_phases: set[str] = set()  # of ``BETWEEN_STEPS``
+        self._evaluation_s = 0.0  # of evaluations that have ended
+        self._evaluation_began_s = 0.0
 
     def begin_step(self, step: int) -> None:
-        """From here on phases and metrics are those of this step."""
+        """Begin a step: phases and metrics are those of this step from here on."""
         self.metrics = {}
         self.step = step
         self.name = "training"
         self._weights = {}
 
     def evaluation_s(self) -> float:
-        """Seconds of evaluation so far, those of one that runs included."""
-        if "eval" in self._open:
-            current = self.now() - self._evaluation_began
-        else:
-            current = 0.0
-        return self._evaluated_s + current
+        """Seconds of evaluation so far, also of one that is not over."""
+        if "eval" in self._open_phases:
+            return self._evaluation_s + (self.now() - self._evaluation_began_s)
+        return self._evaluation_s
 
     def mean(self, name: str, value: float, weight: float) -> None:
-        """A metric of a part of the step's batch: the metric of the step is the mean of its
-        parts."""
-        total = self._weights[name] = self._weights.get(name, 0.0) + weight
-        before = self.metrics.get(name, value)
-        self.metrics[name] = before + (value - before) * (weight / total if total else 0.0)
+        """Add a metric of a part of the step's batch: the step's metric is the weighted mean."""
+        total = self._weights.get(name, 0.0) + weight
+        self._weights[name] = total
+        previous = self.metrics.get(name, value)
+        fraction = weight / total if total else 0.0
+        self.metrics[name] = previous + (value - previous) * fraction
 
     @contextmanager
     def under_way(self) -> Iterator[None]:
-        """Around what is a step's own work; tasks that it makes are not the plan's."""
-        this = object()
-        self._under_way.add(this)
+        """Mark a block as work of the trainer's steps; tasks that it makes are not the plan's."""
+        block = object()
+        self._active_blocks.add(block)
         plan_code = PLAN_CODE.get()
         PLAN_CODE.set(False)
         try:
             yield
         finally:
             PLAN_CODE.set(plan_code)
-            self._under_way.discard(this)
-            self._last_s = self.now()
+            self._active_blocks.discard(block)
+            self._active_until_s = self.now()
 
     def idle_s(self) -> float:
         """Seconds since a step did something else than wait for another."""
-        if self._under_way:
+        if self._active_blocks:
             return 0.0
-        return self.now() - self._last_s
+        return self.now() - self._active_until_s
 
-    async def waiting(self, what: str, awaitable: Awaitable[T]) -> T:
-        """Await something another part does, and account for the time as idle
-        (``time/wait_<what>_s``)."""
-        with self._span(f"wait_{what}"):
+    async def waiting(self, name: str, awaitable: Awaitable[T]) -> T:
+        """Await another task's work, and count the time as idle (``time/wait_<name>_s``)."""
+        with self._span(f"wait_{name}"):
             return await awaitable
 
     @contextmanager
@@ -288,8 +293,13 @@ class Phases:
         track: str = "trainer",
         step: int | None = None,
     ) -> Iterator[None]:
-        """Measure a phase of a step, by default the current one: a span on the timeline and
-        ``time/<name>_s``."""
+        """Measure a phase: a span on the timeline and ``time/<name>_s``.
+
+        Args:
+            into: metrics that get the time; by default those of the current step.
+            track: of the timeline.
+            step: of the span; by default the current one.
+        """
         with self.under_way(), self._span(name, into, track, step):
             yield
 
@@ -301,45 +311,51 @@ class Phases:
         track: str = "trainer",
         step: int | None = None,
     ) -> Iterator[None]:
+        # Both are those of the beginning: a step may end inside of a rollout's span.
         metrics = self.metrics if into is None else into
-        start = self.now()
+        span_step = self.step if step is None else step
+        began_s = self.now()
         between_steps_s = self.between_steps_s
-        outermost = name in BETWEEN_STEPS and not self._open
+        outermost = name in BETWEEN_STEPS and not self._open_phases
         if outermost:
-            self._open.add(name)
+            self._open_phases.add(name)
         if outermost and name == "eval":
-            self._evaluation_began = start
+            self._evaluation_began_s = began_s
         try:
-            with self.timeline.span(name, track, step=self.step if step is None else step):
+            with self.timeline.span(name, track, step=span_step):
                 yield
         finally:
-            seconds = self.now() - start
+            seconds = self.now() - began_s
             if outermost:
-                self._open.discard(name)
+                self._open_phases.discard(name)
                 self.between_steps_s += seconds
                 if name == "eval":
-                    self._evaluated_s += seconds
+                    self._evaluation_s += seconds
             elif track == "trainer":
-                seconds -= (
-                    self.between_steps_s - between_steps_s
-                )  # an export while the policy has its devices
-            metrics[f"time/{name}_s"] = metrics.get(f"time/{name}_s", 0.0) + seconds
+                # An export is between two steps, and happens inside of ``train``.
+                seconds -= self.between_steps_s - between_steps_s
+            metric = f"time/{name}_s"
+            metrics[metric] = metrics.get(metric, 0.0) + seconds
 
     @asynccontextmanager
-    async def limited(self, what: str) -> AsyncIterator[None]:
-        """End what takes longer than ``trainer.step_timeout_s`` with a TimeoutError that names
-        phase, step and key."""
+    async def limited(self, phase: str) -> AsyncIterator[None]:
+        """End a block that takes longer than ``trainer.step_timeout_s``.
+
+        Raises:
+            TimeoutError: naming phase, step and key.
+        """
         with self.under_way():
-            async with within(self.limit_s, f"the {what} of step {self.step}"):
+            async with within(self.limit_s, f"the {phase} of step {self.step}"):
                 yield
 
     @staticmethod
     def now() -> float:
+        """Seconds on the clock of the event loop."""
         return asyncio.get_running_loop().time()
 
 
 class RunContext:
-    """The shared state of one run; every part of the trainer is made with it.
+    """The shared state of one run, with which all components of the trainer are made.
 
     Attributes:
         dispatch: the models; set by ``RayPPOTrainer.attach``, as ``run_dir`` is.
@@ -361,15 +377,16 @@ class RunContext:
         self.generation_limit = GenerationLimit(cfg.trainer.step_timeout_s, client)
         self.length = RunLength(cfg.trainer, prompts, self.progress)
         self.schedule = Schedule(cfg.trainer, self.phases.now)
-        self.refill, self.reward_model = Refill(cfg.trainer), RewardModelScorer(self)
-        self.solved = SolvedGroups(cfg.data)
+        self.refill = Refill(cfg.trainer)
+        self.reward_model = RewardModelScorer(self)
+        self.replay_buffer = SolvedGroups(cfg.data)
         self.run_dir: RunDirectory | None = None
         self.on_policy = False
         self.stop_reason = ""
 
     @asynccontextmanager
     async def generating(self, phase: str) -> AsyncIterator[None]:
-        """As ``Phases.limited``; time in which the engines generate does not count."""
+        """Limit a block as ``Phases.limited``; time in which engines generate does not count."""
         with self.phases.under_way():
             async with self.generation_limit.limited(f"the {phase} of step {self.phases.step}"):
                 yield

@@ -1,8 +1,7 @@
-"""The time limit of generation and evaluation: it counts only the time in which the engines
-generate nothing.
+"""The time limit of generation and evaluation: only time without new tokens counts.
 
-The engines' counters of generated tokens are requested in intervals, while there is a limit; all
-limits share them.
+While there is a limit, the engines' counters of generated tokens are requested in intervals. All
+limits share the reports.
 
 Invariant: a limit ends within ``limit_s`` after the engines' latest token (``TokenReports``).
 """
@@ -32,7 +31,7 @@ class GenerationLimit:
         self._timers: set[asyncio.Timeout] = set()
         self._reports = TokenReports()
         self._next_report: asyncio.TimerHandle
-        self._call: asyncio.Task[None] | None = None  # the latest request for a report
+        self._report_task: asyncio.Task[None] | None = None  # the latest request
 
     @asynccontextmanager
     async def limited(self, phase: str) -> AsyncIterator[None]:
@@ -52,7 +51,7 @@ class GenerationLimit:
                 finally:
                     self._remove(timer)
         except TimeoutError as error:
-            if not timer.expired():
+            if not timer.expired():  # raised inside the block
                 raise
             raise TimeoutError(
                 f"{phase} did not end, and the engines generated nothing within {self._limit_s:g} s "
@@ -69,8 +68,8 @@ class GenerationLimit:
         self._timers.discard(timer)
         if not self._timers:
             self._next_report.cancel()
-            if self._call is not None:
-                self._call.cancel()
+            if self._report_task is not None:
+                self._report_task.cancel()
 
     def _schedule_report(self) -> None:
         self._next_report = asyncio.get_running_loop().call_later(
@@ -79,16 +78,16 @@ class GenerationLimit:
 
     def _request_report(self) -> None:
         loop = asyncio.get_running_loop()
-        latest = max(timer.when() or 0.0 for timer in self._timers)
-        if latest > loop.time() + self._interval_s / 2:
-            self._call = loop.create_task(self._extend())
+        latest_deadline = max(timer.when() or 0.0 for timer in self._timers)
+        if latest_deadline > loop.time() + self._interval_s / 2:
+            self._report_task = loop.create_task(self._extend())
         else:  # all limits end now
             self._schedule_report()
 
     async def _extend(self) -> None:
-        """Extend all limits if the engines have more tokens than in the report before."""
+        """Extend all limits if the engines have more tokens than in the previous report."""
         requested_s = asyncio.get_running_loop().time()
-        with suppress(Exception):  # of an engine that failed, which its requests raise
+        with suppress(Exception):  # requests to an engine that has failed raise its error
             stats = await self._engines.stats()
             tokens = sum(engine.generated_tokens for engine in stats)
             deadline = self._reports.add(tokens, requested_s) + self._limit_s

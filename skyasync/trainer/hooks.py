@@ -1,8 +1,8 @@
 """The hooks that an algorithm may override, for every plan alike.
 
-Invariant: the trainer's steps call the hooks in the order in which they stand here. By default each
-does what the configuration says. A hook gets all that it decides on, so it depends on no other
-hook; hooks that compare whole batches get whole batches. Metrics are written into ``self.metrics``.
+Invariant: the trainer's steps call the hooks in the order of this class. By default a hook follows
+the configuration. A hook gets all that it decides on, so it depends on no other hook; hooks that
+compare the groups of a batch get complete batches. Metrics are written into ``self.metrics``.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from skyasync.rollout.types import Group
 from skyasync.trainer.context import Metrics, RunContext
 from skyasync.trainer.learner import Learner
 
-if (
-    TYPE_CHECKING
-):  # torch is imported when training starts, so that a wrong setting is refused at once
+if TYPE_CHECKING:  # torch is imported when training starts: settings are checked without it
     from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch
 
 
@@ -38,8 +36,8 @@ class AlgorithmHooks:
     def postprocess_generator_output(self, groups: list[Group]) -> list[Group]:
         """Change trajectories or their rewards before anything is computed from them.
 
-        Called with a whole batch, or, if groups are trained or replaced as they come, with those
-        that arrive together.
+        Called with a complete batch. If groups are trained or replaced as they come, called with
+        the groups that arrive together.
         """
         return groups
 
@@ -51,54 +49,58 @@ class AlgorithmHooks:
         from skyasync.algorithms.shaping import group_filter
 
         algorithm = self.cfg.trainer.algorithm
-        keep = group_filter(algorithm)
+        has_signal = group_filter(algorithm)
         metric = algorithm.dynamic_sampling.metric
-        return [
-            g for g in groups if not all(map(isfinite, g.rewards)) or keep(g.metric_values(metric))
-        ]
+        chosen_groups = []
+        for group in groups:
+            finite = all(map(isfinite, group.rewards))
+            if not finite or has_signal(group.metric_values(metric)):
+                chosen_groups.append(group)
+        return chosen_groups
 
     def drop_truncated(self, groups: list[Group]) -> list[Group]:
-        """Leave out trajectories that did not end by themselves, if
-        ``truncated_responses=drop``."""
+        """Leave out truncated trajectories, if ``truncated_responses=drop``."""
         if self.cfg.trainer.algorithm.truncated_responses != "drop":
             return groups
-        whole = [
-            replace(g, trajectories=[t for t in g.trajectories if t.stop_reason == "stop"])
-            for g in groups
-        ]
-        dropped = sum(len(group.trajectories) for group in groups) - sum(
-            len(group.trajectories) for group in whole
-        )
-        self.metrics["response/dropped"] = self.metrics.get("response/dropped", 0.0) + dropped
-        return [group for group in whole if group.trajectories]
+        remaining_groups = []
+        dropped_count = 0
+        for group in groups:
+            trajectories = [t for t in group.trajectories if t.stop_reason == "stop"]
+            dropped_count += len(group.trajectories) - len(trajectories)
+            if trajectories:
+                remaining_groups.append(replace(group, trajectories=trajectories))
+        # Plans that stream call this several times in a step.
+        self.metrics["response/dropped"] = self.metrics.get("response/dropped", 0.0) + dropped_count
+        return remaining_groups
 
     async def ask_roles(self, batch: RolloutBatch) -> RolloutBatch:
-        """Let models and scorers of one's own look at a batch, before its rewards are shaped.
+        """Let a user's models and scorers see a batch before its rewards are shaped.
 
         ``await self.dispatch.ask("role", "method", batch)``; see ``skyasync.workers.roles``.
         """
         return batch
 
     def shape_rewards(self, batch: RolloutBatch) -> RolloutBatch:
-        """Truncation, length penalty, scale, clip, normalisation of ``batch.rewards``; with
-        ``truncated_responses=mask`` truncated responses leave the loss."""
+        """Truncate, penalize, scale, clip and normalise ``batch.rewards``, ``[batch, length]``.
+
+        With ``truncated_responses=mask`` truncated responses leave the loss.
+        """
         from skyasync.algorithms.shaping import overlong_filter, shape_rewards
 
         algorithm = self.cfg.trainer.algorithm
-        before = batch.rewards
+        raw_rewards = batch.rewards
         batch.rewards = shape_rewards(
             algorithm,
-            before,
+            raw_rewards,
             batch.loss_mask,
             truncated=batch.truncated,
             group_ids=batch.group_ids,
             trajectory_ids=batch.trajectory_ids,
         )
-        if batch.rewards is not before:
-            samples = _trajectories(batch)
-            self.context.phases.mean(
-                "reward/shaped_mean", float(batch.rewards.sum()) / samples, samples
-            )
+        if batch.rewards is not raw_rewards:
+            samples = _trajectory_count(batch)
+            mean = float(batch.rewards.sum()) / samples
+            self.context.phases.mean("reward/shaped_mean", mean, samples)
         if algorithm.truncated_responses == "mask":
             batch.loss_mask = overlong_filter(batch.loss_mask, batch.truncated)
         return batch
@@ -132,18 +134,19 @@ class AlgorithmHooks:
         )
         self.context.phases.mean("reward/kl", float(kl), int(batch.loss_mask.any(1).sum()))
         self.metrics["reward/kl_coef"] = controller.value
-        controller.update(float(kl), _trajectories(batch))
+        controller.update(float(kl), _trajectory_count(batch))
         return batch
 
     def compute_advantages_and_returns(self, batch: ScoredBatch) -> ScoredBatch:
-        """Make advantages of ``batch.rewards``, and of the critic's values, if there is one.
+        """Compute advantages from ``batch.rewards``, and from the critic's values if there are any.
 
         Returns:
-            A ``TrainingBatch``, or the batch with ``batch.advantages`` set.
+            A ``TrainingBatch``, or the batch with ``batch.advantages``, ``[batch, length]``.
         """
         from skyasync.algorithms.advantages import compute_advantages
         from skyasync.models.batch import TrainingBatch
 
+        response_lengths = (batch.versions >= 0).sum(1)  # [batch]; other tokens have version -1
         advantages, returns = compute_advantages(
             self.cfg.trainer.algorithm,
             batch.rewards,
@@ -151,10 +154,11 @@ class AlgorithmHooks:
             batch.group_ids,
             batch.values,
             batch.trajectory_ids,
-            (batch.versions >= 0).sum(1),
+            response_lengths,
         )
-        learned = None if batch.values is None else returns
-        return batch.to_stage(TrainingBatch, advantages=advantages, returns=learned)
+        if batch.values is None:  # no critic learns from the returns
+            return batch.to_stage(TrainingBatch, advantages=advantages, returns=None)
+        return batch.to_stage(TrainingBatch, advantages=advantages, returns=returns)
 
     def add_teacher_advantages(self, batch: TrainingBatch) -> TrainingBatch:
         """Add the teacher's part to ``batch.advantages``, if there is one (``trainer.teacher``).
@@ -171,26 +175,31 @@ class AlgorithmHooks:
             raise ValueError(
                 "a teacher's log-probabilities are compared with proximal_logprobs, and the batch has none"
             )
-        taught, kl = teacher_advantages(
+        # [batch, length], like the advantages
+        distillation, kl = teacher_advantages(
             batch.proximal_logprobs, batch.teacher_logprobs, batch.loss_mask
         )
-        batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * taught
+        batch.advantages = batch.advantages + self.cfg.trainer.teacher.weight * distillation
         self.context.phases.mean("teacher/kl", float(kl), int(batch.loss_mask.sum()))
         return batch
 
 
-def _trajectories(batch: RolloutBatch) -> int:
+def _trajectory_count(batch: RolloutBatch) -> int:
     if batch.trajectory_ids is None:
         return len(batch)
     return len(batch.trajectory_ids.unique())
 
 
 def with_advantages(batch: ScoredBatch) -> TrainingBatch:
-    """The training batch, if the hook returned one; else of its own batch, which has
-    ``batch.advantages``."""
+    """The training batch that the hook returned, or made from its batch with advantages.
+
+    Raises:
+        UserError: if the advantages are missing, or have another shape than the loss mask.
+    """
     from skyasync.models.batch import TrainingBatch
 
-    advantages = getattr(batch, "advantages", None)  # a user's object, or None
+    # A ``ScoredBatch`` has no such field: a user's hook may have set the attribute.
+    advantages = getattr(batch, "advantages", None)
     if advantages is None:
         raise UserError(
             "compute_advantages_and_returns must set batch.advantages, and returned a batch without them"

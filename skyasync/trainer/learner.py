@@ -1,14 +1,12 @@
-"""The tensor part of a step: from groups to one or more optimizer steps.
+"""The tensor part of a step: from a batch to one or more optimizer steps.
 
-Invariant: everything that needs the whole batch (advantages, loss weights, selections) is computed
-before workers see a part of it. The three policies are told apart by name: behaviour (sampled the
-tokens), proximal (before the update), current (with gradient).
+Invariant: all that needs the complete batch (advantages, loss weights, selections) is computed
+before workers see a part of it. Three policies have names: behaviour (sampled the tokens), proximal
+(before the update), current (with gradient).
 
-    groups ──prepare──▶ batch ──forward_backward, part by part──▶ gradient ──optimizer_step──▶ newer
-    policy
-                                                                                  └──finish──▶
-                                                                                  metrics of the
-                                                                                  step
+    batch ──scored──▶ ScoredBatch ──hooks──▶ TrainingBatch
+    TrainingBatch ──forward_backward, part by part──▶ gradient ──optimizer_step──▶ newer policy
+    all updates of the step ──finish──▶ metrics
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ from skyasync.trainer.extensions.staleness_control import StalenessControl
 from skyasync.utils.task_group import together
 from skyasync.workers.roles import CRITIC_ROLE, POLICY, REFERENCE, ROLES, TEACHER_ROLE
 
-if (
-    TYPE_CHECKING
-):  # torch is imported when training starts, so that a wrong setting is refused at once
+if TYPE_CHECKING:  # torch is imported when training starts: settings are checked without it
     from skyasync.algorithms.objective import Objective
     from skyasync.models.batch import RolloutBatch, ScoredBatch, TrainingBatch, UpdateBatch
 
@@ -44,8 +40,8 @@ class ScoringPlan:
     objective approximates them.
     """
 
-    experts: bool  # must be known: they are replayed
-    behaviour: bool  # log-probabilities must be known
+    experts: bool  # must be in the batch: they are replayed
+    behaviour: bool  # log-probabilities must be in the batch
     reference: bool
     teacher: Literal["", "logprobs", "top_logprobs"]
     values: bool
@@ -56,12 +52,12 @@ class ScoringPlan:
     def of(cls, cfg: Config, objective: Objective) -> ScoringPlan:
         trainer = cfg.trainer
         critic = ROLES[CRITIC_ROLE]
-        teacher = ROLES[TEACHER_ROLE].has_ranks(cfg)
-        compared = (
-            teacher and not trainer.teacher.top_k
-        )  # the policy's log-probabilities with the teacher's
+        teacher: Literal["", "logprobs", "top_logprobs"] = ""
+        if ROLES[TEACHER_ROLE].has_ranks(cfg):
+            teacher = "top_logprobs" if trainer.teacher.top_k else "logprobs"
         proximal: Literal["never", "several updates", "always"] = "never"
-        if compared or "proximal" in objective.needs_before_update:
+        # A teacher's log-probabilities are compared with the policy's before the update.
+        if teacher == "logprobs" or "proximal" in objective.needs_before_update:
             proximal = "always"
         elif "proximal" in objective.needs and trainer.algorithm.proximal_logprobs == "recompute":
             proximal = "several updates"
@@ -69,7 +65,7 @@ class ScoringPlan:
             experts=trainer.policy.router_replay != "none",
             behaviour="behaviour" in objective.needs,
             reference="reference" in objective.needs,
-            teacher="" if not teacher else "logprobs" if compared else "top_logprobs",
+            teacher=teacher,
             values=critic.enabled_if(cfg),
             values_by_policy=critic.enabled_if(cfg) and critic.hosted_by_policy(cfg),
             proximal=proximal,
@@ -81,17 +77,16 @@ class ScoringPlan:
 
 
 class Learner:
-    """Makes the policy better, one training step at a time.
+    """Trains the policy and the critic, one training step at a time.
 
     Attributes:
-        groups: that were prepared since the last step's end; of other rollouts too, if a plan
-            replays.
-        updates: optimizer steps of the current training step, those left out included.
-        parts: batches of the current training step whose gradient was computed.
-        trained: the parts of the training step before.
+        groups: prepared since the end of the previous step; also replayed ones.
+        updates: optimizer steps of the current training step, also those that were left out.
+        update_batches: batches of the current training step whose gradient was computed.
+        trained_batches: ``update_batches`` of the previous training step.
         guard: decides about updates and rewards that are not finite.
         control: chooses the policy's step size, and smooths the correction, by the staleness of
-            samples; None: the settings alone.
+            samples; None: by the settings alone.
     """
 
     def __init__(
@@ -105,27 +100,23 @@ class Learner:
         self.kl_controller = kl_controller(cfg.trainer.algorithm)
         self.groups: list[Group] = []
         self.updates = 0
-        self.parts: list[UpdateBatch] = []
-        self.trained: list[UpdateBatch] = []
+        self.update_batches: list[UpdateBatch] = []
+        self.trained_batches: list[UpdateBatch] = []
         self._context = context
         self._cfg = cfg.trainer
         self.guard = guard
         self.control = control
         self._plan = ScoringPlan.of(cfg, self.objective)
-        own_critic = self._plan.values and not self._plan.values_by_policy
-        self._at_once = own_critic and not ROLES[CRITIC_ROLE].colocated_if(
-            cfg
-        )  # the critic has devices of its own
-        self._update_metrics: dict[
-            str, list[float]
-        ] = {}  # by each optimizer step of this training step
-        self._computed = (
-            False  # the batch's log-probabilities by the policy before its first update
-        )
-        self._denominator = 0.0  # of the loss, if the parts' weights lack it
-        self._lr_scale: float | None = (
-            None  # of this training step; None before its first optimizer step
-        )
+        separate_critic = self._plan.values and not self._plan.values_by_policy
+        # A critic with separate devices is trained at the same time as the policy.
+        self._at_once = separate_critic and not ROLES[CRITIC_ROLE].colocated_if(cfg)
+        # Metric -> its value in each optimizer step of this training step.
+        self._update_metrics: dict[str, list[float]] = {}
+        # The batch has log-probabilities by the policy before the step's first update.
+        self._has_logprobs = False
+        self._denominator = 0.0  # of the loss, if the loss weights lack it
+        # Of this training step; None before its first optimizer step.
+        self._lr_scale: float | None = None
 
     # ---------------------------------------------------------------- prepare
 
@@ -154,32 +145,32 @@ class Learner:
         if plan.reference:
             with timed("reference"):
                 batch.reference_logprobs = await dispatch.ask(REFERENCE, "logprobs", batch)
-        proximal = plan.needs_proximal(
-            self._context.length.updates_per_batch(len(batch.group_ids.unique()))
-        )
-        computed = proximal and not self.updates
-        in_one_pass = computed and plan.values_by_policy
+        groups = len(batch.group_ids.unique())
+        needs_proximal = plan.needs_proximal(self._context.length.updates_per_batch(groups))
+        before_updates = needs_proximal and self.updates == 0
+        in_one_pass = before_updates and plan.values_by_policy
         if plan.values:
             with timed("values"):
                 if in_one_pass:
-                    both = await dispatch.ask(POLICY, "logprobs_and_values", batch)
-                    batch.proximal_logprobs, batch.values = both.unbind(-1)
+                    outputs = await dispatch.ask(POLICY, "logprobs_and_values", batch)
+                    # [batch, length, 2] -> twice [batch, length]
+                    batch.proximal_logprobs, batch.values = outputs.unbind(-1)
                 else:
                     batch.values = await dispatch.ask(CRITIC_ROLE, "values", batch)
         if plan.teacher:
             with timed("teacher"):
-                answer = await dispatch.ask(TEACHER_ROLE, plan.teacher, batch)
+                outputs = await dispatch.ask(TEACHER_ROLE, plan.teacher, batch)
             if plan.teacher == "logprobs":
-                batch.teacher_logprobs = answer
+                batch.teacher_logprobs = outputs  # [batch, length]
             else:
-                batch.teacher_top_k = answer
-        if proximal:
-            self._computed = computed
-        if proximal and not computed:
-            batch.proximal_logprobs = batch.behaviour_logprobs
-        elif computed and not in_one_pass:
-            with timed("logprobs"):
-                batch.proximal_logprobs = await dispatch.ask(POLICY, "logprobs", batch)
+                batch.teacher_top_k = outputs  # [batch, length, 2 k]
+        if needs_proximal:
+            self._has_logprobs = before_updates
+            if not before_updates:
+                batch.proximal_logprobs = batch.behaviour_logprobs
+            elif not in_one_pass:
+                with timed("logprobs"):
+                    batch.proximal_logprobs = await dispatch.ask(POLICY, "logprobs", batch)
         return batch
 
     # ---------------------------------------------------------------- update
@@ -188,9 +179,9 @@ class Learner:
         """Add the gradient of some rows (whole trajectories) of a prepared batch.
 
         Args:
-            complete: the part is its whole mini-batch, so its loss weights are final. If not, the
-                next optimizer step divides by the denominator that all parts before it have
-                together, and the gradient is the same.
+            complete: the part is a complete mini-batch, so its loss weights are final. If not, the
+                next optimizer step divides by the denominator of all parts, and the gradient is the
+                same.
         """
         import torch
 
@@ -199,50 +190,53 @@ class Learner:
 
         algorithm = self._cfg.algorithm
         ids = part.trajectory_ids
+        step = self._context.progress.step
         if complete:
             weights = loss_weights(algorithm, part.loss_mask, part.group_ids, trajectory_ids=ids)
-            with torch.random.fork_rng(devices=[]):  # what a loss draws, a resumed run draws again
-                torch.manual_seed(hash((self._cfg.seed, self._context.progress.step, self.updates)))
+            # By the step's number, so that a resumed run draws the same random numbers.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(hash((self._cfg.seed, step, self.updates)))
                 selection = self.objective.prepare(part).get("selection")
             batch = part.to_stage(UpdateBatch, loss_weights=weights, selection=selection)
         else:
             weights, denominator = loss_numerators(algorithm, part.loss_mask, part.group_ids, ids)
             self._denominator += denominator
             batch = part.to_stage(UpdateBatch, loss_weights=weights)
-        if self.control:
-            batch.correction_exponent = self.control.exponent
-        else:
-            batch.correction_exponent = 1.0
-        if (
-            self.updates and not self._frozen
-        ):  # in the first update the current policy is the proximal one
+        batch.correction_exponent = self.control.exponent if self.control else 1.0
+        # In the first update the current policy is the proximal one.
+        if self.updates and not self._policy_is_frozen:
             if algorithm.proximal_logprobs != "recompute":
-                batch.approximated_version = self._context.progress.step + 1
+                batch.approximated_version = step + 1
             elif not complete and batch.proximal_logprobs is None:
                 batch.proximal_logprobs = batch.behaviour_logprobs
         if self._plan.values and batch.returns is None:
             raise UserError(
                 "compute_advantages_and_returns must set batch.returns, which the critic learns"
             )
-        for roles in self._trained_roles:
+        for roles in self._role_turns:
             async with together() as calls:
                 for role in roles:
                     calls.start(self._context.dispatch.forward_backward(batch, role))
-        part.proximal_logprobs = batch.proximal_logprobs  # for another epoch on it
-        self.parts.append(batch)
+        # The policy has filled them in, if they were missing; the next epoch needs them.
+        part.proximal_logprobs = batch.proximal_logprobs
+        self.update_batches.append(batch)
 
     @property
-    def _frozen(self) -> bool:
+    def _policy_is_frozen(self) -> bool:
         """The policy is not trained yet: the critic learns first."""
         return self._plan.values and self._context.progress.step < self._cfg.critic.warmup_steps
 
     @property
-    def _trained_roles(self) -> list[list[str]]:
-        """The roles that are trained now: those of an inner list at once, the lists one after the
-        other."""
+    def _role_turns(self) -> list[list[str]]:
+        """The roles that are trained now: those of a list at once, one list after the other."""
         if self._plan.values_by_policy:
-            return [[CRITIC_ROLE if self._frozen else POLICY]]
-        roles = [*([] if self._frozen else [POLICY]), *([CRITIC_ROLE] if self._plan.values else [])]
+            # One backward pass trains both, or the critic's head alone.
+            return [[CRITIC_ROLE if self._policy_is_frozen else POLICY]]
+        roles = []
+        if not self._policy_is_frozen:
+            roles.append(POLICY)
+        if self._plan.values:
+            roles.append(CRITIC_ROLE)
         if self._at_once:
             return [roles]
         return [[role] for role in roles]
@@ -258,85 +252,117 @@ class Learner:
         """
         scale = 1.0 / self._denominator if self._denominator else 1.0
         self._denominator = 0.0
-        dispatch = self._context.dispatch
-        problem = ""
-        if self.guard.skips:
-            roles = [role for turn in self._trained_roles for role in turn]
-            problems = [
-                self.guard.unfit,
-                *[await dispatch.examine(scale, role=role) for role in roles],
-            ]
-            problem = next(filter(None, problems), "")
-            if problem:
-                for role in roles:
-                    await dispatch.drop_gradient(role=role)
-                self.guard.drop(problem)
-        result: Metrics = {}
-        if not problem:
-            step = self._context.length.planned_updates + self.updates
-            if self.control and self._lr_scale is None and not self._frozen:
-                weights = [self.objective.correction_weights(part) for part in self.parts]
-                known = [each for each in weights if each is not None]
-                self._lr_scale = self.control.choose(self.parts, self._context.progress.step, known)
-            changes: dict[str, Any] = {}  # of the policy's optimizer, in this step
-            if self.control and self._lr_scale is not None:
-                changes = {"lr_scale": self._lr_scale, "beta1": self.control.beta1}
-            for roles in self._trained_roles:
-                steps = {}
-                async with together() as calls:
-                    for role in roles:
-                        options = changes if role == POLICY else {}
-                        call = dispatch.optimizer_step(step, scale, role, **options)
-                        steps[role] = calls.create_task(call)
-                for role, done in steps.items():
-                    for name, value in done.result().items():
-                        if name.startswith(f"{CRITIC_ROLE}/"):
-                            full = name
-                        else:
-                            full = f"{role}/{name}"
-                        self._update_metrics.setdefault(full, []).append(value)
-                        result[name if role == POLICY else f"{role}/{name}"] = value
+        metrics: Metrics = {}
+        if not await self._gradient_dropped(scale):
+            metrics = await self._update_weights(scale)
             self.guard.count_update()
         self.updates += 1
+        return metrics
+
+    async def _gradient_dropped(self, scale: float) -> bool:
+        """Drop the gradient if ``trainer.on_nonfinite=skip`` and something in it is not finite."""
+        if not self.guard.skips:
+            return False
+        dispatch = self._context.dispatch
+        problem = self.guard.unfit
+        for roles in self._role_turns:
+            for role in roles:
+                # Every role is examined: all its ranks take part in the call.
+                role_problem = await dispatch.examine(scale, role=role)
+                problem = problem or role_problem
+        if not problem:
+            return False
+        for roles in self._role_turns:
+            for role in roles:
+                await dispatch.drop_gradient(role=role)
+        self.guard.drop(problem)
+        return True
+
+    async def _update_weights(self, scale: float) -> Metrics:
+        """An optimizer step of every role that is trained now."""
+        schedule_step = self._context.length.planned_updates + self.updates
+        policy_options = self._policy_optimizer_options()
+        result: Metrics = {}
+        for roles in self._role_turns:
+            role_calls = {}
+            async with together() as calls:
+                for role in roles:
+                    options = policy_options if role == POLICY else {}
+                    call = self._context.dispatch.optimizer_step(
+                        schedule_step, scale, role, **options
+                    )
+                    role_calls[role] = calls.create_task(call)
+            for role, finished_call in role_calls.items():
+                for name, value in finished_call.result().items():
+                    result[name if role == POLICY else f"{role}/{name}"] = value
+                    # A critic on the policy's layers has its metrics among the policy's.
+                    if name.startswith(f"{CRITIC_ROLE}/"):
+                        metric = name
+                    else:
+                        metric = f"{role}/{name}"
+                    self._update_metrics.setdefault(metric, []).append(value)
         return result
 
-    def finish(self, whole: TrainingBatch | None = None) -> Metrics:
-        """The metrics of all updates of the training step, which is over.
+    def _policy_optimizer_options(self) -> dict[str, Any]:
+        """Learning rate factor and beta1 of this training step, by the staleness of its samples.
+
+        They are chosen at the first optimizer step.
+        """
+        if self.control is None:
+            return {}
+        if self._lr_scale is None and not self._policy_is_frozen:
+            correction_weights = []
+            for batch in self.update_batches:
+                weights = self.objective.correction_weights(batch)
+                if weights is not None:
+                    correction_weights.append(weights)
+            self._lr_scale = self.control.choose(
+                self.update_batches, self._context.progress.step, correction_weights
+            )
+        if self._lr_scale is None:
+            return {}
+        return {"lr_scale": self._lr_scale, "beta1": self.control.beta1}
+
+    def finish(self, prepared: TrainingBatch | None = None) -> Metrics:
+        """End the training step.
 
         Args:
-            whole: the batch that all parts were cut from, if they were.
+            prepared: the batch that all update batches were cut from, if there was one.
+
+        Returns:
+            The metrics of all updates: their mean, and those of the step's batch.
         """
         metrics = {name: sum(values) / len(values) for name, values in self._update_metrics.items()}
-        if self.parts:
+        update_batches = self.update_batches
+        if update_batches:
             from skyasync.algorithms.values import value_metrics
             from skyasync.models.batch import UpdateBatch
 
-            batch: TrainingBatch = self.parts[0]
-            if whole is not None and self.updates > 1:
-                batch = whole
-            elif len(self.parts) > 1:
-                batch = UpdateBatch.concatenate(self.parts)
+            batch: TrainingBatch = update_batches[0]
+            if prepared is not None and self.updates > 1:
+                batch = prepared  # each row once, although epochs train it several times
+            elif len(update_batches) > 1:
+                batch = UpdateBatch.concatenate(update_batches)
             metrics |= self._drift_metrics(batch)
             if batch.values is not None and batch.returns is not None:
                 critic = value_metrics(batch.values, batch.returns, batch.loss_mask)
-                metrics |= {f"critic/{name}": value for name, value in critic.items()}
-        self.trained = self.parts
+                for name, value in critic.items():
+                    metrics[f"critic/{name}"] = value
+        self.trained_batches = update_batches
         self._update_metrics = {}
-        self.parts = []
+        self.update_batches = []
         self.updates = 0
-        self._computed = False
+        self._has_logprobs = False
         if self.control and self._lr_scale is None:
-            self.control.stand()
+            self.control.record_skipped_step()
         self._lr_scale = None
         return metrics
 
     def _drift_metrics(self, batch: TrainingBatch) -> Metrics:
-        """How far the policy that is trained is from the one that sampled, of a whole batch, also
-        by staleness.
+        """Distance of the trained policy from the one that sampled, of a batch and by staleness.
 
-        The ``gap/...`` metrics compare two computations of the same weights. They are there only if
-        the trainer's log-probabilities are of the version before the step, and computed, not taken
-        from the engine.
+        The ``gap/...`` metrics compare two computations of the same weights. They need
+        log-probabilities of the version before the step that the trainer computed itself.
         """
         from skyasync.algorithms.off_policy import gap_metrics, off_policy_metrics, stuck_ratio
 
@@ -347,12 +373,11 @@ class Learner:
             return {}
         step = self._context.progress.step
         staleness = step - batch.versions
+        weights = None
         if "behaviour" in self.objective.needs:
             weights = self.objective.correction_weights(batch)
-        else:
-            weights = None
         metrics = off_policy_metrics(proximal, behaviour, mask, staleness, weights)
-        if self.updates <= 1 or self._computed:
+        if self.updates <= 1 or self._has_logprobs:
             metrics |= gap_metrics(proximal, behaviour, mask, staleness)
         problem = stuck_ratio(proximal, behaviour, mask, staleness)
         if problem:
@@ -362,22 +387,19 @@ class Learner:
 
 
 def check_experts(batch: RolloutBatch) -> None:
-    """Raises ``UserError`` unless the experts are known of every token that a loss token
-    follows."""
+    """Raise ``UserError`` if a token that a loss token follows has no experts in the batch."""
     from skyasync.models.router_replay import unknown_expert
 
-    experts = batch.routed_experts
-    if experts is None:
-        lacking = int(batch.loss_mask.sum())
-    else:
-        lacking = int(
-            (
-                batch.loss_mask[:, 1:] & (experts[:, :-1, 0, 0] == unknown_expert(experts.dtype))
-            ).sum()
-        )
-    if lacking:
+    experts = batch.routed_experts  # [batch, length, layers, experts per token]
+    missing_tokens = batch.loss_mask
+    if experts is not None:
+        # A token without experts has none in any layer. [batch, length - 1]
+        is_unknown = experts[:, :-1, 0, 0] == unknown_expert(experts.dtype)
+        missing_tokens = batch.loss_mask[:, 1:] & is_unknown
+    missing = int(missing_tokens.sum())
+    if missing:
         raise UserError(
-            f"trainer.policy.router_replay=R3 replays the experts that the engine chose, and of {lacking} generated "
+            f"trainer.policy.router_replay=R3 replays the experts that the engine chose, and of {missing} generated "
             f"tokens they are not known: trajectories must be the generator's own, not made of lists; else set "
             f"trainer.policy.router_replay=none"
         )

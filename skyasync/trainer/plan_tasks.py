@@ -1,10 +1,10 @@
-"""Watch over a plan while its ``train`` is awaited: no task fails unseen, and no wait is without a
-limit.
+"""Watch a plan while its ``train`` is awaited: no task fails unseen, and every wait has a limit.
 
 Invariant: an error in a task that the plan has made ends the run as it was raised, unless some code
 asks for the task's result. That may be later: the error ends the run when the plan has ended, or
-when no step of the trainer was under way for ``GRACE_S``. The plan then waits for what the task has
-not done. Tasks that a step of the trainer makes belong to that step (``Phases.under_way``).
+when no step of the trainer was under way for ``GRACE_S``. The plan then waits for work that the
+failed task has not done. Tasks that a step of the trainer makes belong to that step
+(``Phases.under_way``).
 
 | who waits     | for what                   | woken by                                                           |
 |---------------|----------------------------|--------------------------------------------------------------------|
@@ -25,12 +25,12 @@ from skyasync.utils.task_group import raise_first
 
 T = TypeVar("T")
 
+# For a task that is cancelled to end, and for code to ask for the result of a failed task.
 GRACE_S = 5.0
 
 
 class RunStopped(Exception):
-    """The plan is over and its last step has ended: ``trainer.stop()`` was called, or no prompt is
-    left."""
+    """Ends the plan after its last step: ``trainer.stop()`` was called, or no prompt is left."""
 
 
 class PlanTask(asyncio.Task[T]):
@@ -52,61 +52,66 @@ class PlanTask(asyncio.Task[T]):
 
 
 class PlanTasks:
-    """Runs one plan, and watches it meanwhile.
+    """Runs one plan, and watches its tasks.
 
     Args:
-        plan: the name of its class.
+        plan: the name of the plan's class.
     """
 
     def __init__(self, plan: str, phases: Phases) -> None:
         self._plan = plan
         self._phases = phases
-        self._unfinished: set[PlanTask[Any]] = set()
-        self._failed: dict[PlanTask[Any], BaseException] = {}
+        self._unfinished_tasks: set[PlanTask[Any]] = set()
+        self._errors: dict[PlanTask[Any], BaseException] = {}
         self._stall: TimeoutError | None = None
-        self._cancelled = False  # by ``_check``
+        self._is_cancelled = False  # by ``_check``
 
     async def run(self, train: Callable[[], Awaitable[None]]) -> None:
-        """Await ``train``; then the tasks that it has left are cancelled.
+        """Await ``train``, then cancel the tasks that it has left.
 
         Raises:
             TimeoutError: if the plan waits and no step is under way.
             BaseException: the first error, of ``train`` or of a task; others are notes on it.
         """
-        self._loop = asyncio.get_running_loop()
-        main = asyncio.current_task()
-        assert main is not None
-        self._main, self._since = main, self._loop.time()
-        cancellations = main.cancelling()
-        factory = self._loop.get_task_factory()
-        self._timer: asyncio.Handle = self._loop.call_soon(self._check)
-        self._loop.set_task_factory(self._make)  # type: ignore[arg-type]
+        loop = asyncio.get_running_loop()
+        self._loop = loop
+        main_task = asyncio.current_task()
+        assert main_task is not None
+        self._main_task = main_task
+        self._latest_event_s = loop.time()
+        cancellations = main_task.cancelling()
+        factory = loop.get_task_factory()
+        self._timer: asyncio.Handle = loop.call_soon(self._check)
+        loop.set_task_factory(self._make_task)  # type: ignore[arg-type]
         PLAN_CODE.set(True)
-        ended: BaseException | None = None
+        plan_error: BaseException | None = None
         try:
             await train()
         except (Exception, asyncio.CancelledError) as error:
-            # raised below: inside of this handler it would be the context of another error
-            ended = error
+            # Raised below: inside this handler it would be the context of another error.
+            plan_error = error
         finally:
             PLAN_CODE.set(False)
-            self._loop.set_task_factory(factory)
+            loop.set_task_factory(factory)
             self._timer.cancel()
-        for task in self._unfinished:
+        for task in self._unfinished_tasks:
             task.cancel()
-        if self._unfinished:
-            await asyncio.wait(self._unfinished, timeout=GRACE_S)
-        errors = self._untaken()
+        if self._unfinished_tasks:
+            await asyncio.wait(self._unfinished_tasks, timeout=GRACE_S)
+        errors = self._unseen_errors()
         if self._stall is not None:
-            self._stall.__cause__ = ended  # has the line at which the plan waits
+            self._stall.__cause__ = plan_error  # has the line at which the plan waits
             errors.append(self._stall)
-        from_here = self._cancelled and main.uncancel() <= cancellations
-        if ended is not None and not (from_here and isinstance(ended, asyncio.CancelledError)):
-            errors.insert(0, ended)
+        # ``_check`` may have cancelled the plan; a cancellation from outside is raised.
+        cancelled_here = self._is_cancelled and main_task.uncancel() <= cancellations
+        if cancelled_here and isinstance(plan_error, asyncio.CancelledError):
+            plan_error = None
+        if plan_error is not None:
+            errors.insert(0, plan_error)
         if errors:
             raise_first(errors)
 
-    def _make(
+    def _make_task(
         self,
         loop: asyncio.AbstractEventLoop,
         coroutine: CoroutineType[Any, Any, Any],
@@ -116,51 +121,57 @@ class PlanTasks:
         if not PLAN_CODE.get():
             return asyncio.Task(coroutine, loop=loop, **options)
         task = PlanTask(_without_exit(coroutine), loop=loop, **options)
-        task.add_done_callback(
-            lambda _: coroutine.close()
-        )  # of a task that was cancelled before it began
+        # A task that is cancelled before it begins never awaits the coroutine.
+        task.add_done_callback(lambda _: coroutine.close())
         task.add_done_callback(self._note_end)
-        self._unfinished.add(task)
+        self._unfinished_tasks.add(task)
         return task
 
     def _note_end(self, task: PlanTask[Any]) -> None:
-        self._unfinished.discard(task)
+        self._unfinished_tasks.discard(task)
         if task.cancelled():
-            error = None
-        else:
-            error = asyncio.Task.exception(task)
+            return
+        error = asyncio.Task.exception(task)  # ``PlanTask.exception`` would count as seen
         if error is not None:
-            self._failed[task], self._since = error, self._loop.time()
+            self._errors[task] = error
+            self._latest_event_s = self._loop.time()
             self._check()
 
-    def _untaken(self) -> list[BaseException]:
+    def _unseen_errors(self) -> list[BaseException]:
         """The errors of tasks whose result no code has asked for."""
-        return [error for task, error in self._failed.items() if not task.awaited]
+        return [error for task, error in self._errors.items() if not task.awaited]
 
     def _check(self) -> None:
-        """Cancel the plan if an error was left to itself, or if nothing happens; else look again
-        when that may be."""
+        """Cancel the plan if no code asks for an error, or if nothing happens.
+
+        Else check again at the time when that may be the case.
+        """
         self._timer.cancel()
-        now = self._loop.time()
-        errors = self._untaken()
+        now_s = self._loop.time()
+        errors = self._unseen_errors()
         limit_s = GRACE_S if errors else self._phases.stall_s
-        deadline = max(self._since, now - self._phases.idle_s()) + limit_s
-        if now < deadline < math.inf:
-            self._timer = self._loop.call_at(deadline, self._check)
-        elif now >= deadline and not self._cancelled:
+        latest_s = max(self._latest_event_s, now_s - self._phases.idle_s())
+        deadline_s = latest_s + limit_s
+        if now_s < deadline_s < math.inf:
+            self._timer = self._loop.call_at(deadline_s, self._check)
+        elif now_s >= deadline_s and not self._is_cancelled:
             if not errors:
                 limit = f"{limit_s:g} s (trainer.step_timeout_s)"
                 self._stall = TimeoutError(
                     f"{self._plan}.train waits, and no step was under way for {limit}"
                 )
-            self._cancelled = self._main.cancel()
+            self._is_cancelled = self._main_task.cancel()
 
 
 async def _without_exit(coroutine: CoroutineType[Any, Any, T]) -> T:
-    """``sys.exit`` in a task would end the event loop, and with it all that could report it."""
+    """Await a coroutine in which ``sys.exit`` is an error.
+
+    It would end the event loop, and with it all code that could report it.
+    """
     try:
         return await coroutine
     except SystemExit as exit:
         reason = exit.__context__
         error = RuntimeError(f"{coroutine.__qualname__} called sys.exit({exit.code!r})")
+    # Code that exits on an error has it as the context, and it is what the user looks for.
     raise reason if isinstance(reason, Exception) else error

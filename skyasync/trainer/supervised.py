@@ -1,5 +1,4 @@
-"""Supervised fine-tuning: cross-entropy of given responses, by the workers that reinforcement
-learning has.
+"""Supervised fine-tuning: cross-entropy of demonstrations, by the same workers as RL.
 
 Invariant: with ``trainer.algorithm.loss_reduction=token_mean`` the loss of an update is the mean of
 -log p over all response tokens of its mini-batch, however it is packed or divided among ranks.
@@ -21,13 +20,11 @@ from skyasync.trainer.extensions import notify
 from skyasync.trainer.trainer import RayPPOTrainer
 from skyasync.workers.roles import POLICY
 
-if (
-    TYPE_CHECKING
-):  # torch is imported when training starts, so that a wrong setting is refused at once
+if TYPE_CHECKING:  # torch is imported when training starts: settings are checked without it
     from skyasync.models.batch import ScoredBatch
 
 OBJECTIVE = {"policy_loss_type": "vanilla", "off_policy_correction": "none"}
-"""Of ``trainer.algorithm``: with advantages of 1 the loss of a token is -log p."""
+"""Settings of ``trainer.algorithm``: with advantages of 1 the gradient is that of -log p."""
 
 
 class SupervisedTrainer(RayPPOTrainer):
@@ -40,9 +37,8 @@ class SupervisedTrainer(RayPPOTrainer):
 
     async def train(self) -> None:
         for prompts in self.remaining_prompts():
-            groups = groups_of(
-                prompts.prompts, self.global_step
-            )  # as if the current policy had written them
+            # As if the current policy had written the responses.
+            groups = groups_of(prompts.prompts, self.global_step)
             status = await self.train_on(Rollout(groups, prompts.positions))
             if "policy/loss" in status:
                 status["sft/loss"] = status["policy/loss"]
@@ -55,7 +51,7 @@ class SupervisedTrainer(RayPPOTrainer):
         return batch.to_stage(TrainingBatch, advantages=batch.rewards.new_ones(batch.rewards.shape))
 
     async def evaluate(self) -> Metrics:
-        """The loss of the held-out demonstrations."""
+        """The loss of the held-out demonstrations, in nats per response token."""
         from skyasync.rollout.collate import collate
 
         metrics: Metrics = {}
@@ -71,6 +67,7 @@ class SupervisedTrainer(RayPPOTrainer):
                 batch = await asyncio.to_thread(collate, groups)
                 async with self.context.phases.limited("evaluation"):
                     logprobs = await self.dispatch.ask(POLICY, "logprobs", batch)
+                # In float64: the sum is over all tokens of the data.
                 total -= float(logprobs[batch.loss_mask].double().sum())
                 tokens += int(batch.loss_mask.sum())
         metrics |= {"eval/loss": total / tokens, "eval/version": float(self.policy_version)}
@@ -79,19 +76,21 @@ class SupervisedTrainer(RayPPOTrainer):
 
 
 def groups_of(demonstrations: Sequence[Prompt], version: int) -> list[Group]:
-    """A group of one trajectory each. No behaviour policy is known: its log-probabilities are
-    NaN."""
+    """A group of one trajectory for every demonstration.
 
-    def with_version(segment: Segment) -> Segment:
-        return replace(segment, versions=np.full_like(segment.versions, version))
-
+    No behaviour policy is known: its log-probabilities are NaN.
+    """
     groups = []
     for demonstration in cast(Sequence[Demonstration], demonstrations):
-        *branches, segments = [
-            [with_version(segment) for segment in s] for s in demonstration.sequences
-        ]
+        sequences = [_with_version(segments, version) for segments in demonstration.sequences]
+        *branches, segments = sequences
         trajectory = Trajectory(TrajectoryId(demonstration.id, 0), segments, branches=branches)
-        groups.append(
-            Group(replace(demonstration, messages=demonstration.messages[:-1]), [trajectory])
-        )
+        prompt = replace(demonstration, messages=demonstration.messages[:-1])
+        groups.append(Group(prompt, [trajectory]))
     return groups
+
+
+def _with_version(segments: Sequence[Segment], version: int) -> list[Segment]:
+    return [
+        replace(segment, versions=np.full_like(segment.versions, version)) for segment in segments
+    ]

@@ -180,7 +180,7 @@ async def test_the_ledger_has_every_prompt_once_and_a_rejected_one_is_not_traine
         """The first new group of each step, and every replayed one."""
 
         def filter_groups(self, groups: list[Group]) -> list[Group]:
-            return self.context.solved.without_replayed(groups)[1:]
+            return self.context.replay_buffer.without_replayed(groups)[1:]
 
     await recorded(LeavesOut, replaying(model), tmp_path / "run")
     ledger = read_rows(tmp_path / "run" / "ledger.jsonl")

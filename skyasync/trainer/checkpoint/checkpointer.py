@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Sequence
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from skyasync.trainer.checkpoint.checkpoints import (
     Checkpoints,
     TrainState,
     choose,
+    is_small,
     load_state,
     refusal,
 )
@@ -32,7 +34,7 @@ from skyasync.utils.manifest import Sums
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.2
+POLL_S = 0.2  # far below the seconds that a checkpoint takes
 
 
 class Checkpointer:
@@ -46,13 +48,13 @@ class Checkpointer:
     | the end of the run        | the last task                              | its end; ``close`` cancels it      |
 
     Attributes:
-        checkpoints: where they are; None if the run keeps none.
-        complete: those that are new, until they are taken from here.
-        ledger: the prompts, whose open ones checkpoints keep.
-        saved_step: of the newest checkpoint, or where the run began.
+        checkpoints: the folder of checkpoints; None if the run has none.
+        complete: new checkpoints, until the trainer takes them.
+        ledger: its open prompts are in the checkpoints.
+        saved_step: of the newest checkpoint, or the one from which the run resumed.
         between_steps: false while a step changes weights and position, and if it failed at that.
         problem: why the newest checkpoint is missing; empty if it is not.
-        saves_on_exit: a run that is cancelled saves its last whole step.
+        saves_on_exit: a run that is cancelled saves its last complete step.
     """
 
     def __init__(
@@ -75,22 +77,20 @@ class Checkpointer:
         self._extensions = extensions
         self.saves_on_exit = context.cfg.trainer.ckpt_on_exit
         self._failures = 0  # in a row
-        self._resumed_from: Path | None = (
-            None  # the checkpoint that the user has named, until this run has saved
-        )
+        # The checkpoint that the user has named, until this run has saved one.
+        self._resumed_from: Path | None = None
         self._task: asyncio.Task[Path] | None = None  # writes while training goes on
         self._task_step = 0
         self._write_s = 0.0
-        self._metric_seen = False  # ``ckpt_best_metric``, ever
-        self._better: dict[
-            int, float
-        ] = {}  # steps that were better than all before, not written yet: the metric
+        self._metric_seen = False  # ``ckpt_best_metric``, in any step
+        # Step -> ``ckpt_best_metric``, of steps that improved it and are not written yet.
+        self._improvements: dict[int, float] = {}
 
     async def uninterrupted(self, step: Coroutine[Any, Any, object]) -> None:
-        """Await what changes the weights.
+        """Await a coroutine that changes the weights.
 
         With ``ckpt_on_exit`` a cancellation waits for its end: a policy in the middle of an update
-        cannot be saved. A second one ends it too.
+        cannot be saved. A second cancellation does not wait.
         """
         if not saves(self._cfg):
             await step
@@ -110,8 +110,10 @@ class Checkpointer:
             raise
 
     def improves(self, metrics: Metrics, *, evaluated: bool) -> bool:
-        """Whether the current step is the best so far by ``ckpt_best_metric``: then its checkpoint
-        is to be kept.
+        """Whether the current step is the best so far by ``ckpt_best_metric``.
+
+        Args:
+            evaluated: the step has new values of ``eval/...`` metrics.
 
         Raises:
             UserError: if there is no such metric.
@@ -120,13 +122,11 @@ class Checkpointer:
         step = self._context.progress.step
         if self.checkpoints is None or not name or (name.startswith("eval/") and not evaluated):
             return False
+        best = self.checkpoints.best
+        if best is not None and best.metric != name:  # of a run with another setting
+            best = None
         if name not in metrics:
-            best = self.checkpoints.best
-            if (
-                self._metric_seen
-                or is_documented(name)
-                or (best is not None and best.metric == name)
-            ):
+            if self._metric_seen or is_documented(name) or best is not None:
                 return False  # no group of this step was worth training, for example
             hint = nearest_metric(name, metrics)
             raise UserError(
@@ -134,30 +134,36 @@ class Checkpointer:
             )
         self._metric_seen = True
         value = metrics[name]
-        before = list(self._better.values())
-        best = self.checkpoints.best
-        if (
-            best is not None and best.metric == name and best.folder != f"step_{step:06d}"
-        ):  # which is written again
-            before.append(best.value)
-        better = max if self._cfg.ckpt_best_mode == "max" else min
-        if value != value or (before and better([value, *before]) in before):
+        if isnan(value):
             return False
-        self._better[step] = value
-        return True
+        previous_values = list(self._improvements.values())
+        # A checkpoint of this step, of an interrupted run, is written again.
+        if best is not None and best.folder != f"step_{step:06d}":
+            previous_values.append(best.value)
+        if previous_values and self._cfg.ckpt_best_mode == "max":
+            improved = value > max(previous_values)
+        elif previous_values:
+            improved = value < min(previous_values)
+        else:
+            improved = True
+        if improved:
+            self._improvements[step] = value
+        return improved
 
     # ---------------------------------------------------------------- save
 
     async def save(self, *, patient: bool = True) -> Path | None:
-        """Write model, optimizer, data position and versions; complete or absent. The folder, if
-        there is one now.
+        """Save model, optimizer, data position and versions; the checkpoint is complete or absent.
 
         Args:
-            patient: a disk that does not take it is a warning until it is the ``ckpt_patience``-th
-                in a row.
+            patient: a disk that does not take it is a warning, until it is the
+                ``ckpt_patience``-th in a row.
+
+        Returns:
+            The folder, unless the checkpoint is missing or is written in the background.
 
         Raises:
-            UserError: if it is one too many.
+            UserError: for one failure too many.
         """
         if self.checkpoints is None:
             return None
@@ -177,12 +183,12 @@ class Checkpointer:
                     stream=prompts.mark(progress.position),
                 )
                 if not (self._cfg.ckpt_async and patient):
-                    return await self._settle(
-                        self._write(self.checkpoints, state), state.step, patient
-                    )
-                copied = asyncio.Event()  # or failed
+                    writing = self._write(self.checkpoints, state)
+                    return await self._settle(writing, state.step, patient)
+                copied = asyncio.Event()
                 self._task_step = state.step
                 self._task = asyncio.create_task(self._write(self.checkpoints, state, copied))
+                # Also if it has failed: ``arrived`` raises the error.
                 self._task.add_done_callback(lambda _: copied.set())
                 await copied.wait()
                 return None
@@ -190,29 +196,38 @@ class Checkpointer:
     async def _write(
         self, checkpoints: Checkpoints, state: TrainState, copied: asyncio.Event | None = None
     ) -> Path:
-        """Write all files. With ``copied``, which is set when there is a copy to be written,
-        training goes on."""
+        """Write all files.
+
+        Args:
+            copied: set when the workers have copied their state: training may go on.
+        """
         dispatch = self._context.dispatch
-        began = self._phases.now()
-        with checkpoints.unfinished(state.step) as unfinished:
-            save_states(self._extensions, unfinished.path)
-            await self.ledger.save(unfinished.path)
-            self._context.solved.save(unfinished.path)
+        began_s = self._phases.now()
+        with checkpoints.unfinished(state.step) as new_checkpoint:
+            save_states(self._extensions, new_checkpoint.path)
+            await self.ledger.save(new_checkpoint.path)
+            self._context.replay_buffer.save(new_checkpoint.path)
             files: Sums | None
             if copied is None:
-                files = await dispatch.save(unfinished.path)
+                files = await dispatch.save(new_checkpoint.path)
             else:
-                await dispatch.begin_save(unfinished.path)
+                await dispatch.begin_save(new_checkpoint.path)
                 copied.set()
                 while (files := await dispatch.saved()) is None:  # noqa: ASYNC110  (it is in other processes)
                     await asyncio.sleep(POLL_S)
-            folder = unfinished.finish(state, files, record(self._context.cfg))
-        self._write_s = self._phases.now() - began
+            folder = new_checkpoint.finish(state, files, record(self._context.cfg))
+        self._write_s = self._phases.now() - began_s
         return folder
 
     async def arrived(self, *, wait: bool = False, patient: bool = True) -> Metrics:
-        """Take note of a checkpoint that was written during training, if it is done: what it took,
-        and its error."""
+        """Take note of a checkpoint that was written in the background, if it is complete.
+
+        Args:
+            wait: until it is complete.
+
+        Returns:
+            The time that it took.
+        """
         if self._task is None or not (wait or self._task.done()):
             return {}
         task = self._task
@@ -223,14 +238,18 @@ class Checkpointer:
         return {"checkpoint/write_s": self._write_s}
 
     async def _settle(self, writing: Awaitable[Path], step: int, patient: bool) -> Path | None:
-        """The folder that was written; None if the disk did not take it and the run continues."""
+        """Await a checkpoint, and note that it is complete or why it is missing.
+
+        Returns:
+            None if the disk did not take it and the run continues.
+        """
         try:
             folder = await writing
-        except TimeoutError:  # an OSError too, and none of the disk's
+        except TimeoutError:  # an OSError too, but not of the disk
             raise
         except OSError as error:
             self._failures += 1
-            self._better.pop(step, None)
+            self._improvements.pop(step, None)
             if self.saved_step:
                 newest = f"the newest is of step {self.saved_step}"
             else:
@@ -254,9 +273,9 @@ class Checkpointer:
         self._failures = 0
         self.problem = ""
         self._resumed_from = None
-        value = self._better.pop(step, None)
+        value = self._improvements.pop(step, None)
         if value is not None and self.checkpoints is not None:
-            self.checkpoints.is_best(folder, self._cfg.ckpt_best_metric, value)
+            self.checkpoints.mark_best(folder, self._cfg.ckpt_best_metric, value)
         self.complete.append(folder)
         return folder
 
@@ -278,40 +297,42 @@ class Checkpointer:
             folder = await self._undamaged(resume, self.checkpoints)
             if folder is None:
                 return False
-            changes = check_recorded(folder, self._context.cfg)
+            context = self._context
+            changes = check_recorded(folder, context.cfg)
             state = self._state(folder)
-            self._context.prompts.seek(
-                state.stream
-            )  # refuses another kind of data, before the models are read
+            # Before the models are read: it raises an error for another kind of data.
+            context.prompts.seek(state.stream)
             log.info("going on from %s, after step %d", folder, state.step)
             for line in changes:
                 log.info("changed since that checkpoint: %s", line)
             await self._load_models(folder, state)
             self.ledger.resume(folder)
-            self._context.solved.resume(folder, self._context.prompts.of_identity)
+            context.replay_buffer.resume(folder, context.prompts.of_identity)
             load_states(self._extensions, folder)
-        self._context.progress.resumed(state.step, state.position, state.trained_early)
-        self._context.prompts.resumed(
-            self._cfg, state.step, state.position + len(state.trained_early)
-        )
+        context.progress.resumed(state.step, state.position, state.trained_early)
+        context.prompts.resumed(self._cfg, state.step, state.position + len(state.trained_early))
         self.saved_step = state.step
         self._resumed_from = folder if resume.named else None
         return True
 
     async def roll_back(self) -> int:
-        """Make the models what they were in the newest whole checkpoint, and skip the current data;
-        its step.
+        """Load the models of the newest undamaged checkpoint; the data position stays.
 
         Until this run has saved, it is the one that ``trainer.resume_mode`` names, if it names one.
 
+        Returns:
+            The step of the checkpoint.
+
         Raises:
-            UserError: if there is none.
+            UserError: if there is no checkpoint.
         """
         async with self._phases.limited("loading of the checkpoint"):
             await self.arrived(wait=True)
             newest = Resume(requested=True, folder=self._resumed_from)
-            folder = self.checkpoints and await self._undamaged(newest, self.checkpoints)
-            if not folder:
+            folder: Path | None = None
+            if self.checkpoints is not None:
+                folder = await self._undamaged(newest, self.checkpoints)
+            if folder is None:
                 raise UserError("trainer.on_spike=rollback: there is no checkpoint to restore")
             state = self._state(folder)
             await self._load_models(folder, state)
@@ -325,32 +346,27 @@ class Checkpointer:
 
     async def _load_models(self, folder: Path, state: TrainState) -> None:
         await self._context.dispatch.load(folder)
+        # A fixed coefficient is that of this run's settings, which may have changed.
         if self._cfg.algorithm.kl_ctrl.type != "fixed":
             self._learner.kl_controller.value = state.kl_coef
 
     async def _undamaged(self, resume: Resume, checkpoints: Checkpoints) -> Path | None:
         """The checkpoint to resume from in which every byte is as it was written."""
         while folder := choose(resume, checkpoints):
+            sums: Sums = {}
             if (folder / manifest.NAME).exists():
                 sums = manifest.read(folder)
-            else:
-                sums = {}
             if not sums:
                 log.warning(
                     "checkpoint %s has no %s: its files cannot be checked", folder, manifest.NAME
                 )
                 return folder
-            large = {
-                name: entry
-                for name, entry in sums.items()
-                if "/" in name or not name.endswith(".json")
-            }
-            wrong = await self._context.dispatch.verify(
-                folder, large
-            )  # the others were read at a glance
-            if not wrong:
+            # ``choose`` has read the small files.
+            large_files = {name: entry for name, entry in sums.items() if not is_small(name)}
+            problems = await self._context.dispatch.verify(folder, large_files)
+            if not problems:
                 return folder
             if resume.named:
-                raise refusal(folder, wrong[0])
-            checkpoints.skip(folder, wrong[0])
+                raise refusal(folder, problems[0])
+            checkpoints.skip(folder, problems[0])
         return None

@@ -1,12 +1,15 @@
-"""Checkpoints that are whole or absent, which one is the best, and which one a run resumes from.
+"""Checkpoints that are complete or absent: the best one, and the one from which a run resumes.
 
 Invariant: a folder named ``step_<k>`` was complete, and on the disk, when it got that name: it is
-written under another, its files and folders are synced, and it is renamed last. ``manifest.json``
-in it says what every file must hold; ``state.json`` the step, the position in the prompt stream,
-and when the checkpoint was written. That time orders checkpoints: the times of files are those of
-the last copy. ``config.json`` holds the settings. ``best.json``, next to the folders, names the
-best one, which is never removed for being old. A damaged checkpoint is never used, and never left
-out silently.
+written under another name, its files and folders are synced, and it is renamed last. A damaged
+checkpoint is never used, and never left out silently.
+
+    step_<k>/manifest.json   size and checksum of every file
+    step_<k>/state.json      step, position in the prompt stream, time of writing
+    step_<k>/config.json     the settings
+    best.json                the best checkpoint, which is never removed for its age
+
+The time of writing orders checkpoints: the times of files are those of the last copy.
 """
 
 from __future__ import annotations
@@ -40,8 +43,8 @@ _DISCARDED = ".discarded"
 class TrainState:
     """The state of a run without that of the workers.
 
-    All prompts before ``position`` have been trained, and those in ``trained_early``, which
-    overtook others; ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
+    All prompts before ``position`` have been trained, and the prompts in ``trained_early``, which
+    overtook others. ``seed``, ``dataset_size`` and ``data`` guard against resuming other data.
     """
 
     step: int
@@ -50,13 +53,13 @@ class TrainState:
     dataset_size: int
     kl_coef: float = 0.0  # of an adaptive controller
     trained_early: list[int] = field(default_factory=list)
-    data: str = ""  # a digest of what the prompts say
-    stream: list[int] = field(default_factory=list)  # where ``position`` is in streamed data
+    data: str = ""  # a digest of the prompts' content
+    stream: list[int] = field(default_factory=list)  # ``position`` in streamed data
 
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint so far: the name of its folder, and the metric that it has."""
+    """The best checkpoint so far: the name of its folder, and its metric."""
 
     folder: str
     metric: str
@@ -64,7 +67,7 @@ class Best:
 
 
 def read_best(checkpoints: Path) -> Best | None:
-    """None if there is none, or its folder is gone."""
+    """Read which checkpoint is the best; None if there is none, or its folder is gone."""
     try:
         values = json.loads((checkpoints / BEST).read_text(encoding="utf-8"))
         best = Best(str(values["folder"]), str(values["metric"]), float(values["value"]))
@@ -82,35 +85,37 @@ class Checkpoints:
         self.folder = folder
         self.keep = keep
         self.best = read_best(folder)
-        self.damaged: set[Path] = set()  # as far as is known
+        self.damaged: set[Path] = set()  # found so far
         self._swept = False
 
     @contextmanager
     def unfinished(self, step: int) -> Iterator[Unfinished]:
-        """A new checkpoint to be filled. Without ``finish`` nothing of it is left, and older ones
-        are as they were."""
-        if not self._swept:  # what a run that was killed has left
-            for left in [
-                *self.folder.glob(f"step_*{_UNFINISHED}"),
-                *self.folder.glob(f"step_*{_DISCARDED}"),
-            ]:
-                shutil.rmtree(left, ignore_errors=True)
+        """Open a new checkpoint to be filled.
+
+        Without ``finish`` nothing of it is left, and older checkpoints are unchanged.
+        """
+        if not self._swept:
+            # A run that was killed may have left such folders.
+            for suffix in (_UNFINISHED, _DISCARDED):
+                for remnant in list(self.folder.glob(f"step_*{suffix}")):
+                    shutil.rmtree(remnant, ignore_errors=True)
             self._swept = True
-        now_ns = max(
-            [time.time_ns(), *(1 + (written_ns(folder) or 0) for folder in self.newest_first())]
-        )
+        # Later than all others, even if the clock was set back.
+        now_ns = time.time_ns()
+        for folder in self.newest_first():
+            now_ns = max(now_ns, 1 + (written_ns(folder) or 0))
         final = self.folder / f"step_{step:06d}"
         path = final.with_name(final.name + _UNFINISHED)
         shutil.rmtree(path, ignore_errors=True)
+        # Other users of the machine must not read the weights.
         path.mkdir(0o700, parents=True)
         try:
             yield Unfinished(path, final, now_ns, self)
         finally:
-            shutil.rmtree(path, ignore_errors=True)  # unless it was renamed
+            shutil.rmtree(path, ignore_errors=True)  # no effect if it was renamed
 
     def latest(self) -> Path | None:
-        """The checkpoint that was written last and shows no damage at a glance; others are
-        logged."""
+        """The newest checkpoint without damage at a glance; damaged ones are logged."""
         for folder in self.newest_first():
             problem = glance(folder)
             if not problem:
@@ -119,57 +124,71 @@ class Checkpoints:
         return None
 
     def newest_first(self) -> list[Path]:
-        """All that were complete once, damaged or not, in the order of what they record.
+        """All checkpoints, damaged or not, by the times of writing that they record.
 
-        One that cannot be read has the place that its step has.
+        One without a readable time is ordered by its step.
         """
-        when: dict[Path, int] = {}
-        folders = (p for p in self.folder.glob("step_*") if p.is_dir() and not p.suffix)
-        for folder in sorted(folders, key=lambda p: (len(p.name), p.name)):
-            known = written_ns(folder)
-            if known is None:
-                when[folder] = max(when.values(), default=0)
-            else:
-                when[folder] = known
-        return sorted(when, key=when.__getitem__)[::-1]
+        times_ns: dict[Path, int] = {}
+        folders = []
+        for folder in self.folder.glob("step_*"):
+            if folder.is_dir() and not folder.suffix:  # finished ones have no suffix
+                folders.append(folder)
+        # In the order of the steps: names are longer from step 1,000,000 on.
+        for folder in sorted(folders, key=lambda folder: (len(folder.name), folder.name)):
+            recorded_ns = written_ns(folder)
+            if recorded_ns is None:
+                recorded_ns = max(times_ns.values(), default=0)
+            times_ns[folder] = recorded_ns
+        # Reversed, not sorted in reverse: of equal times the larger step comes first.
+        return sorted(times_ns, key=times_ns.__getitem__)[::-1]
 
     def of_step(self, step: int) -> Path:
         """The folder of a step's checkpoint.
 
         Raises:
-            UserError: if there is none, naming those there are.
+            UserError: if there is none, naming the existing ones.
         """
-        if (folder := self.folder / f"step_{step:06d}").is_dir():
+        folder = self.folder / f"step_{step:06d}"
+        if folder.is_dir():
             return folder
-        steps = sorted(
-            int(name)
-            for p in self.newest_first()
-            if (name := p.name.removeprefix("step_")).isdigit()
-        )
+        names = [path.name.removeprefix("step_") for path in self.newest_first()]
+        steps = sorted(int(name) for name in names if name.isdigit())
+        existing = "there are none"
         if steps:
-            there = f"there are {', '.join(map(str, steps))}"
-        else:
-            there = "there are none"
+            existing = f"there are {', '.join(map(str, steps))}"
         raise UserError(
-            f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({there})"
+            f"trainer.resume_mode={step}: {self.folder} has no checkpoint of that step ({existing})"
         )
 
     def skip(self, folder: Path, problem: str) -> None:
-        """A checkpoint is damaged: this is logged, and it is not counted among those to keep."""
+        """Log a damaged checkpoint; it does not count towards ``keep``."""
         log.warning("checkpoint %s is damaged and left out: %s", folder, problem)
         self.damaged.add(folder)
 
-    def is_best(self, folder: Path, metric: str, value: float) -> None:
-        """This checkpoint is the best one from here on; the one that was may go when the next is
-        written."""
+    def mark_best(self, folder: Path, metric: str, value: float) -> None:
+        """Make this checkpoint the best; the next one may remove the former best."""
         self.best = Best(folder.name, metric, value)
         replace_text(self.folder / BEST, json.dumps(asdict(self.best)) + "\n")
+
+    def remove_old(self) -> None:
+        """Remove all but the newest ``keep`` undamaged checkpoints and the best one."""
+        if not self.keep:
+            return
+        undamaged_folders = [folder for folder in self.newest_first() if folder not in self.damaged]
+        for folder in undamaged_folders[self.keep :]:
+            if self.best is None or folder.name != self.best.folder:
+                shutil.rmtree(_set_aside(folder), ignore_errors=True)
 
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A checkpoint under another name; ``path`` is the folder to be filled, ``final`` the one that
-    it becomes."""
+    """A checkpoint under another name.
+
+    Attributes:
+        path: the folder to be filled.
+        final: the folder that it becomes.
+        written_ns: the time that it records.
+    """
 
     path: Path
     final: Path
@@ -182,53 +201,54 @@ class Unfinished:
         written: Mapping[str, FileSum] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Add the controller's files, make sure that all is on the disk, and give it its name; old
-        ones are removed.
+        """Write state and settings, sync all files, and give the folder its final name.
+
+        Old checkpoints are removed.
 
         Args:
-            written: of files that are synced already; the others are read.
+            written: the sums of files that are synced already; others are read.
+
+        Raises:
+            OSError: if the folder does not hold these files.
         """
         sums: Sums = dict(written or {})
-        for path in (path for path in self.path.rglob("*") if path.is_file()):
+        final = self.final
+        for path in self.path.rglob("*"):
             name = path.relative_to(self.path).as_posix()
-            if name not in sums:
+            if path.is_file() and name not in sums:
                 manifest.sync_file(path)
                 sums[name] = manifest.sum_of(path)
-        missing = list(manifest.misfits(self.path, sums))
+        missing = next(manifest.misfits(self.path, sums), "")
         if missing:
-            raise OSError(f"{self.path} does not hold what was written: {missing[0]}")
-        values = {**asdict(state), WRITTEN: self.written_ns}
-        texts = {STATE: values, CONFIG: config}
-        for name, content in texts.items():
-            if content is not None:
-                with manifest.summed(self.path / name, sums, name) as file:
-                    file.write(json.dumps(content, indent=2, default=str).encode())
+            raise OSError(f"{self.path} does not hold what was written: {missing}")
+        self._write_json(STATE, {**asdict(state), WRITTEN: self.written_ns}, sums)
+        if config is not None:
+            self._write_json(CONFIG, config, sums)
         manifest.write(self.path, sums)
-        former = _set_aside(self.final) if self.final.exists() else None
+        former = _set_aside(final) if final.exists() else None
         checkpoints = self.checkpoints
-        if checkpoints.best is not None and checkpoints.best.folder == self.final.name:
-            checkpoints.best = None  # it was another one of this step, before a resume
+        if checkpoints.best is not None and checkpoints.best.folder == final.name:
+            # It was another checkpoint of this step, before the run was resumed.
+            checkpoints.best = None
             (checkpoints.folder / BEST).unlink(missing_ok=True)
-        os.replace(self.path, self.final)
-        manifest.sync_folder(self.final.parent)
+        os.replace(self.path, final)
+        manifest.sync_folder(final.parent)
         if former is not None:  # the new one is safe
             shutil.rmtree(former, ignore_errors=True)
-        checkpoints.damaged.discard(self.final)
-        if checkpoints.keep:
-            undamaged = [
-                old for old in checkpoints.newest_first() if old not in checkpoints.damaged
-            ]
-            for old in undamaged[checkpoints.keep :]:
-                if checkpoints.best is None or old.name != checkpoints.best.folder:
-                    shutil.rmtree(
-                        _set_aside(old), ignore_errors=True
-                    )  # half removed it must not have that name
-        return self.final
+        checkpoints.damaged.discard(final)
+        checkpoints.remove_old()
+        return final
+
+    def _write_json(self, name: str, content: Mapping[str, Any], sums: Sums) -> None:
+        with manifest.summed(self.path / name, sums, name) as file:
+            file.write(json.dumps(content, indent=2, default=str).encode())
 
 
 def glance(folder: Path) -> str:
-    """The problem of a checkpoint, "" if there is none; of its large files only the sizes are
-    compared."""
+    """The problem of a checkpoint; "" if there is none.
+
+    Small files are read; of large ones only the sizes are compared.
+    """
     try:
         if not isinstance(json.loads((folder / STATE).read_text(encoding="utf-8")), dict):
             return f"{STATE} cannot be read: it is not a JSON object"
@@ -248,27 +268,32 @@ def glance(folder: Path) -> str:
     unlisted = manifest.unlisted(folder, sums)
     if unlisted:
         return f"{manifest.NAME} does not list {unlisted[0]}"
-    small = {
-        name: entry for name, entry in sums.items() if "/" not in name and name.endswith(".json")
-    }
-    return next(manifest.damage(folder, small), "") or next(manifest.misfits(folder, sums), "")
+    small_files = {name: entry for name, entry in sums.items() if is_small(name)}
+    problem = next(manifest.damage(folder, small_files), "")
+    return problem or next(manifest.misfits(folder, sums), "")
+
+
+def is_small(name: str) -> bool:
+    """Whether a file of a checkpoint is read at a glance: the controller's JSON files are."""
+    return "/" not in name and name.endswith(".json")
 
 
 def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") -> TrainState:
     """The state in a checkpoint.
 
     Args:
-        data: a digest of the prompts; compared where both know it.
+        data: a digest of the prompts; "" if it is not known.
 
     Raises:
-        UserError: if it belongs to another seed or dataset: the prompts would not be the right
-            ones.
+        UserError: for another seed or dataset: the prompts would be in another order.
     """
     values = json.loads((folder / STATE).read_text(encoding="utf-8"))
-    known = {entry.name for entry in fields(TrainState)}
-    state = TrainState(**{name: value for name, value in values.items() if name in known})
-    refuse_other(folder, "seed", state.seed, seed)
-    refuse_other(folder, "dataset_size", state.dataset_size, dataset_size)
+    # The file also has the time of writing, and may be of another release.
+    state = TrainState(
+        **{entry.name: values[entry.name] for entry in fields(TrainState) if entry.name in values}
+    )
+    check_equal(folder, "seed", state.seed, seed)
+    check_equal(folder, "dataset_size", state.dataset_size, dataset_size)
     if state.data and data and state.data != data:
         raise UserError(
             f"checkpoint {folder} was made with other prompts than data.train_data has now (digest {state.data}, this "
@@ -278,11 +303,11 @@ def load_state(folder: Path, *, seed: int, dataset_size: int, data: str = "") ->
     return state
 
 
-def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
-    """Raises UserError if a checkpoint was made with another seed, or other data."""
-    if made_with != here:
+def check_equal(folder: Path, name: str, saved: int, current: int) -> None:
+    """Raise UserError if a checkpoint was made with another seed, or other data."""
+    if saved != current:
         raise UserError(
-            f"checkpoint {folder} was made with {name}={made_with}, this run has {here}: "
+            f"checkpoint {folder} was made with {name}={saved}, this run has {current}: "
             f"resume with the same data and trainer.seed, or set trainer.resume_mode=none"
         )
 
@@ -290,14 +315,13 @@ def refuse_other(folder: Path, name: str, made_with: int, here: int) -> None:
 def choose(
     resume: Resume, checkpoints: Checkpoints, skip: Callable[[Path, str], None] | None = None
 ) -> Path | None:
-    """The checkpoint to resume from, as far as a glance shows; None if there is none and none is
-    named.
+    """The checkpoint to resume from, by a glance at it; None if there is none and none is named.
 
     Args:
         skip: called for a damaged one that is left out; by default ``checkpoints.skip``.
 
     Raises:
-        UserError: if the one that is named, or every one, is damaged.
+        UserError: if the named checkpoint, or every checkpoint, is damaged.
     """
     if resume.named:
         folder = resume.folder or checkpoints.of_step(resume.step or 0)
@@ -322,7 +346,7 @@ def choose(
 
 
 def refusal(folder: Path, problem: str) -> UserError:
-    """For a checkpoint that the user has named."""
+    """The error for a checkpoint that the user has named."""
     return UserError(
         f"checkpoint {folder} cannot be used: {problem}; choose another one, or set trainer.resume_mode=latest for "
         f"the newest that is whole"
@@ -330,7 +354,8 @@ def refusal(folder: Path, problem: str) -> UserError:
 
 
 def _set_aside(folder: Path) -> Path:
-    aside = folder.with_name(folder.name + _DISCARDED)
-    shutil.rmtree(aside, ignore_errors=True)
-    os.replace(folder, aside)
-    return aside
+    """Rename a checkpoint: while it is removed it must not look complete."""
+    discarded_folder = folder.with_name(folder.name + _DISCARDED)
+    shutil.rmtree(discarded_folder, ignore_errors=True)
+    os.replace(folder, discarded_folder)
+    return discarded_folder

@@ -1,5 +1,4 @@
-"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``, one subject per
-file.
+"""Extensions of a run, which are not part of its plan: a list of ``RunExtension``.
 
 The prompt ledger, the divergence guard and the profiler are in every trainer's list. The supervisor
 of the engines (``skyasync.inference.supervisor``), the resource monitor
@@ -26,18 +25,18 @@ if TYPE_CHECKING:
 FILE = "extensions.json"  # of a checkpoint: name -> state
 
 
-async def notify(trainer: RayPPOTrainer, event: str, *about: object) -> None:
-    """Call the method of this name of every extension, in order, and wait for those that are
-    asynchronous.
+async def notify(trainer: RayPPOTrainer, event: str, *arguments: object) -> None:
+    """Call the method ``event`` of every extension, in order, and await asynchronous ones.
 
     Raises:
         TimeoutError: if one takes longer than ``trainer.step_timeout_s``.
     """
-    for extension in list(trainer.extensions):
-        answer = methodcaller(event, trainer, *about)(extension)
-        if inspect.isawaitable(answer):
+    call = methodcaller(event, trainer, *arguments)
+    for extension in list(trainer.extensions):  # a callback may append to the list
+        result = call(extension)
+        if inspect.isawaitable(result):
             async with trainer.context.phases.limited(f"{type(extension).__name__}.{event}"):
-                await answer
+                await result
 
 
 def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
@@ -49,12 +48,15 @@ def nearest_metric(name: str, metrics: Mapping[str, float]) -> str:
 
 
 def is_documented(name: str) -> bool:
-    """Whether the library has a metric of this name: not every step need have it. Others are of
-    losses, environments and evaluations, or mistakes."""
+    """Whether the library has a metric of this name: not every step need have it.
+
+    Other metrics come from losses, environments and evaluations, or are mistakes.
+    """
     entry = entry_of(name)
-    return entry is not None and (
-        not entry.name.endswith(("<name>", "<statistic>")) or "<n>" in entry.name
-    )
+    if entry is None:
+        return False
+    # Entries that stand for any name of a user prove nothing about this one.
+    return "<n>" in entry.name or not entry.name.endswith(("<name>", "<statistic>"))
 
 
 def save_states(extensions: Sequence[RunExtension], folder: Path) -> None:
@@ -88,11 +90,13 @@ def load_states(extensions: Sequence[RunExtension], folder: Path) -> None:
 
 
 def _by_name(extensions: Sequence[RunExtension]) -> dict[str, RunExtension]:
-    """By class; the second of a class is ``Name#2``."""
-    by_name: dict[str, RunExtension] = {}
+    """Name the extensions by their class; the second of a class is ``Name#2``."""
+    by_name = {}
     counts: Counter[str] = Counter()
     for extension in extensions:
         name = type(extension).__name__
         counts[name] += 1
-        by_name[name if counts[name] == 1 else f"{name}#{counts[name]}"] = extension
+        if counts[name] > 1:
+            name = f"{name}#{counts[name]}"
+        by_name[name] = extension
     return by_name

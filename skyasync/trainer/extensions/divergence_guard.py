@@ -1,4 +1,4 @@
-"""Updates that are left out because they are not finite, and metrics that are beyond a limit.
+"""The divergence guard: updates that are not finite, and metrics beyond a limit.
 
 Invariant: updates that are left out and steps that are undone are logged and counted in the step's
 metrics; ``max_bad_steps`` of them in a row end the run. Every decision is made here, in one
@@ -24,22 +24,30 @@ SKIPPED = "nonfinite/skipped"
 REWARDS = "nonfinite/rewards"
 SPIKES = "spikes/count"
 UNDONE = "spikes/rolled_back_to"
-NAMED = 3  # episodes by name, of those whose rewards are not finite
+SHOWN_EPISODES = 3  # by name, in a message
 
 
 def bad_rewards(groups: Sequence[Group]) -> list[Trajectory]:
     """The trajectories whose reward is not finite."""
-    return [t for group in groups for t in group.trajectories if not math.isfinite(t.reward)]
+    trajectories = []
+    for group in groups:
+        trajectories += [
+            trajectory for trajectory in group.trajectories if not math.isfinite(trajectory.reward)
+        ]
+    return trajectories
 
 
-def describe(bad: Sequence[Trajectory]) -> str:
+def describe(trajectories: Sequence[Trajectory]) -> str:
     """``bad_rewards`` in words."""
-    shown = ", ".join(f"{t.id}: {t.reward}" for t in bad[:NAMED]) + (
-        ", ..." if len(bad) > NAMED else ""
-    )
-    if bad:
-        return f"the reward of {len(bad)} episode{'s' * (len(bad) > 1)} is not finite ({shown})"
-    return ""
+    if not trajectories:
+        return ""
+    descriptions = [
+        f"{trajectory.id}: {trajectory.reward}" for trajectory in trajectories[:SHOWN_EPISODES]
+    ]
+    if len(trajectories) > SHOWN_EPISODES:
+        descriptions.append("...")
+    episodes = "1 episode" if len(trajectories) == 1 else f"{len(trajectories)} episodes"
+    return f"the reward of {episodes} is not finite ({', '.join(descriptions)})"
 
 
 class DivergenceGuard(RunExtension):
@@ -54,36 +62,33 @@ class DivergenceGuard(RunExtension):
     def __init__(self, context: RunContext) -> None:
         self._cfg = context.cfg.trainer
         self._phases = context.phases
-        self.skips, self.rolls_back = (
-            self._cfg.on_nonfinite == "skip",
-            self._cfg.on_spike == "rollback",
-        )
+        self.skips = self._cfg.on_nonfinite == "skip"
+        self.rolls_back = self._cfg.on_spike == "rollback"
         self.unfit = ""
-        self._dropped = 0  # updates in a row
-        self._undone = 0  # steps in a row
-        self._checked: dict[str, float] = {}  # metrics of the current step
-        self._seen: set[str] = set()  # names in ``spike_limits`` that some step had
+        self._dropped_updates = 0  # in a row
+        self._undone_steps = 0  # in a row
+        self._checked_values: dict[str, float] = {}  # metrics of the current step
+        self._seen_metrics: set[str] = set()  # of ``spike_limits``, in any step
 
     def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
         self.spikes(metrics)
-        if "policy/loss" in metrics:  # else nothing was trained
-            for name in self._cfg.spike_limits.keys() - self._seen - metrics.keys():
-                if not name.startswith("eval/") and not is_documented(
-                    name
-                ):  # which are not in every step
+        if "policy/loss" in metrics:  # a step that trained nothing lacks other metrics too
+            for name in self._cfg.spike_limits.keys() - self._seen_metrics - metrics.keys():
+                # Metrics of the library and of evaluations are not in every step.
+                if not name.startswith("eval/") and not is_documented(name):
                     hint = nearest_metric(name, metrics)
                     raise UserError(
                         f"trainer.spike_limits names {name}, and a step has no such metric: {hint}"
                     )
-        self._checked = {}
+        self._checked_values = {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        if self._seen:
-            return {"seen": sorted(self._seen)}
+        if self._seen_metrics:
+            return {"seen": sorted(self._seen_metrics)}
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._seen = set(state["seen"])
+        self._seen_metrics = set(state["seen"])
 
     # ---------------------------------------------------------------- not finite
 
@@ -91,71 +96,76 @@ class DivergenceGuard(RunExtension):
         """Log rewards that are not finite.
 
         Args:
-            trained: the groups are those of the current step: no update is made of them, if some
-                are not finite.
+            trained: the groups are those of the current step. If a reward is not finite, no update
+                is made of them.
 
         Raises:
             NonFiniteError: if they end the run.
         """
-        bad = bad_rewards(groups)
-        if not bad:
+        trajectories = bad_rewards(groups)
+        if not trajectories:
             return
-        problem = describe(bad)
+        problem = describe(trajectories)
         if not self.skips:
             raise NonFiniteError(f"{problem} (trainer.on_nonfinite=raise)")
         log.warning("step %d: %s", self._phases.step, problem)
         if trained:
-            self._count(REWARDS, len(bad))
+            self._count(REWARDS, len(trajectories))
             self.unfit = problem
 
     def drop(self, problem: str) -> None:
-        """An update is left out."""
-        self._dropped += 1
+        """Count an update that is left out."""
+        self._dropped_updates += 1
         self._count(SKIPPED)
         log.warning(
             "step %d: an optimizer step is left out, weights and optimizer state stay as they were: %s; that is %d of "
             "%d in a row (trainer.max_bad_steps)",
             self._phases.step,
             problem,
-            self._dropped,
+            self._dropped_updates,
             self._cfg.max_bad_steps,
         )
 
     def count_update(self) -> None:
-        """An update was not left out."""
-        if self._dropped < self._cfg.max_bad_steps:
-            self._dropped = 0
+        """Count an update that was made."""
+        # A count that ends the run stays until ``check_dropped``, at the end of the step.
+        if self._dropped_updates < self._cfg.max_bad_steps:
+            self._dropped_updates = 0
 
     @property
     def dropped(self) -> bool:
-        """Something of the current step was left out."""
+        """Whether an update of the current step was left out."""
         return bool({SKIPPED, REWARDS} & self._phases.metrics.keys())
 
     def check_dropped(self) -> None:
-        """The step is over. Raises NonFiniteError if too many updates in a row were left out."""
+        """End the step. Raises NonFiniteError if too many updates in a row were left out."""
         self.unfit = ""
-        if self._dropped >= self._cfg.max_bad_steps:
+        if self._dropped_updates >= self._cfg.max_bad_steps:
             raise NonFiniteError(
-                f"{self._dropped} optimizer steps in a row were not finite (trainer.max_bad_steps): the policy may be "
-                f"broken; resume from an earlier checkpoint with trainer.resume_mode=STEP and a lower learning rate"
+                f"{self._dropped_updates} optimizer steps in a row were not finite (trainer.max_bad_steps): "
+                f"the policy may be broken; resume from an earlier checkpoint with trainer.resume_mode=STEP "
+                f"and a lower learning rate"
             )
 
     # ---------------------------------------------------------------- too large
 
     def spikes(self, metrics: Mapping[str, float]) -> list[str]:
-        """A line for each metric that is beyond its limit and was not before in this step; it is
-        logged and counted.
+        """Log and count the metrics that are beyond their limits, once per step.
+
+        Returns:
+            A line for each new one.
 
         Raises:
-            UserError: if it ends the run.
+            UserError: if a spike ends the run.
         """
         lines = []
         for name, limit in self._cfg.spike_limits.items():
             value = metrics.get(name)
-            if value is None or self._checked.get(name) == value:
+            # Values are checked after the update, and those of callbacks at the end of the step.
+            if value is None or self._checked_values.get(name) == value:
                 continue
-            self._checked[name] = value
-            self._seen.add(name)
+            self._checked_values[name] = value
+            self._seen_metrics.add(name)
             if value > limit:
                 lines.append(
                     f"{name}={value:.4g} is beyond its limit, {limit:g} (trainer.spike_limits)"
@@ -177,20 +187,22 @@ class DivergenceGuard(RunExtension):
         """
         lines = self.spikes(metrics)
         if not (lines and self.rolls_back):
-            self._undone = 0
+            self._undone_steps = 0
             return False
-        self._undone += 1
-        if self._undone >= self._cfg.max_bad_steps:
+        self._undone_steps += 1
+        if self._undone_steps >= self._cfg.max_bad_steps:
             raise UserError(
-                f"step {self._phases.step}: rolled back {self._undone} steps in a row (trainer.max_bad_steps="
+                f"step {self._phases.step}: rolled back {self._undone_steps} steps in a row (trainer.max_bad_steps="
                 f"{self._cfg.max_bad_steps}): {lines[0]}; lower trainer.policy.optimizer_config.lr, or raise the limit "
                 f"in trainer.spike_limits"
             )
         return True
 
     def undone(self, step: int) -> None:
-        """The models are what they were after that step; a run that resumes from here leaves the
-        data out too."""
+        """Note that the models are those of an earlier step again.
+
+        A run that resumes from here leaves the data of the undone steps out too.
+        """
         self._phases.metrics[UNDONE] = float(step)
         log.warning(
             "step %d: weights and optimizer state are those of step %d again; the data since is not trained another "
@@ -199,5 +211,5 @@ class DivergenceGuard(RunExtension):
             step,
         )
 
-    def _count(self, name: str, many: int = 1) -> None:
-        self._phases.metrics[name] = self._phases.metrics.get(name, 0.0) + many
+    def _count(self, name: str, count: int = 1) -> None:
+        self._phases.metrics[name] = self._phases.metrics.get(name, 0.0) + count

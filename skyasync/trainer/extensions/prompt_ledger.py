@@ -1,8 +1,8 @@
-"""The ledger of a run's prompts, as its steps write it and its checkpoints keep it.
+"""The ledger of a run's prompts: its steps write it, and its checkpoints save the open prompts.
 
 Invariant: groups that are finished and not yet trained are in every checkpoint (``ckpt_rollouts``),
-as the generator gave them, before any hook has changed them. A run that resumes does not generate
-them again.
+as the generator returned them, before any hook has changed them. A run that resumes does not
+generate them again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from skyasync.callbacks import RunExtension, Watched
 from skyasync.config.resume import saves
 from skyasync.rollout import partial_rollouts as saved
 from skyasync.rollout.generator_api import Generator, TrajectoryGenerator
-from skyasync.rollout.types import Group, Prompt, PromptId, Rollout
+from skyasync.rollout.types import Group, Prompt, PromptId, Rollout, Trajectory
 from skyasync.trainer.context import RunContext
 
 log = logging.getLogger(__name__)
 
+# Reasons, in ``ledger.jsonl``, for prompts that were not trained.
 NO_SIGNAL = "not worth training on (trainer.algorithm.dynamic_sampling)"
 TRUNCATED = "no response ended by itself (trainer.algorithm.truncated_responses=drop)"
 LEFT_OUT = (
@@ -37,8 +38,7 @@ class PromptLedger(RunExtension):
 
     Attributes:
         ledger: the state of each prompt, by its name.
-        undone: why the current step, and those since a checkpoint, count for nothing; empty if they
-            count.
+        undone: why the current step is not counted as trained; empty if it is.
     """
 
     def __init__(self, context: RunContext, generator: Generator) -> None:
@@ -48,42 +48,60 @@ class PromptLedger(RunExtension):
         self._samples = context.cfg.generator.n_samples_per_prompt
         self._saves = context.cfg.trainer.ckpt_rollouts and saves(context.cfg.trainer)
         self._ids: dict[str, PromptId] = {}  # of open prompts
-        self._rejected: dict[str, str] = {}  # in the current step, and why
-        self._released: set[str] = (
-            set()
-        )  # open prompts that a plan has rejected, without waiting for the step
+        self._rejection_reasons: dict[str, str] = {}  # by name, in the current step
+        # Open prompts that a plan has rejected before a step is trained.
+        self._released_names: set[str] = set()
         self.undone = ""
 
     def start(self, prompts: Sequence[Prompt], version: int) -> dict[PromptId, Group]:
-        """Note that these are rolled out now. Returns the groups that a checkpoint had, which need
-        no rollout."""
-        self._ids |= {str(prompt.id): prompt.id for prompt in prompts}
-        groups = {prompt.id: self.ledger.start(str(prompt.id), version) for prompt in prompts}
-        return {
-            identity: copy_group(group) for identity, group in groups.items() if group is not None
-        }
+        """Note that rollouts of these prompts begin.
+
+        Returns:
+            Groups that a checkpoint had: they need no rollout.
+        """
+        restored_groups = {}
+        for prompt in prompts:
+            name = str(prompt.id)
+            self._ids[name] = prompt.id
+            group = self.ledger.start(name, version)
+            if group is not None:
+                restored_groups[prompt.id] = copy_group(group)
+        return restored_groups
 
     def on_rollout(self, trainer: Watched, groups: Sequence[Group]) -> None:
-        for group in groups if self._saves else ():
+        if not self._saves:
+            return
+        for group in groups:
             self.ledger.finish(str(group.prompt.id), copy_group(group))
 
-    def reject(self, before: Sequence[Group], after: Sequence[Group], why: str) -> None:
-        """Note that some groups are left out of the current step: those of ``before`` that are not
-        in ``after``."""
-        if len(after) < len(before):
-            left = {str(group.prompt.id) for group in after}
-            self._rejected |= {
-                name: why for group in before if (name := str(group.prompt.id)) not in left
-            }
+    def reject(
+        self, offered_groups: Sequence[Group], accepted_groups: Sequence[Group], reason: str
+    ) -> None:
+        """Note that some groups are left out of the current step.
+
+        Args:
+            offered_groups: the groups before the choice.
+            accepted_groups: the groups after it.
+        """
+        if len(accepted_groups) >= len(offered_groups):
+            return
+        accepted_names = names_of(accepted_groups)
+        for group in offered_groups:
+            name = str(group.prompt.id)
+            if name not in accepted_names:
+                self._rejection_reasons[name] = reason
 
     def release(self, groups: Sequence[Group]) -> None:
-        """Note that a plan replaces these. A checkpoint keeps the groups, but no version: nothing
-        waits for them."""
-        self._released |= {str(group.prompt.id) for group in groups}
+        """Note that a plan replaces these groups.
+
+        A checkpoint has the groups, but no version: nothing waits for them.
+        """
+        self._released_names |= names_of(groups)
 
     def undo(self, step: int, lines: Iterable[Line]) -> None:
-        """The models are what they were after that step again, and so the current step trains
-        nothing either.
+        """Note that the models are those of that step again.
+
+        The prompts of later steps, and of the current one, do not count as trained.
 
         Args:
             lines: of the run's ``ledger.jsonl``.
@@ -93,25 +111,28 @@ class PromptLedger(RunExtension):
 
     def close(self, rollout: Rollout) -> Line:
         """Close the prompts that a step has trained. Returns the line for ``ledger.jsonl``."""
-        failed = {
-            str(group.prompt.id)
-            for group in rollout.groups
-            if all(trajectory.metrics.get("given_up") for trajectory in group.trajectories)
-        }
-        rejected = {str(identity): NO_SIGNAL for identity in rollout.rejected} | self._rejected
-        trained = {str(group.prompt.id): None for group in rollout.groups}
-        others = [name for name in trained if name not in failed and name not in rejected]
-        self.ledger.close(others, "given_up" if self.undone else "trained", self.undone)
-        for name in sorted(rejected.keys() - failed):
-            self.ledger.close([name], "rejected", rejected[name])
-        self.ledger.close(sorted(failed), "given_up", FAILED)
-        self._rejected = {}
+        rejection_reasons = {str(identity): NO_SIGNAL for identity in rollout.rejected}
+        rejection_reasons |= self._rejection_reasons
+        ledger = self.ledger
+        failed_names = set()
+        trained: dict[str, None] = {}  # in order; a prompt may have several groups
+        for group in rollout.groups:
+            name = str(group.prompt.id)
+            if all(trajectory.metrics.get("given_up") for trajectory in group.trajectories):
+                failed_names.add(name)
+            elif name not in rejection_reasons:
+                trained[name] = None
+        trained_names = [name for name in trained if name not in failed_names]
+        ledger.close(trained_names, "given_up" if self.undone else "trained", self.undone)
+        for name in sorted(rejection_reasons.keys() - failed_names):
+            ledger.close([name], "rejected", rejection_reasons[name])
+        ledger.close(sorted(failed_names), "given_up", FAILED)
+        self._rejection_reasons = {}
         self.undone = ""
-        self._ids = {
-            name: identity for name, identity in self._ids.items() if name in self.ledger.versions
-        }
-        self._released &= self.ledger.versions.keys()
-        return self.ledger.line()
+        for name in self._ids.keys() - ledger.versions.keys():
+            del self._ids[name]
+        self._released_names &= ledger.versions.keys()
+        return ledger.line()
 
     def state_dict(self) -> Mapping[str, Any]:
         return self._prompts.state_dict()
@@ -120,34 +141,39 @@ class PromptLedger(RunExtension):
         self._prompts.load_state_dict(state)
 
     async def save(self, folder: Path) -> None:
-        """Write the open prompts into a checkpoint: finished groups, and the tokens so far of those
-        in flight."""
+        """Write the open prompts into a checkpoint.
+
+        Finished prompts have their groups, prompts in flight the tokens so far.
+        """
         if not self._saves:
             return
+        partial: list[Trajectory] = []
         if isinstance(self._generator, TrajectoryGenerator):
             partial = await self._generator.partial_rollouts()
-        else:
-            partial = []
-        if not (self.ledger.versions or self.ledger.finished):
+        ledger = self.ledger
+        if not (ledger.versions or ledger.finished):
             return
-        waited_for = self.ledger.versions.keys() - self._released
-        versions = {
-            self._ids[name]: v for name, v in self.ledger.versions.items() if name in waited_for
-        }
-        in_flight = self.ledger.versions.keys() - self.ledger.finished.keys()
+        versions = {}
+        for name, version in ledger.versions.items():
+            if name not in self._released_names:
+                versions[self._ids[name]] = version
+        # The rollout of a prompt may have finished while the generator was collecting.
+        in_flight = ledger.versions.keys() - ledger.finished.keys()
         partial = [trajectory for trajectory in partial if str(trajectory.id.prompt) in in_flight]
-        state = saved.RolloutState(versions, list(self.ledger.finished.values()), partial)
+        state = saved.RolloutState(versions, list(ledger.finished.values()), partial)
+        path = folder / saved.FILE
+        # A large file in a thread, so that the event loop is not blocked.
         if state.tokens < TURN_TOKENS:
-            saved.write(folder / saved.FILE, state)
+            saved.write(path, state)
         else:
-            await asyncio.to_thread(saved.write, folder / saved.FILE, state)
+            await asyncio.to_thread(saved.write, path, state)
 
     def resume(self, folder: Path) -> None:
-        """Take over a checkpoint's rollouts, if they fit this run: ``start`` gives the groups
-        back."""
-        if not self._saves or not (folder / saved.FILE).exists():
+        """Restore a checkpoint's rollouts, if they fit this run: ``start`` returns the groups."""
+        path = folder / saved.FILE
+        if not self._saves or not path.exists():
             return
-        state = saved.read(folder / saved.FILE, self._prompts.of_identity)
+        state = saved.read(path, self._prompts.of_identity)
         if any(len(group.trajectories) != self._samples for group in state.groups):
             log.warning(
                 "the rollouts in %s are left out and generated again: they are not of generator.n_samples_per_prompt"
@@ -156,20 +182,22 @@ class PromptLedger(RunExtension):
                 self._samples,
             )
             return
-        self._ids = {str(identity): identity for identity in state.versions}
+        self._ids = {}
+        versions = {}
+        for identity, version in state.versions.items():
+            self._ids[str(identity)] = identity
+            versions[str(identity)] = version
         groups = {str(group.prompt.id): group for group in state.groups}
-        self.ledger.restore(
-            {str(identity): version for identity, version in state.versions.items()}, groups
-        )
+        self.ledger.restore(versions, groups)
         log.info(
             "%d finished groups of that checkpoint will be trained as they are", len(state.groups)
         )
         if isinstance(self._generator, TrajectoryGenerator):
             self._generator.resume_from(state.partial)
             if state.partial:
-                tokens = sum(
-                    len(action.tokens) for each in state.partial for action in each.actions
-                )
+                tokens = 0
+                for trajectory in state.partial:
+                    tokens += sum(len(action.tokens) for action in trajectory.actions)
                 log.info(
                     "%d episodes of it go on from the %d tokens that they had",
                     len(state.partial),
@@ -177,21 +205,35 @@ class PromptLedger(RunExtension):
                 )
 
     def open_positions(self, position: int, trained_early: frozenset[int]) -> dict[int, int]:
-        """Where the open prompts are in the stream, from ``position`` on, and the version when each
-        was started."""
-        left = dict(self.ledger.versions)
+        """The open prompts: position in the stream -> the version that started the prompt.
+
+        Args:
+            position: all prompts before it have been trained.
+            trained_early: positions of prompts after it that have been trained too.
+        """
+        open_versions = dict(self.ledger.versions)
         versions = {}
-        for each in range(position, self._prompts.total):
-            if not left:
+        for index in range(position, self._prompts.total):
+            if not open_versions:
                 break
-            if each not in trained_early and (name := str(self._prompts.prompt(each).id)) in left:
-                versions[each] = left.pop(name)
+            if index in trained_early:
+                continue
+            name = str(self._prompts.prompt(index).id)
+            if name in open_versions:
+                versions[index] = open_versions.pop(name)
         return versions
 
 
+def names_of(groups: Sequence[Group]) -> set[str]:
+    """The names of the groups' prompts."""
+    return {str(group.prompt.id) for group in groups}
+
+
 def copy_group(group: Group) -> Group:
-    """The group as it is now: a hook may set a reward or replace a segment; arrays are never
-    changed, and shared."""
+    """Copy a group as it is now: a hook may set a reward or replace a segment.
+
+    Arrays are shared: they are never changed.
+    """
     return Group(group.prompt, [trajectory.copy() for trajectory in group.trajectories])
 
 
@@ -203,8 +245,7 @@ UNDONE = "undone"  # in a line: prompts that earlier lines have as trained
 
 @dataclass
 class Ledger(Generic[G]):
-    """The state of every prompt of one run, who owns it, and how each one ended; by name (epoch and
-    row).
+    """The state of every prompt of one run, by name (epoch and row): its owner, and its end.
 
     ```
      (stream) ──start──▶ in flight ──finish──▶ finished ──close──▶ trained | rejected | given up
@@ -223,92 +264,96 @@ class Ledger(Generic[G]):
     |           |                                         | the checkpoint before it                                 |
 
     Pure: no asyncio, no I/O. A prompt is open from its start to its close and is in one state at a
-    time; what a checkpoint keeps of the open ones is exactly what a resumed run is given back,
-    once.
+    time. A resumed run gets the open prompts of the checkpoint back exactly once.
 
     Attributes:
         versions: open prompt -> the policy version when it was started.
-        finished: those whose group is complete, and the group; those that a checkpoint had among
-            them.
+        finished: open prompt -> its complete group, also of prompts that a checkpoint had.
     """
 
     versions: dict[str, int] = field(default_factory=dict)
     finished: dict[str, G] = field(default_factory=dict)
-    _not_requested: set[str] = field(default_factory=set)  # finished in the run before
-    _ended: dict[str, dict[str, str]] = field(
-        default_factory=dict
-    )  # since the last line: name -> why
+    # Restored from a checkpoint, and not started in this run.
+    _restored_names: set[str] = field(default_factory=set)
+    # Since the previous line: end -> name -> reason.
+    _closed_names: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def start(self, name: str, version: int) -> G | None:
-        """A prompt is requested. Its group, if the run before had finished it; else it is in flight
-        from here on."""
+        """Start a prompt: it is in flight. Returns its group if an earlier run had finished it."""
         self.versions.setdefault(name, version)
-        if name not in self._not_requested:
+        if name not in self._restored_names:
             return None
-        self._not_requested.remove(name)
+        self._restored_names.remove(name)
         return self.finished[name]
 
     def finish(self, name: str, group: G) -> None:
-        """Its group is complete."""
+        """The prompt's group is complete."""
         if name in self.versions:
             self.finished[name] = group
 
     def close(self, names: Iterable[str], end: End, reason: str = "") -> None:
-        """Note how they ended. One that was never started (a plan has it from another source) is
-        counted too."""
+        """Note how prompts ended; also prompts that were never started here.
+
+        A plan may have them from another source.
+        """
         for name in names:
             self.versions.pop(name, None)
             self.finished.pop(name, None)
-            self._not_requested.discard(name)
-            self._ended.setdefault(end, {})[name] = reason
+            self._restored_names.discard(name)
+            self._closed_names.setdefault(end, {})[name] = reason
 
     def undo(self, names: Iterable[str], reason: str) -> None:
-        """The steps that trained them have been undone, and their data is not trained another
-        time."""
-        self._ended.setdefault(UNDONE, {}).update(dict.fromkeys(names, reason))
+        """Note that the steps that trained these prompts have been undone."""
+        self._closed_names.setdefault(UNDONE, {}).update(dict.fromkeys(names, reason))
 
     def line(self) -> Line:
-        """The prompts that have ended since the last call, by end: their names, with a reason if
-        one is known."""
-        ended = {end: names for end, names in self._ended.items() if names}
-        self._ended = {}
-        return {
-            end: dict(names) if any(names.values()) else list(names) for end, names in ended.items()
-        }
+        """The prompts that have ended since the previous call: end -> names, or name -> reason."""
+        line: Line = {}
+        for end, reasons in self._closed_names.items():
+            if any(reasons.values()):
+                line[end] = dict(reasons)
+            elif reasons:
+                line[end] = list(reasons)
+        self._closed_names = {}
+        return line
 
     def restore(self, versions: Mapping[str, int], finished: Mapping[str, G]) -> None:
-        """Take over the open prompts of a checkpoint."""
+        """Restore the open prompts of a checkpoint."""
         self.versions = dict(versions)
         self.finished = dict(finished)
-        self._not_requested = set(finished)
+        self._restored_names = set(finished)
 
 
 def audit(lines: Iterable[Mapping[str, object]]) -> dict[str, list[str]]:
-    """Every prompt of a ``ledger.jsonl`` and how it ended, as ``end@step``; more than one entry is
-    one too many."""
+    """Every prompt of a ``ledger.jsonl`` -> how it ended, as ``end@step``.
+
+    A correct ledger has one entry for each prompt.
+    """
     outcomes: dict[str, list[str]] = {}
     for line in lines:
-        names = {
-            end: [str(n) for n in value]
-            for end, value in line.items()
-            if isinstance(value, Mapping | list)
-        }
-        for name in names.get(UNDONE, ()):
-            outcomes[name] = [
-                end for end in outcomes.get(name, []) if not end.startswith("trained@")
-            ]
-            outcomes[name].append(f"given_up@{line['step']}")
+        step = line["step"]
+        for name in _names_in(line, UNDONE):
+            undone = [end for end in outcomes.get(name, []) if not end.startswith("trained@")]
+            outcomes[name] = [*undone, f"given_up@{step}"]
         for end in ("trained", "rejected", "given_up"):
-            for name in names.get(end, ()):
-                outcomes.setdefault(name, []).append(f"{end}@{line['step']}")
+            for name in _names_in(line, end):
+                outcomes.setdefault(name, []).append(f"{end}@{step}")
     return outcomes
 
 
+def _names_in(line: Mapping[str, object], end: str) -> list[str]:
+    names = line.get(end)
+    if not isinstance(names, Mapping | list):
+        return []
+    return [str(name) for name in names]
+
+
 def trained_after(lines: Iterable[Mapping[str, object]], step: int) -> list[str]:
-    """The prompts that steps after this one have trained, if that has not been undone."""
-    by_name = (
-        (name, outcome.partition("@"))
-        for name, outcomes in audit(lines).items()
-        for outcome in outcomes
-    )
-    return [name for name, (end, _, when) in by_name if end == "trained" and int(when) > step]
+    """The prompts that steps after this one have trained, unless that was undone."""
+    names = []
+    for name, outcomes in audit(lines).items():
+        for outcome in outcomes:
+            end, _, trained_step = outcome.partition("@")
+            if end == "trained" and int(trained_step) > step:
+                names.append(name)
+    return names

@@ -1,7 +1,6 @@
-"""The reports of a run: metrics to trackers, samples and trajectories to files, how busy its parts
-were, profiles.
+"""The reports of a run: metrics to trackers, samples and trajectories to files, and profiles.
 
-Invariant: a step is logged once, when all of it is done, with all its metrics. One that is saved
+Invariant: a step is logged once, when all of it is done, with all its metrics. A step that is saved
 has its line in the run's folder before. A file that the disk does not take is left out, and the run
 continues.
 """
@@ -36,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 class Reporter(RunExtension):
-    """Where the metrics of steps go.
+    """Writes the metrics, samples and trajectories of steps.
 
     Attributes:
         last_metrics: the newest value of every metric that was logged.
@@ -50,80 +49,80 @@ class Reporter(RunExtension):
         self._decode = decode
         self._samples = context.cfg.trainer.save_samples  # per step
         self._trajectories = context.cfg.trainer.dump_trajectories
-        self._trained = 0  # trajectories, in the last step
-        self._batches: list[
-            list[str]
-        ] = []  # names of groups that the current step has trained together
-        self._failed: set[str] = set()  # logged once, until it is written again
+        self._trained_trajectories = 0  # of the previous step
+        # Names of groups that the current step has trained together.
+        self._batches: list[list[str]] = []
+        # Files that could not be written: logged once, until they are written again.
+        self._failed_labels: set[str] = set()
         self._usage: UsageMeter | None = None
 
     async def start_clock(self) -> None:
-        """The first step begins: its time counts from here, and the work of engines and trainer."""
+        """Begin the first step: its time counts from here, and the work of engines and trainer."""
         self._usage = UsageMeter(self._context.client, self._context.dispatch, self._context.phases)
         await self._usage.start()
 
     async def end_interval(self) -> Metrics:
-        """What a step took, and how busy engines and trainer were meanwhile. The next one begins
-        here."""
+        """End a step's time. Returns its times, and how busy engines and trainer were."""
         assert self._usage is not None, "start_clock() comes first"
-        return await self._usage.lap(self._trained)
+        return await self._usage.lap(self._trained_trajectories)
 
     def rolled_out(self, groups: Sequence[Group]) -> Metrics:
-        """Metrics of what has been sampled."""
+        """Metrics of sampled groups."""
         return rollout_metrics(groups) | repeated_samples(groups)
 
     def prepared(self, groups: Sequence[Group]) -> None:
-        """These groups are trained together. Those of the replay buffer are left out: a replay
-        chooses them again."""
-        sampled = self._context.solved.without_replayed(groups)
+        """Note that these groups are trained together."""
+        # ``skyasync replay`` chooses the groups of the replay buffer again.
+        sampled = self._context.replay_buffer.without_replayed(groups)
         self._batches.append([str(group.prompt.id) for group in sampled])
 
-    async def trained(self, step: int, rollout: Rollout, parts: Sequence[UpdateBatch] = ()) -> None:
+    async def trained(
+        self, step: int, rollout: Rollout, update_batches: Sequence[UpdateBatch] = ()
+    ) -> None:
         """Write a few samples of what a step has trained, or all trajectories.
 
         Args:
-            parts: the batches that it became, for the trainer's log-probabilities of the tokens.
+            update_batches: with the trainer's log-probabilities of the tokens.
         """
-        self._trained = sum(len(group.trajectories) for group in rollout.groups)
+        self._trained_trajectories = sum(len(group.trajectories) for group in rollout.groups)
         batches = self._batches
         self._batches = []
         run_dir = self._context.run_dir
-        rows = TrainedRows(parts)
+        rows = TrainedRows(update_batches)
         if run_dir is None:
             return
         if self._samples and self._decode is not None:
             records = sample_records(
                 list(rollout.groups), self._samples, self._decode, rows.logprobs
             )
-            if records:
-                self.last_sample = LatestSample.of(step, records[0])
-            else:
-                self.last_sample = None
+            self.last_sample = LatestSample.of(step, records[0]) if records else None
             await self._write("samples", step, run_dir.write_samples, step, records)
         if self._trajectories:
             await self._write_trajectories("trajectories", step, rollout, rows, batches=batches)
 
     async def evaluated(self, step: int, groups: Sequence[Group]) -> None:
         """Write a few samples of each set of an evaluation."""
-        if self._context.run_dir is None or self._decode is None or not self._samples:
+        run_dir = self._context.run_dir
+        if run_dir is None or self._decode is None or not self._samples:
             return
         sets: dict[str, list[Group]] = {}
         for group in groups:
             sets.setdefault(group.prompt.eval_set, []).append(group)
-        records = [
-            record | ({"eval_set": name} if name else {})
-            for name, own in sets.items()
-            for record in sample_records(own, self._samples, self._decode)
-        ]
-        write = partial(self._context.run_dir.write_samples, evaluation=True)
+        records = []
+        for name, set_groups in sets.items():
+            for record in sample_records(set_groups, self._samples, self._decode):
+                if name:
+                    record["eval_set"] = name
+                records.append(record)
+        write = partial(run_dir.write_samples, evaluation=True)
         await self._write("samples of the evaluation", step, write, step, records)
 
-    async def keep_bad(self, rollout: Rollout, parts: Sequence[UpdateBatch]) -> None:
-        """Write a batch that could not be learned from, for ``skyasync replay RUN --nonfinite``."""
+    async def keep_bad(self, rollout: Rollout, update_batches: Sequence[UpdateBatch]) -> None:
+        """Write a batch that is not finite, for ``skyasync replay RUN --nonfinite``."""
         if self._context.run_dir is None:
             return
         step = self._context.phases.step
-        rows = TrainedRows(parts)
+        rows = TrainedRows(update_batches)
         try:
             recorded.need_pyarrow()
         except UserError:
@@ -143,7 +142,7 @@ class Reporter(RunExtension):
 
     async def _write_trajectories(
         self,
-        what: str,
+        label: str,
         step: int,
         rollout: Rollout,
         rows: TrainedRows,
@@ -151,41 +150,49 @@ class Reporter(RunExtension):
         folder: str = recorded.FOLDER,
         batches: Sequence[list[str]] = (),
     ) -> None:
-        assert self._context.run_dir is not None
-        at_once = [[str(group.prompt.id) for group in rollout.groups]]
+        run_dir = self._context.run_dir
+        assert run_dir is not None
+        rollout_names = [str(group.prompt.id) for group in rollout.groups]
+        # Most plans train the rollout in one batch, which needs no record.
         content = recorded.RecordedStep(
             step,
             rollout.groups,
             tuple(rollout.positions),
             self._context.length.steps,
-            batches=[] if list(batches) == at_once else list(batches),
+            batches=[] if list(batches) == [rollout_names] else list(batches),
         )
-        path = recorded.path_of(self._context.run_dir.path, step, folder)
+        path = recorded.path_of(run_dir.path, step, folder)
         await self._write(
-            what, step, asyncio.to_thread, recorded.write, path, content, rows.logprobs
+            label, step, asyncio.to_thread, recorded.write, path, content, rows.logprobs
         )
 
-    async def _write(self, what: str, step: int, write: Callable[..., Any], *args: object) -> None:
+    async def _write(self, label: str, step: int, write: Callable[..., Any], *args: object) -> None:
+        """Write a file; the run continues if the disk does not take it.
+
+        Args:
+            label: of the file's content, for the warning.
+        """
         try:
-            if inspect.isawaitable(writing := write(*args)):
-                await writing
-            self._failed.discard(what)
+            result = write(*args)
+            if inspect.isawaitable(result):
+                await result
+            self._failed_labels.discard(label)
         except OSError as error:
-            if what not in self._failed:
+            if label not in self._failed_labels:
                 log.warning(
                     "the %s of step %d were not written, and the run continues: %s",
-                    what,
+                    label,
                     step,
                     error,
                 )
-            self._failed.add(what)
+            self._failed_labels.add(label)
 
     def write_now(self, metrics: Metrics, step: int) -> None:
-        """Before a checkpoint of this step: a run that resumes from it does not make the step
-        again."""
-        if isinstance(
-            self._context.tracker, MultiTracker | JsonlTracker
-        ):  # what is in the run folder
+        """Write the step's line into the run's folder, before a checkpoint of the step.
+
+        A run that resumes from the checkpoint does not make the step again.
+        """
+        if isinstance(self._context.tracker, MultiTracker | JsonlTracker):
             self._context.tracker.keep(metrics, step)
 
     def log(self, metrics: Metrics, step: int) -> None:
@@ -194,26 +201,26 @@ class Reporter(RunExtension):
 
 
 class Profiler(RunExtension):
-    """Profiles of some steps (``trainer.profile_steps``): what the workers' processes did, by
-    torch's profiler.
+    """Profiles the workers' processes in some steps (``trainer.profile_steps``).
 
-    A profile covers all that the workers do from the beginning of its step to its last update.
+    A profile, by torch's profiler, covers all work from the beginning of its step to its last
+    update.
     """
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
         self._steps = frozenset(context.cfg.trainer.profile_steps)
-        self._open: Path | None = None
+        self._folder: Path | None = None  # of the profile that is being recorded
 
     async def on_step_begin(self, trainer: Watched, step: int) -> None:
         if step in self._steps and self._context.run_dir is not None:
-            self._open = self._context.run_dir.path / "profile" / f"step_{step:06d}"
+            self._folder = self._context.run_dir.path / "profile" / f"step_{step:06d}"
             await self._context.dispatch.begin_profile()
 
     async def on_step_end(self, trainer: Watched, metrics: dict[str, float]) -> None:
-        if self._open is not None:
-            folder = self._open
-            self._open = None
+        if self._folder is not None:
+            folder = self._folder
+            self._folder = None
             await self._context.dispatch.end_profile(folder)
 
 
@@ -221,38 +228,50 @@ class TrainedRows:
     """The trainer's log-probabilities of the sequences that it trained in a step.
 
     A sequence is found by its tokens alone, so neither filters, nor micro-batches, nor the order of
-    rows can mix up two of them; equal ones have equal log-probabilities, being of one policy.
+    rows can mix up two of them. Equal sequences have equal log-probabilities, being of one policy.
 
     Args:
-        parts: as they were trained; of a row that was trained twice the first time counts.
+        update_batches: in the order of training; of a row that was trained twice the first counts.
     """
 
-    def __init__(self, parts: Sequence[UpdateBatch] = ()) -> None:
-        self._parts = [part for part in parts if part.proximal_logprobs is not None]
-        self._rows: dict[
-            int, dict[int, tuple[int, int]]
-        ] = {}  # by length, as far as it was requested: by digest
+    def __init__(self, update_batches: Sequence[UpdateBatch] = ()) -> None:
+        self._batches = [batch for batch in update_batches if batch.proximal_logprobs is not None]
+        # Length -> digest of the tokens -> number of the batch, row in it. Filled as lengths are
+        # requested.
+        self._rows: dict[int, dict[int, tuple[int, int]]] = {}
 
     def logprobs(self, tokens: Ints) -> Floats | None:
-        """The proximal policy's, one per token (0 if it was not computed); None for a sequence that
-        was not trained."""
+        """The proximal policy's log-probabilities of a sequence, 0 if they were not computed.
+
+        Args:
+            tokens: ``[length]``.
+
+        Returns:
+            ``[length]``; None for a sequence that was not trained.
+        """
         length = len(tokens)
         if length not in self._rows:
-            self._rows[length] = {
-                xxhash.xxh3_64_intdigest(ints(part.tokens[row, :length].cpu().numpy()).tobytes()): (
-                    number,
-                    row,
-                )
-                for number, part in reversed(
-                    list(enumerate(self._parts))
-                )  # the last one written counts
-                for row in (part.attention_mask.sum(1) == length).nonzero().flatten().tolist()
-            }
-        place = self._rows[length].get(xxhash.xxh3_64_intdigest(tokens.tobytes()))
-        if place is None:
+            self._rows[length] = self._rows_of(length)
+        position = self._rows[length].get(_digest(tokens))
+        if position is None:
             return None
-        part, row = place
-        values = self._parts[part].proximal_logprobs
+        number, row = position
+        values = self._batches[number].proximal_logprobs
         assert values is not None
         logprobs: Floats = values[row, :length].float().cpu().numpy()
         return logprobs
+
+    def _rows_of(self, length: int) -> dict[int, tuple[int, int]]:
+        """The rows of this length by the digests of their tokens."""
+        rows = {}
+        # Backwards, so that the first of several equal rows replaces the others.
+        for number, batch in reversed(list(enumerate(self._batches))):
+            lengths = batch.attention_mask.sum(1)
+            for row in (lengths == length).nonzero().flatten().tolist():
+                tokens = ints(batch.tokens[row, :length].cpu().numpy())
+                rows[_digest(tokens)] = (number, row)
+        return rows
+
+
+def _digest(tokens: Ints) -> int:
+    return xxhash.xxh3_64_intdigest(tokens.tobytes())

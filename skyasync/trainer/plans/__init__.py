@@ -1,13 +1,15 @@
 """Execution plans by name; ``trainer.plan`` selects one.
 
-A plan says four things of itself: ``asynchronous``, that samples may come from an older policy than
-the one they train; ``streams``, that groups are trained before their batch is complete, while
-engines go on; ``shares_devices``, which engines compute on the policy's devices while requests are
-in flight ("all", or "hybrid" ones next to others); and ``reads``, the keys that are its own. A key
-that the chosen plan does not read is rejected.
+A plan has four class attributes:
 
-They are class attributes of the plan. ``BUILTIN_PLANS`` repeats them for configuration, which reads
-them without importing the trainer.
+- ``asynchronous``: samples may come from an older policy than the one that they train.
+- ``streams``: groups are trained before their batch is complete, while engines go on.
+- ``shares_devices``: the engines that compute on the policy's devices while requests are in flight:
+  "all", or "hybrid" ones next to others.
+- ``reads``: the keys that the plan reads and other plans do not. A key that the chosen plan does
+  not read is an error.
+
+``BUILTIN_PLANS`` repeats them for configuration, which reads them without importing the trainer.
 """
 
 from functools import cached_property
@@ -21,7 +23,7 @@ CAPABILITIES: dict[str, Any] = {
     "shares_devices": "",
     "reads": (),
 }
-_FULLY_ASYNC = (
+_FULLY_ASYNC_KEYS = (
     "trainer.max_staleness",
     "trainer.staleness_bound",
     "trainer.async_generation_ratio",
@@ -29,10 +31,10 @@ _FULLY_ASYNC = (
     "generator.generate_batch_size",
     "generator.max_concurrent_rollouts",
 )
-_PARTIAL = "trainer.partial_rollout"
+_PARTIAL_ROLLOUT = "trainer.partial_rollout"
 _FOLDER = "skyasync.trainer.plans"
 
-#: Plan -> its module, and what it says of itself.
+#: Plan -> its module, and its class attributes.
 BUILTIN_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     "sync": ("skyasync.trainer.trainer", {}),
     "streamed": (
@@ -46,20 +48,20 @@ BUILTIN_PLANS: dict[str, tuple[str, dict[str, Any]]] = {
     # max_staleness=0 makes it synchronous.
     "fully_async": (
         f"{_FOLDER}.fully_async",
-        {"asynchronous": True, "reads": (*_FULLY_ASYNC, _PARTIAL)},
+        {"asynchronous": True, "reads": (*_FULLY_ASYNC_KEYS, _PARTIAL_ROLLOUT)},
     ),
     # The engines' caches are freed with every change of devices: requests continue from their
     # tokens, and no partial rollout keeps its cache.
     "colocated_async": (
         f"{_FOLDER}.fully_async",
-        {"asynchronous": True, "shares_devices": "all", "reads": _FULLY_ASYNC},
+        {"asynchronous": True, "shares_devices": "all", "reads": _FULLY_ASYNC_KEYS},
     ),
     "hybrid_async": (
         f"{_FOLDER}.fully_async",
         {
             "asynchronous": True,
             "shares_devices": "hybrid",
-            "reads": (*_FULLY_ASYNC, _PARTIAL, "generator.hybrid_engines"),
+            "reads": (*_FULLY_ASYNC_KEYS, _PARTIAL_ROLLOUT, "generator.hybrid_engines"),
         },
     ),
 }

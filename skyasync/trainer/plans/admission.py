@@ -28,10 +28,10 @@ may overtake slow ones, as far as the deadlines allow.
 If weights are synced every n-th step only, n batches are taken between two syncs. The staleness of
 a prompt then grows by as many steps. The same argument holds, as long as S is at least n - 1.
 
-A lower bound for the time being (``Admission.max_staleness``) takes slots away, at least the
-``n * P`` of a sync interval left. Prompts in flight keep their slots and deadlines, and the next
-ones wait until enough are free. Fewer prompts are safe wherever more were; their mean staleness
-falls with the slots, and S still bounds each.
+``Admission.max_staleness`` may be lowered for a time, which takes slots away; at least the
+``n * P`` slots of a sync interval stay. Prompts in flight keep their slots and deadlines, and the
+next ones wait until enough slots are free. A state that is safe stays safe with fewer prompts.
+Their mean staleness falls with the slots, and S still bounds each of them.
 
 The mean bound has the same slots: AReaL's capacity
 ``(eta + version + 1) * batch - (accepted + running)`` equals the number of free slots, because
@@ -46,11 +46,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 from skyasync.config.schema import Config
 
-_ROUNDING = 1e-9  # so that a ratio of 0.1 of 10 prompts is one prompt
+# Added before a product is rounded down: 1.1 batches of 10 prompts are 11 prompts, not 10.
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class AdmissionLimits:
         sync_interval: batches trained from one weight sync, which frees their slots, to the next.
         steps: batches of the run; by default as many as the prompts make. If prompts are rejected
             there are fewer.
-        most_rejected: when so many prompts (at least one) were rejected, the step makes do with
-            those that it has.
+        max_rejected: when so many prompts (at least one) were rejected, the step trains those that
+            it has.
     """
 
     batch_size: int
@@ -83,7 +84,7 @@ class AdmissionLimits:
     max_concurrent: int = 0
     sync_interval: int = 1
     steps: float = math.inf
-    most_rejected: float = math.inf
+    max_rejected: float = math.inf
 
     def __post_init__(self) -> None:
         if self.slots < self.batch_size * self.sync_interval:
@@ -93,7 +94,9 @@ class AdmissionLimits:
             )
 
     @classmethod
-    def of(cls, cfg: Config, total: int, **rejecting: float) -> AdmissionLimits:
+    def of(
+        cls, cfg: Config, total: int, *, steps: float = math.inf, max_rejected: float = math.inf
+    ) -> AdmissionLimits:
         """The limits that the settings give, for ``total`` prompts."""
         trainer = cfg.trainer
         generator = cfg.generator
@@ -101,31 +104,32 @@ class AdmissionLimits:
             batch_size=trainer.train_batch_size,
             total=total,
             max_staleness=trainer.max_staleness,
-            bound="mean" if trainer.staleness_bound == "mean" else "hard",
+            bound=cast(Literal["hard", "mean"], trainer.staleness_bound),  # the schema checks it
             generation_ratio=trainer.async_generation_ratio,
             generate_batch_size=generator.generate_batch_size,
             max_concurrent=generator.max_concurrent_rollouts,
             sync_interval=trainer.sync_interval,
-            **rejecting,
+            steps=steps,
+            max_rejected=max_rejected,
         )
 
     @property
     def slots(self) -> int:
         """Prompts that may be admitted and not yet done."""
-        batches = 1 + min(self.generation_ratio or self.max_staleness, self.max_staleness)
-        slots = int(batches * self.batch_size + _ROUNDING)
+        early_batches = min(self.generation_ratio or self.max_staleness, self.max_staleness)
+        slots = int((1 + early_batches) * self.batch_size + _ROUNDING)
         return min(slots, self.generate_batch_size or slots)
 
 
 class Batch(NamedTuple):
-    """Positions to be trained, in order, and those that were rejected since the batch before."""
+    """Positions to be trained, in order, and those rejected since the previous batch."""
 
     positions: list[int]
     rejected: list[int]
 
 
 class Admission:
-    """See the module's picture.
+    """The state machine of the module's picture.
 
     Args:
         version: of the weights that the engines have.
@@ -139,8 +143,8 @@ class Admission:
         max_staleness: at most that of the limits, and lower while fewer prompts shall be in flight.
             It changes how many are admitted from now on; what has been admitted keeps its deadline,
             which is that of the limits.
-        interrupted: those positions that run without having been admitted here: the caller starts
-            them first.
+        interrupted: positions that run without having been admitted here: the caller starts them
+            first.
     """
 
     def __init__(
@@ -154,33 +158,34 @@ class Admission:
         self.limits = limits
         self.version = version
         self.max_staleness = limits.max_staleness
-        self._next = position
-        self._running: dict[int, int] = dict(interrupted or {})  # position -> version at admission
-        self._finished: dict[int, list[int]] = {}  # version at admission -> heap of positions
-        self._untaken: Counter[int] = Counter(
-            self._running.values()
-        )  # version at admission -> running and finished
-        self._taken = 0  # since the last sync
-        self._left = limits.total - position - len(trained_early)  # neither taken nor rejected
-        self._to_take = (
-            limits.steps * limits.batch_size
-        )  # by the batches that are still to be taken
-        self._rejected: list[int] = []  # since the last batch
-        if not self._can_be_met():
-            self._running = {}
-            self._untaken = Counter()
-        self.interrupted = sorted(self._running)
-        self._skip = frozenset([*trained_early, *self._running])
+        self._next_position = position
+        # Position -> version at admission.
+        self._running_versions: dict[int, int] = dict(interrupted or {})
+        # Version at admission -> heap of positions.
+        self._finished_positions: dict[int, list[int]] = {}
+        # Version at admission -> number of prompts that run or have finished, and are not taken.
+        self._open_prompts = Counter(self._running_versions.values())
+        self._slots_to_free = 0  # by the next sync
+        # Prompts that are neither taken nor rejected.
+        self._prompts_left = limits.total - position - len(trained_early)
+        # Prompts of the batches that are not taken yet.
+        self._planned_prompts = limits.steps * limits.batch_size
+        self._rejected_positions: list[int] = []  # since the previous batch
+        if not self._deadlines_can_be_met():
+            self._running_versions = {}
+            self._open_prompts = Counter()
+        self.interrupted = sorted(self._running_versions)
+        self._skipped_positions = frozenset([*trained_early, *self.interrupted])
 
     @property
     def running(self) -> int:
         """Prompts being generated."""
-        return len(self._running)
+        return len(self._running_versions)
 
     @property
     def finished(self) -> int:
         """Prompts that wait to be taken."""
-        return self._untaken.total() - len(self._running)
+        return self._open_prompts.total() - self.running
 
     @property
     def slots(self) -> int:
@@ -190,116 +195,124 @@ class Admission:
     @property
     def charged(self) -> int:
         """Slots in use."""
-        return self._untaken.total() + self._taken
+        return self._open_prompts.total() + self._slots_to_free
 
     @property
     def exhausted(self) -> bool:
         """No prompt will be admitted any more."""
-        return self._peek() >= self.limits.total or self._to_take <= 0
+        return self._peek() >= self.limits.total or self._planned_prompts <= 0
 
     @property
-    def making_do(self) -> bool:
-        """Too many prompts were rejected since the last batch: the next one is not filled up any
-        more."""
-        return len(self._rejected) >= max(self.limits.most_rejected, 1)
+    def too_many_rejected(self) -> bool:
+        """So many prompts were rejected since the previous batch that the next is not filled up."""
+        return len(self._rejected_positions) >= max(self.limits.max_rejected, 1)
 
     def admit(self) -> list[int]:
         """The positions that may be generated from now on; a slot is charged for each."""
-        free: float = self.slots - self.charged
-        if self.limits.max_concurrent:
-            free = min(free, self.limits.max_concurrent - self.running)
-        if self.making_do:
-            free = 0
-        else:
-            free = min(free, self._to_take - self._untaken.total())
-        admitted: list[int] = []
+        if self.too_many_rejected:
+            return []
+        # A prompt that no batch would take is not generated.
+        free = min(self.slots - self.charged, self._planned_prompts - self._open_prompts.total())
+        max_concurrent = self.limits.max_concurrent
+        if max_concurrent:
+            free = min(free, max_concurrent - self.running)
+        admitted = []
         while free > len(admitted) and not self.exhausted:
             admitted.append(self._peek())
-            self._next += 1
-        self._running |= dict.fromkeys(admitted, self.version)
-        self._untaken.update(self._running[position] for position in admitted)
+            self._next_position += 1
+        for position in admitted:
+            self._running_versions[position] = self.version
+        # With ``+=`` and ``-=`` a version without open prompts has no entry.
+        self._open_prompts += Counter({self.version: len(admitted)})
         return admitted
 
     def finish(self, position: int) -> None:
         """The prompt's group is complete."""
-        heapq.heappush(self._finished.setdefault(self._running.pop(position), []), position)
+        version = self._running_versions.pop(position)
+        heapq.heappush(self._finished_positions.setdefault(version, []), position)
 
     def reject(self, position: int) -> None:
-        """The prompt's group is complete and will not be trained: its slot is free for the next
-        prompt."""
-        self._untaken -= Counter([self._running.pop(position)])
-        self._left -= 1
-        self._rejected.append(position)
+        """The prompt's group is complete and not trained: its slot is free for the next prompt."""
+        version = self._running_versions.pop(position)
+        self._open_prompts -= Counter([version])
+        self._prompts_left -= 1
+        self._rejected_positions.append(position)
 
     def take(self) -> Batch | None:
-        """The next batch, oldest prompts first, or None while it would have to contain one that
-        still runs.
+        """The next batch, oldest prompts first; None if it would have to contain a running prompt.
 
         It is empty if all that was left has been rejected.
         """
-        size = min(self.limits.batch_size, self._left)
-        if self.making_do and not self._running:
+        batch_size = self.limits.batch_size
+        size = min(batch_size, self._prompts_left)
+        if self.too_many_rejected and not self._running_versions:
             size = min(size, self.finished)
-        chosen: Counter[int] = (
-            Counter()
-        )  # of each version: so many of its finished prompts, the oldest first
-        for version in sorted(self._finished):
-            chosen[version] = min(len(self._finished[version]), size - chosen.total())
-        if (
-            sum(chosen.values()) < size
-            or not (size or self._rejected)
-            or not self._others_can_wait(chosen)
-        ):
+        if size == 0 and not self._rejected_positions:
+            return None  # no prompt is left
+        chosen = self._oldest_finished(size)
+        if chosen.total() < size or not self._others_can_wait(chosen):
             return None
-        positions = sorted(
-            heapq.heappop(self._finished[v]) for v, count in chosen.items() for _ in range(count)
-        )
-        self._untaken -= chosen
-        self._finished = {v: heap for v, heap in self._finished.items() if heap}
-        self._taken += (
-            self.limits.batch_size
-        )  # also of a smaller one: what it lacks must not start before the sync
-        self._left -= size
-        self._to_take -= self.limits.batch_size
-        rejected = self._rejected
-        self._rejected = []
-        return Batch(positions, rejected)
+        positions: list[int] = []
+        for version, count in chosen.items():
+            heap = self._finished_positions[version]
+            positions += [heapq.heappop(heap) for _ in range(count)]
+            if not heap:
+                del self._finished_positions[version]
+        self._open_prompts -= chosen
+        # A smaller batch holds the slots of a full one: the prompts that it lacks must not start
+        # before the sync.
+        self._slots_to_free += batch_size
+        self._prompts_left -= size
+        self._planned_prompts -= batch_size
+        rejected_positions = self._rejected_positions
+        self._rejected_positions = []
+        return Batch(sorted(positions), rejected_positions)
 
     def sync(self, version: int) -> None:
         """The engines have these weights; the slots of what has been taken are free."""
         self.version = version
-        self._taken = 0
+        self._slots_to_free = 0
 
     @property
     def _step(self) -> int:
         """Training steps done: those of the engines' version, and the batches taken since."""
-        return self.version + self._taken // self.limits.batch_size
+        return self.version + self._slots_to_free // self.limits.batch_size
 
     def _peek(self) -> int:
-        while self._next in self._skip:
-            self._next += 1
-        return self._next
+        """The next position that is neither trained nor running."""
+        while self._next_position in self._skipped_positions:
+            self._next_position += 1
+        return self._next_position
+
+    def _oldest_finished(self, size: int) -> Counter[int]:
+        """The number of finished prompts of each version in the next batch, oldest first."""
+        chosen: Counter[int] = Counter()
+        for version in sorted(self._finished_positions):
+            finished_prompts = len(self._finished_positions[version])
+            chosen[version] = min(finished_prompts, size - chosen.total())
+        return chosen
 
     def _others_can_wait(self, chosen: Counter[int]) -> bool:
         """Whether all deadlines can be met if these are taken now."""
         if self.limits.bound == "mean":
             return True
-        staying = 0
-        for version in sorted(self._untaken):
-            staying += self._untaken[version] - chosen[version]
+        remaining_prompts = 0
+        for version in sorted(self._open_prompts):
+            remaining_prompts += self._open_prompts[version] - chosen[version]
             steps_left = version + self.limits.max_staleness - self._step
-            if staying > steps_left * self.limits.batch_size:
+            if remaining_prompts > steps_left * self.limits.batch_size:
                 return False
         return True
 
-    def _can_be_met(self) -> bool:
-        """Whether batches of the oldest, from here on, meet all deadlines."""
-        if self._untaken.total() > min(self.limits.slots, self._to_take):
+    def _deadlines_can_be_met(self) -> bool:
+        """Whether batches of the oldest prompts, from the current step on, meet all deadlines."""
+        limits = self.limits
+        if self._open_prompts.total() > min(limits.slots, self._planned_prompts):
             return False
         total = 0
-        for version in sorted(self._untaken):
-            total += self._untaken[version]
-            batches = version + self.limits.max_staleness - self._step + 1
-            if self.limits.bound == "hard" and total > batches * self.limits.batch_size:
+        for version in sorted(self._open_prompts):
+            total += self._open_prompts[version]
+            steps_left = version + limits.max_staleness - self._step + 1
+            if limits.bound == "hard" and total > steps_left * limits.batch_size:
                 return False
         return True

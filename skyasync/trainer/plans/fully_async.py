@@ -1,5 +1,4 @@
-"""The plan ``fully_async`` and its variants on shared devices: groups stream in, and staleness is
-bounded."""
+"""The plan ``fully_async``, and its variants on shared devices."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from skyasync.utils.task_group import run_together, together
 
 @PLANS.register("fully_async")
 class FullyAsyncRayPPOTrainer(RayPPOTrainer):
-    """Fully asynchronous: groups stream in as they finish, weights are synced in flight, staleness
-    is bounded.
+    """Groups stream in as they finish, weights are synced in flight, and staleness is bounded.
 
     ```
      admission ──▶ rollouts, one task per prompt ──▶ finished ──▶ train ──▶ sync ──▶ end of step
@@ -53,7 +51,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
     If a rollout or either loop fails, everything else is cancelled and the error is raised.
     """
 
-    asynchronous = True  # but for max_staleness=0
+    asynchronous = True  # ``max_staleness=0`` makes it synchronous, see ``__init__``
     reads: ClassVar[tuple[str, ...]] = (
         "trainer.max_staleness",
         "trainer.staleness_bound",
@@ -64,91 +62,113 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
         "trainer.partial_rollout",
     )
 
-    def __init__(self, cfg: Config, *args: Any, **parts: Any) -> None:
+    def __init__(self, cfg: Config, *args: Any, **components: Any) -> None:
+        # Set first: the base class checks that stale samples are corrected.
         self.asynchronous = cfg.trainer.max_staleness > 0
-        super().__init__(cfg, *args, **parts)
+        super().__init__(cfg, *args, **components)
 
     async def train(self) -> None:
-        progress = self.context.progress
-        prompts = self.context.prompts
-        refill = self.context.refill
-        rejecting = dict[str, float]()
-        if refill.active:
-            steps = (
-                self.cfg.trainer.max_training_steps
-            )  # else small batches leave more to be trained
-            rejecting = {
-                "steps": steps - self.global_step if steps else inf,
-                "most_rejected": refill.most_rejected,
-            }
-        limits = AdmissionLimits.of(self.cfg, prompts.total, **rejecting)
-        early = progress.trained_early
-        ledger = self.ledger
-        interrupted = ledger.open_positions(progress.position, early)  # in the run before
-        self.admission = Admission(limits, progress.step, progress.position, early, interrupted)
-        self._follow_control()
-        self._finished: dict[int, tuple[list[Group], Metrics]] = {}
-        self._rejected: list[Group] = []  # since the last batch
+        self.admission = self._new_admission()
+        self._follow_staleness_control()
+        # Position -> the rollout's groups and metrics, until a batch takes them.
+        self._finished_rollouts: dict[int, tuple[list[Group], Metrics]] = {}
+        self._rejected_groups: list[Group] = []  # since the previous batch
         self._slot_freed = asyncio.Event()
         self._rollout_finished = asyncio.Event()
         await run_together(self._run_generation(), self._train_batches())
 
+    def _new_admission(self) -> Admission:
+        progress = self.context.progress
+        refill = self.context.refill
+        steps = inf
+        max_rejected = inf
+        if refill.active:
+            max_rejected = refill.max_rejected
+            # Steps that train fewer prompts leave more: the run's end bounds what is generated.
+            if self.cfg.trainer.max_training_steps:
+                steps = self.cfg.trainer.max_training_steps - self.global_step
+        limits = AdmissionLimits.of(
+            self.cfg, self.context.prompts.total, steps=steps, max_rejected=max_rejected
+        )
+        # Prompts that an interrupted run had started keep their versions.
+        interrupted = self.ledger.open_positions(progress.position, progress.trained_early)
+        return Admission(
+            limits, progress.step, progress.position, progress.trained_early, interrupted
+        )
+
+    # ---------------------------------------------------------------- generation loop
+
     async def _run_generation(self) -> None:
+        admission = self.admission
         async with together() as rollouts:
-            for position in self.admission.interrupted:
+            for position in admission.interrupted:
                 rollouts.start(self._roll_out(position))
-            while not self.admission.exhausted:
-                for position in self.admission.admit():
+            while not admission.exhausted:
+                for position in admission.admit():
                     rollouts.start(self._roll_out(position))
                 await self._slot_freed.wait()
                 self._slot_freed.clear()
+
+    async def _roll_out(self, position: int) -> None:
+        """One rollout: generate the groups of a prompt, then finish or reject them."""
+        groups, metrics = await self.roll_out([self.context.prompts.prompt(position)])
+        if self.context.refill.active and not list(self.filter_groups(groups)):
+            self._rejected_groups += groups
+            self.ledger.release(groups)
+            self.admission.reject(position)
+            self._slot_freed.set()
+        else:
+            self._finished_rollouts[position] = groups, metrics
+            self.admission.finish(position)
+        self._rollout_finished.set()
+        if self.cfg.generator.max_concurrent_rollouts:
+            # A finished rollout keeps its slot, and no longer counts as concurrent.
+            self._slot_freed.set()
+
+    # ---------------------------------------------------------------- training loop
 
     async def _train_batches(self) -> None:
         while self.global_step < self.total_steps:
             rollout = await self.waiting("data", self._next_rollout())
             status = await self.train_on(rollout)
             await self.async_sync_policy_weights_to_inference_engines()
+            # Generation goes on during the end of the step, which may evaluate and save. A
+            # synchronous run generates nothing in that time.
             if self.asynchronous:
                 self._release()
             await self.end_step(status)
             self._release()
 
-    async def _roll_out(self, position: int) -> None:
-        groups, metrics = await self.roll_out([self.context.prompts.prompt(position)])
-        if self.context.refill.active and not list(self.filter_groups(groups)):
-            self._rejected += groups
-            self.ledger.release(groups)
-            self.admission.reject(position)
-            self._slot_freed.set()
-        else:
-            self._finished[position] = groups, metrics
-            self.admission.finish(position)
-        self._rollout_finished.set()
-        if self.cfg.generator.max_concurrent_rollouts:
-            self._slot_freed.set()
-
     async def _next_rollout(self) -> Rollout:
+        """Wait for a batch that ``admission`` allows, and assemble it."""
         while (batch := self.admission.take()) is None:
             self._rollout_finished.clear()
             await self._rollout_finished.wait()
-        self._slot_freed.set()  # the next batch may reject as many as this one
-        finished = [self._finished.pop(position) for position in batch.positions]
-        rejected = self._rejected
-        self._rejected = []
-        metrics = merged([metrics for _, metrics in finished]) | {
-            "rollout/running": float(self.admission.running),
-            "rollout/finished": float(self.admission.finished),
-        }
-        groups = [group for rolled_out, _ in finished for group in rolled_out]
-        return self.assemble(groups, metrics, [*batch.positions, *batch.rejected], rejected)
+        # Rejections are counted from zero again: ``admit`` may allow more prompts.
+        self._slot_freed.set()
+        groups: list[Group] = []
+        rollout_metrics = []
+        for position in batch.positions:
+            rolled_out, metrics = self._finished_rollouts.pop(position)
+            groups += rolled_out
+            rollout_metrics.append(metrics)
+        rejected_groups = self._rejected_groups
+        self._rejected_groups = []
+        batch_metrics = merged(rollout_metrics)
+        batch_metrics["rollout/running"] = float(self.admission.running)
+        batch_metrics["rollout/finished"] = float(self.admission.finished)
+        positions = batch.positions + batch.rejected
+        return self.assemble(groups, batch_metrics, positions, rejected_groups)
 
     def _release(self) -> None:
-        self._follow_control()
-        if self.policy_version == self.global_step:  # the engines have this step's weights
+        """Free the slots of trained prompts if the engines have the weights of this step."""
+        self._follow_staleness_control()
+        if self.policy_version == self.global_step:
             self.admission.sync(self.policy_version)
             self._slot_freed.set()
 
-    def _follow_control(self) -> None:
+    def _follow_staleness_control(self) -> None:
+        """Admit by the bound that ``trainer.staleness_control`` has chosen, if it chooses one."""
         control = self.learner.control
         if control is not None and control.staleness_bound is not None:
             self.admission.max_staleness = control.staleness_bound
@@ -156,8 +176,7 @@ class FullyAsyncRayPPOTrainer(RayPPOTrainer):
 
 @PLANS.register("colocated_async")
 class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
-    """Colocated and asynchronous: training begins when a batch is complete, not when all rollouts
-    have ended.
+    """Training begins when a batch is complete; other rollouts wait while it has the devices.
 
     ```
     devices   generate (more prompts than a batch) ─▶ train ─▶ sync ─▶ generate ─▶ train ─▶ ...
@@ -181,19 +200,18 @@ class ColocatedAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     """
 
     shares_devices = "all"
-    reads = tuple(  # the cache is freed: requests continue from their tokens
-        key for key in FullyAsyncRayPPOTrainer.reads if key != "trainer.partial_rollout"
-    )
+    # ``trainer.partial_rollout`` has no effect: sleeping engines lose their caches, so that
+    # requests always continue from their tokens.
+    reads = tuple(key for key in FullyAsyncRayPPOTrainer.reads if key != "trainer.partial_rollout")
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        """The engines sleep: no request must be paused."""
+        """Sync as if no request were in flight: the engines sleep, and none must be paused."""
         await self.sync_policy_weights_to_inference_engines()
 
 
 @PLANS.register("hybrid_async")
 class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
-    """Fully asynchronous, with hybrid engines: the policy's devices generate until its next batch
-    is complete.
+    """Fully asynchronous, and the policy's devices generate until its next batch is complete.
 
     ```
     own devices       generate ──────────────────────────────────────────────────────────▶
@@ -220,12 +238,13 @@ class HybridAsyncRayPPOTrainer(FullyAsyncRayPPOTrainer):
     reads = (*FullyAsyncRayPPOTrainer.reads, "generator.hybrid_engines")
 
     async def _next_rollout(self) -> Rollout:
+        # A wait shorter than a change of the devices is not worth one.
         with suppress(TimeoutError):
             async with asyncio.timeout(self.weight_updates.switch_s):
                 return await super()._next_rollout()
-        too_few = (
-            self.admission.finished < self.cfg.trainer.train_batch_size
-        )  # else it waits for one slow prompt
-        if too_few and await self.context.client.waiting():
+        # With a full batch finished, training waits for one slow prompt: more engines would not
+        # make it faster.
+        too_few_finished = self.admission.finished < self.cfg.trainer.train_batch_size
+        if too_few_finished and await self.context.client.waiting():
             await self.weight_updates.wake_engines()
         return await super()._next_rollout()

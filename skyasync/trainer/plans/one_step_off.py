@@ -55,13 +55,16 @@ class AsyncRayPPOTrainer(RayPPOTrainer):
     reads = ("trainer.async_queue_size", "trainer.eval_mode")
 
     async def train(self) -> None:
-        depth = min(self.cfg.trainer.async_queue_size, self.total_steps - self.global_step - 1)
+        steps_left = self.total_steps - self.global_step
+        depth = min(self.cfg.trainer.async_queue_size, steps_left - 1)
+        # A queue of size 0 would have no limit.
         buffer: asyncio.Queue[Rollout] = asyncio.Queue(maxsize=max(depth, 1))
         await run_together(self._run_generate_loop(buffer), self._train_batches(buffer))
 
     async def _train_batches(self, buffer: asyncio.Queue[Rollout]) -> None:
         while self.global_step < self.total_steps:
             status = await self._run_training(buffer)
+            # The last steps have no ack to wait for: no generation begins after their sync.
             if self.global_step + buffer.maxsize <= self.total_steps and not self._all_generated:
                 await self.waiting("generation", self.generation_ack.wait())
                 self.generation_ack.clear()

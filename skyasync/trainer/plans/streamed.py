@@ -17,12 +17,15 @@ from skyasync.utils.task_group import StrictTaskGroup, run_together, together
 
 @dataclass
 class Arrivals:
-    """The rollouts of one batch: each has a slot, in the order of the stream, and is accepted or
-    rejected at its end.
+    """The rollouts of one batch, each in a slot, in the order of the prompt stream.
 
-    A pure record. ``in_order`` lets a group out only when all before it have been decided.
-    ``portion`` lets out so many slots at a time, less only at the end: what is trained together is
-    then the same, in whatever order rollouts end.
+    A pure record, without asyncio. A rollout is accepted or rejected at its end.
+
+    Args:
+        in_order: a slot may be taken only after all slots before it.
+        started: rollouts so far.
+        portion: slots that are taken at once, fewer only at the end; 0 is all that may be taken.
+            With it groups are trained together in the same way in whatever order rollouts end.
     """
 
     in_order: bool
@@ -32,8 +35,8 @@ class Arrivals:
     accepted: list[Group] = field(default_factory=list)
     rejected: list[Group] = field(default_factory=list)
     metrics: list[Metrics] = field(default_factory=list)
-    waiting: dict[int, list[Group]] = field(default_factory=dict)  # by slot: ended, not yet taken
-    _next: int = 0  # the first slot that has not been taken
+    waiting: dict[int, list[Group]] = field(default_factory=dict)  # by slot, ended and not taken
+    _next_slot: int = 0  # to be taken, if slots are taken in order
 
     def start(self) -> int:
         """The slot of another rollout."""
@@ -51,35 +54,37 @@ class Arrivals:
             self.rejected += groups
 
     def take(self) -> list[Group]:
-        """All groups that may be trained now (or a portion of them), in the order of their
-        slots."""
+        """The groups that may be trained now, in the order of their slots."""
         groups: list[Group] = []
-        while not groups:  # all of a portion may have been rejected
-            if self.in_order or self.portion:
-                slots = list(takewhile(self.waiting.__contains__, count(self._next)))
-            else:
-                slots = sorted(self.waiting)
-            if self.portion:
-                enough = len(slots) >= self.portion or self.ended == self.started
-                slots = slots[: self.portion] if enough else []
+        while not groups:  # all rollouts of a portion may have been rejected
+            slots = self._slots_to_take()
             if not slots:
                 break
-            self._next = slots[-1] + 1
+            self._next_slot = slots[-1] + 1
             for slot in slots:
                 groups += self.waiting.pop(slot)
         self.accepted += groups
         return groups
 
+    def _slots_to_take(self) -> list[int]:
+        if not (self.in_order or self.portion):
+            return sorted(self.waiting)
+        slots = list(takewhile(self.waiting.__contains__, count(self._next_slot)))
+        if not self.portion:
+            return slots
+        if len(slots) < self.portion and self.ended < self.started:
+            return []
+        return slots[: self.portion]
+
     @property
     def complete(self) -> bool:
-        """Nothing is generated any more, and everything has been taken."""
+        """Nothing is generated any more, and all groups have been taken."""
         return self.ended == self.started and not self.waiting
 
 
 @PLANS.register("streamed")
 class StreamedRayPPOTrainer(RayPPOTrainer):
-    """Streamed: on policy, and yet overlapped. Groups are trained as they finish, while stragglers
-    are generated.
+    """Groups are trained as they finish, on policy, while stragglers are generated.
 
     ```
     engines    g0 g1 g2 g3 ............ g4 (a long one)
@@ -119,9 +124,11 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
             await self.end_step(self.metrics)
 
     async def _step(self, prompts: PromptBatch) -> None:
-        several = self.cfg.trainer.policy_mini_batch_size > 0  # updates, with generation in between
-        self._arrivals = Arrivals(several, len(prompts.prompts), self.cfg.trainer.stream_groups)
-        self._arrived = asyncio.Event()
+        # With mini-batches there are several updates, and rollouts go on in between.
+        several_updates = self.cfg.trainer.policy_mini_batch_size > 0
+        portion = self.cfg.trainer.stream_groups
+        self._arrivals = Arrivals(several_updates, len(prompts.prompts), portion)
+        self._rollout_ended = asyncio.Event()
         self._positions = list(prompts.positions)
 
         async def roll_out_all() -> None:
@@ -129,56 +136,70 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
                 for slot, prompt in enumerate(prompts.prompts):
                     rollouts.start(self._roll_out(rollouts, prompt, slot))
 
-        both = run_together(roll_out_all(), self._train_all())
+        step = run_together(roll_out_all(), self._train_all())
         async with self.keeping_bad(self._rollout):
-            await (self.checkpointer.uninterrupted(both) if several else both)
+            if several_updates:
+                # A step that has made some of its updates is not a state to save or resume from.
+                await self.checkpointer.uninterrupted(step)
+            else:
+                await step
 
     async def _roll_out(self, rollouts: StrictTaskGroup, prompt: Prompt, slot: int) -> None:
+        """One rollout: generate the groups of a prompt; a rejected one is replaced by another."""
         arrivals = self._arrivals
         refill = self.context.refill
         groups, metrics = await self.roll_out([prompt])
-        if not refill.active:
+        if refill.active:  # the groups are postprocessed already
+            accepted = bool(list(self.filter_groups(groups)))
+        else:
             groups = list(self.postprocess_generator_output(groups))
-        accepted = not refill.active or bool(list(self.filter_groups(groups)))
-        if not accepted and len(arrivals.rejected) + 1 < refill.most_rejected:
-            more = refill.next_prompts(1)
-            if more.prompts:
-                self._positions += more.positions
-                rollouts.start(self._roll_out(rollouts, more.prompts[0], arrivals.start()))
+            accepted = True  # ``prepare`` filters
+        if not accepted and len(arrivals.rejected) + 1 < refill.max_rejected:
+            replacement = refill.next_prompts(1)
+            if replacement.prompts:
+                self._positions += replacement.positions
+                # The slot is opened before this one ends: else the batch would seem complete.
+                new_slot = arrivals.start()
+                rollouts.start(self._roll_out(rollouts, replacement.prompts[0], new_slot))
         arrivals.end(slot, groups, metrics, accepted=accepted)
-        self._arrived.set()
+        self._rollout_ended.set()
 
     async def _train_all(self) -> None:
-        in_gradient = 0
+        """The training loop of one batch, up to its last update."""
+        groups_in_gradient = 0
         while not self._arrivals.complete:
             groups = self._arrivals.take()
             if groups:
                 with self.timed("train"):
                     async with self.context.phases.limited("update"):
-                        in_gradient = await self._train_some(groups, in_gradient)
+                        groups_in_gradient = await self._train_some(groups, groups_in_gradient)
             elif not self._arrivals.complete:
-                self._arrived.clear()
-                await self.waiting("data", self._arrived.wait())
+                self._rollout_ended.clear()
+                await self.waiting("data", self._rollout_ended.wait())
         with self.timed("train"):
             self.checkpointer.between_steps = False
-            await self.checkpointer.uninterrupted(self._last_step(update=in_gradient > 0))
+            await self.checkpointer.uninterrupted(self._last_step(update=groups_in_gradient > 0))
 
-    async def _train_some(self, groups: list[Group], in_gradient: int) -> int:
-        """Add their gradient, and step when a mini-batch is complete; returns how many groups wait
-        for the step."""
+    async def _train_some(self, groups: list[Group], groups_in_gradient: int) -> int:
+        """Add the gradient of groups, and make an update when a mini-batch is complete.
+
+        Returns:
+            How many groups are in the gradient that the next update will apply.
+        """
         batch = await self.prepare(groups)
-        size = self.cfg.trainer.policy_mini_batch_size
         if batch is None:
-            return in_gradient
+            return groups_in_gradient
+        size = self.cfg.trainer.policy_mini_batch_size
         with self.timed("update"):
-            for part, count in batch.mini_batches(size, first=size - in_gradient):
+            # The first part completes the mini-batch that earlier groups began.
+            for part, count in batch.mini_batches(size, first=size - groups_in_gradient):
                 await self.forward_backward(part, complete=False)
-                in_gradient += count
-                if in_gradient == size:
+                groups_in_gradient += count
+                if groups_in_gradient == size:
                     self.checkpointer.between_steps = False
                     await self.checkpointer.uninterrupted(self.optimizer_step())
-                    in_gradient = 0
-        return in_gradient
+                    groups_in_gradient = 0
+        return groups_in_gradient
 
     async def _last_step(self, *, update: bool) -> None:
         async with self.context.phases.limited("update"):
@@ -190,7 +211,11 @@ class StreamedRayPPOTrainer(RayPPOTrainer):
 
     def _rollout(self) -> Rollout:
         """The groups of the batch that have been taken so far."""
-        done = self._arrivals
+        arrivals = self._arrivals
         return self.assemble(
-            done.accepted, merged(done.metrics), self._positions, done.rejected, postprocessed=True
+            arrivals.accepted,
+            merged(arrivals.metrics),
+            self._positions,
+            arrivals.rejected,
+            postprocessed=True,
         )

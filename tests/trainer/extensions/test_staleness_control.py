@@ -108,10 +108,10 @@ def test_steps_in_which_the_policy_was_not_trained_move_nothing_and_are_none_of_
 ):
     rule = StepSize(4)
     for _ in range(6):  # the critic's warm-up
-        rule.stand()
+        rule.record_skipped_step()
     assert rule.choose({4: Drift(1000, 0.0)}) == pytest.approx(1 / 3)
     assert rule.speed is None, "nothing has moved: the divergence of 0 says nothing of full steps"
-    rule.stand()
+    rule.record_skipped_step()
     rule.choose({2: Drift(1000, 0.01)})
     assert rule.speed == pytest.approx(0.01 / (1 / 3) ** 2)
 
@@ -287,7 +287,7 @@ def test_correction_and_bound_are_decided_in_words_and_go_through_a_checkpoint(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
-    control = StalenessControl(context, 2, least=1)
+    control = StalenessControl(context, 2, lowest_bound=1)
     made: Any = batch(
         [[-1, 0, 0], [-1, 1, 1]], 1.2
     )  # two tokens of staleness 1 whose ratio is exp(1.2)
@@ -315,17 +315,17 @@ def test_correction_and_bound_are_decided_in_words_and_go_through_a_checkpoint(
         "may be 1 versions old from now on instead of 2" in bound
         and "below 0.5 for 10 steps" in bound
     )
-    resumed = StalenessControl(context, 2, least=1)
+    resumed = StalenessControl(context, 2, lowest_bound=1)
     resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
     assert resumed.state_dict() == control.state_dict() and resumed.staleness_bound == 1
-    narrower = StalenessControl(context, 1, least=1)
+    narrower = StalenessControl(context, 1, lowest_bound=1)
     narrower.load_state_dict(control.state_dict())
     assert narrower.staleness_bound == 1
 
 
 def test_noise_between_engine_and_trainer_does_not_lower_the_bound() -> None:
     context: Any = SimpleNamespace(phases=SimpleNamespace(metrics={}), cfg=Config())
-    control, ages = StalenessControl(context, 2, least=1), torch.tensor([[0, 1, 1, 2]])
+    control, ages = StalenessControl(context, 2, lowest_bound=1), torch.tensor([[0, 1, 1, 2]])
     noisy: Any = SimpleNamespace(
         loss_mask=ages >= 0,
         versions=5 - ages,

@@ -380,7 +380,7 @@ def rejecting(draw: st.DrawFn) -> Rejecting:
     bounds = replace(
         bounds,
         steps=draw(st.sampled_from([float("inf"), 1, 2, 5])),
-        most_rejected=draw(
+        max_rejected=draw(
             st.sampled_from([float("inf"), 0, bounds.batch_size, 3 * bounds.batch_size])
         ),
     )
@@ -408,7 +408,7 @@ def test_with_rejections_every_prompt_is_trained_or_rejected_once_and_no_bound_i
         assert max(run.ages, default=0) <= run.limits.max_staleness
     if run.limits.steps == float("inf"):
         assert len(run.admitted_at) == run.limits.total
-    if run.limits.most_rejected == float("inf"):
+    if run.limits.max_rejected == float("inf"):
         assert all(size == run.limits.batch_size for size in run.batches[:-1]), (
             "all but the last are full"
         )

@@ -71,7 +71,7 @@ class Unlucky(FullyAsyncRayPPOTrainer):
         return {}
 
     async def async_sync_policy_weights_to_inference_engines(self) -> None:
-        if not self.weight_updates.scheduled(self.global_step >= self.total_steps):
+        if not self.weight_updates.scheduled(final=self.global_step >= self.total_steps):
             return
         if self.cfg.trainer.partial_rollout == "wait":
             async with self.weight_updates.without_rollouts():
