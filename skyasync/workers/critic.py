@@ -19,9 +19,8 @@ class ValueLoss(LossFn):
     """Clipped squared error of values and returns.
 
     Args:
-        part: the part of the model that learns: a critic of its own, or a head on the policy's
-            layers.
-        gradient: share of the gradient that flows from the head to the layers.
+        part: of the model that learns: a separate critic, or a head on the policy's layers.
+        gradient: fraction of the gradient that flows from the head to the layers.
     """
 
     def __init__(self, settings: CriticConfig, part: str = MODEL, gradient: float = 1.0) -> None:
@@ -36,20 +35,19 @@ class ValueLoss(LossFn):
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
         assert batch.values is not None and batch.returns is not None
+        # [batch, length], like the values and the returns
         token_loss, maps = clipped_value_loss(
             outputs[VALUES], batch.values, batch.returns, clip=self._clip
         )
         # Beyond the loss tokens the loss has no meaning, and may be NaN.
-        loss = (
-            batch.loss_weights.to(token_loss.dtype) * token_loss.where(batch.loss_mask, 0.0)
-        ).sum()
+        masked_loss = token_loss.where(batch.loss_mask, 0.0)
+        loss = (batch.loss_weights.to(token_loss.dtype) * masked_loss).sum()
         clipped = maps["value_clip_fraction"].double()
         return {self._part: LossTerm(loss, batch.loss_mask, {"clip_frac": clipped})}
 
 
 class CriticWorker(ModelWorker):
-    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, under a head of
-    one output."""
+    """Holds the critic: ``trainer.critic.model``, or the policy's starting weights, with a head."""
 
     role_name: ClassVar[str] = "critic"
 

@@ -4,10 +4,9 @@ Invariant: every role of the table is started, called, trained, offloaded, saved
 same way. A batch is cut into one shard per rank, and results are in the batch's order; how the
 ranks are called, and fail, is in ``skyasync.workers.ranks``.
 
-    trainer ──▶ dispatch ──▶ one shard of the batch per rank (object store, once) ──▶ actors of the
-    role
-                   ▲                                                                    │
-                   └───────────── results in the batch's order ◀────────────────────────┘
+    trainer ──▶ dispatch ──▶ one shard of the batch per rank ──▶ actors of the role
+                   ▲                                                    │
+                   └───────────── results in the batch's order ◀────────┘
 """
 
 from __future__ import annotations
@@ -43,10 +42,10 @@ if TYPE_CHECKING:
     RoleRanks: TypeAlias = "RankGroup | LocalGroup"
 
 HOSTED_METHODS = {(REFERENCE, "logprobs"): "base_logprobs"}
-"""The policy's methods that compute what a hosted role's method does, if their names differ."""
+"""Role and method -> the policy's method for a role that it hosts, if their names differ."""
 
 WITH_ROUTED_EXPERTS = ("logprobs", "values", "logprobs_and_values")
-"""Methods of the policy that replay the experts that were chosen for the tokens."""
+"""Methods of the policy that replay the experts of the tokens."""
 
 
 class StartedRoles(dict[str, "RoleRanks"]):
@@ -54,14 +53,14 @@ class StartedRoles(dict[str, "RoleRanks"]):
 
     def __missing__(self, role: str) -> RoleRanks:
         keys = ROLES[role].enabled_by
-        why = f" ({' or '.join(keys)})" if keys else ""
+        hint = f" ({' or '.join(keys)})" if keys else ""
         raise RuntimeError(
-            f"no {role} was started: nothing in the configuration asked for one{why}"
+            f"no {role} was started: nothing in the configuration asked for one{hint}"
         )
 
 
 class Dispatch:
-    """What the trainer calls.
+    """The calls of the trainer to the models.
 
     Args:
         groups: of the run's roles, by their names, the policy first.
@@ -74,14 +73,13 @@ class Dispatch:
     ) -> None:
         self._cfg = cfg
         self._groups = StartedRoles(groups)
-        self._trained = [role for role in groups if ROLES[role].trains]
+        self._trained_roles = [role for role in groups if ROLES[role].trains]
         self.transfer = transfer or memory_transfer(cfg, self._groups)
 
     def set_threads(self, threads: int) -> None:
-        """CPU threads of each policy rank; call before ``start``."""
-        trainer = self._cfg.trainer
-        trainer = replace(trainer, policy=replace(trainer.policy, threads=threads))
-        self._cfg = replace(self._cfg, trainer=trainer)
+        """Set the CPU threads of each policy rank; call it before ``start``."""
+        policy = replace(self._cfg.trainer.policy, threads=threads)
+        self._cfg = replace(self._cfg, trainer=replace(self._cfg.trainer, policy=policy))
 
     async def start(self, total_steps: int = 0) -> None:
         """Load the models.
@@ -89,58 +87,57 @@ class Dispatch:
         Args:
             total_steps: optimizer steps of the run, for learning rates that decay.
         """
+        phase = f"loading the models ({', '.join(self._groups)})"
+        starts = [group.start(self._cfg, total_steps) for group in self._groups.values()]
         try:
-            async with within(
-                self._cfg.trainer.step_timeout_s, f"loading the models ({', '.join(self._groups)})"
-            ):
-                await asyncio.gather(
-                    *(group.start(self._cfg, total_steps) for group in self._groups.values())
-                )
-        except BaseException:
+            async with within(self._cfg.trainer.step_timeout_s, phase):
+                await asyncio.gather(*starts)
+        except BaseException:  # also a cancellation: no process may be left
             await self.shutdown()
             raise
 
     # ---------------------------------------------------------------- one role
 
     def _host_of(self, role: str) -> str:
-        """The role whose ranks compute a role: its own, or the policy's."""
+        """The role whose ranks compute a role: the policy if it hosts the role."""
         if role not in self._groups and ROLES[role].hosted_by_policy(self._cfg):
             return POLICY
         return role
 
     async def ask(self, role: str, method: str, batch: TokenBatch) -> Tensor:
-        """What a role computes of a batch: ``[batch, length]`` or ``[batch]``, in the batch's
-        order.
+        """Let a role compute something of a batch.
 
         The policy's ranks answer for a role that they host (a reference under adapters, a critic on
-        its layers). Workers are sent tokens, masks, groups, and the ``columns`` of the role's
-        entry.
+        its layers). Workers get tokens, masks, groups, and the ``columns`` of the role's entry.
 
         Args:
             method: of the role's worker: ``logprobs`` of policy, reference and teacher, ``values``
                 of the critic.
+
+        Returns:
+            ``[batch, length]`` or ``[batch]``, in the batch's order.
         """
         host = self._host_of(role)
         if host != role:
-            role, method = host, HOSTED_METHODS.get((role, method), method)
-        sent = TokenBatch(
+            method = HOSTED_METHODS.get((role, method), method)
+        host_batch = TokenBatch(
             batch.tokens,
             batch.attention_mask,
             batch.loss_mask,
             batch.group_ids,
             images=batch.images,
         )
-        if (
-            role == POLICY and method in WITH_ROUTED_EXPERTS
-        ):  # other models choose experts of their own
-            sent.routed_experts = batch.routed_experts
-        vars(sent).update({name: vars(batch)[name] for name in ROLES[role].columns})
-        answer = await self._groups[role].on_rows(method, sent)
-        assert answer is not None, f"{method} of the role {role} returns nothing"
-        return answer
+        # The experts are the policy's: other models choose theirs.
+        if host == POLICY and method in WITH_ROUTED_EXPERTS:
+            host_batch.routed_experts = batch.routed_experts
+        for name in ROLES[host].columns:
+            setattr(host_batch, name, getattr(batch, name))
+        result = await self._groups[host].on_rows(method, host_batch)
+        assert result is not None, f"{method} of the role {host} returns nothing"
+        return result
 
     async def call(self, role: str, method: str, *args: object) -> list[Any]:
-        """The same call on every rank of a role; results by rank."""
+        """Call a method of every rank of a role with the same arguments; results by rank."""
         return await self._groups[role].call(method, *args)
 
     async def forward_backward(self, batch: UpdateBatch, role: str = POLICY) -> None:
@@ -149,14 +146,15 @@ class Dispatch:
         A missing ``proximal_logprobs`` means that the current policy is the proximal one; it is
         filled in.
         """
-        sent = copy(batch)
         host = self._host_of(role)
-        if host != POLICY:
-            sent.routed_experts = None
-        sent.critic_alone = host != role
-        before = await self._groups[host].on_rows("forward_backward", sent)
+        host_batch = copy(batch)
+        if host != POLICY:  # the experts are the policy's
+            host_batch.routed_experts = None
+        # The policy's ranks train the critic's head without the policy.
+        host_batch.critic_alone = host != role
+        logprobs = await self._groups[host].on_rows("forward_backward", host_batch)
         if role == POLICY and batch.proximal_logprobs is None:
-            batch.proximal_logprobs = before
+            batch.proximal_logprobs = logprobs
 
     async def optimizer_step(
         self,
@@ -169,134 +167,140 @@ class Dispatch:
         """Change the weights; returns metrics (loss, grad_norm, lr, ...).
 
         Args:
-            schedule_step: optimizer step by which the learning rate goes; by default the workers'
-                own count.
+            schedule_step: optimizer step by which the learning rate goes; by default as the workers
+                count.
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if
                 the loss weights lack it.
             lr_scale: factor of the scheduled learning rate.
-            beta1: AdamW's first decay rate; None: the settings'.
+            beta1: AdamW's first decay rate; None: by the settings.
         """
         host = self._host_of(role)
+        # A transfer may be sending these weights to a late engine: that ends first.
         async with self.transfer.changing():
             results = await self.call(host, "optimizer_step", schedule_step, scale, lr_scale, beta1)
-        metrics = results[0]
-        return {name.removeprefix(f"{role}/"): value for name, value in metrics.items()}
+        # The metrics are of all ranks together.
+        return {name.removeprefix(f"{role}/"): value for name, value in results[0].items()}
 
     async def examine(self, scale: float = 1.0, role: str = POLICY) -> str:
-        """What is not finite of the accumulated loss and gradient, "" if all is; before the
-        step."""
-        return next(filter(None, await self.call(self._host_of(role), "examine", scale)), "")
+        """The problem of a loss or gradient that is not finite, before the step; "" if both are."""
+        problems = await self.call(self._host_of(role), "examine", scale)
+        return next(filter(None, problems), "")
 
     async def drop_gradient(self, role: str = POLICY) -> None:
-        """Instead of the step: forget the gradient. Weights, optimizer state and the count of steps
-        stay."""
+        """Drop the gradient instead of a step.
+
+        Weights, optimizer state and the count of steps stay.
+        """
         await self.call(self._host_of(role), "drop_gradient")
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """As ``InferenceEngine.score``, by the trainer's policy."""
-        return (await self.call(POLICY, "score", sequences))[0]
+        """Score sequences as ``InferenceEngine.score``, by the trainer's policy."""
+        results = await self.call(POLICY, "score", sequences)
+        return results[0]
 
     async def export(self, folder: Path, role: str = POLICY) -> None:
         """Write a role's model as a Hugging Face folder (safetensors, config, tokenizer)."""
         host = self._host_of(role)
-        await self.call(host, "export" if host == role else f"export_{role}", str(folder))
+        method = "export" if host == role else f"export_{role}"
+        await self.call(host, method, str(folder))
 
     # ---------------------------------------------------------------- all roles
 
     async def offload(self) -> None:
-        """Weights and optimizer state to host memory, of the policy and of all roles on its
-        devices.
+        """Move weights and optimizer state of the policy and of roles on its devices to the host.
 
         Until ``onload`` only ``save`` and ``load`` may be called.
         """
-        await self._call_on_policys_devices("offload")
+        await self._call_on_policy_devices("offload")
 
     async def onload(self) -> None:
         """Undo ``offload``, bitwise."""
-        await self._call_on_policys_devices("onload")
+        await self._call_on_policy_devices("onload")
 
-    async def _call_on_policys_devices(self, method: str) -> None:
-        groups = [
-            group
-            for role, group in self._groups.items()
-            if ROLES[role].on_policys_devices(self._cfg)
-        ]
-        await asyncio.gather(*(group.call(method) for group in groups))
+    async def _call_on_policy_devices(self, method: str) -> None:
+        calls = []
+        for role, group in self._groups.items():
+            if ROLES[role].on_policys_devices(self._cfg):
+                calls.append(group.call(method))
+        await asyncio.gather(*calls)
 
     async def save(self, folder: Path) -> Sums:
         """Write model and optimizer state of each role that trains into ``folder/<role>``.
 
         Returns:
-            What the files that are synced by now must hold, by path from ``folder``.
+            Sizes and checksums of files that are synced, by their path in ``folder``.
 
         Raises:
-            OSError: if the disk does not take them. The models are as they were, and can continue.
+            OSError: if the disk does not take them. The models are unchanged, and can continue.
         """
         sums: Sums = {}
-        for role in self._trained:
-            sums |= _written(folder / role, await self.call(role, "save", str(folder / role)))
+        for role in self._trained_roles:
+            results = await self.call(role, "save", str(folder / role))
+            sums |= _file_sums(folder / role, results)
         return sums
 
     async def begin_save(self, folder: Path) -> None:
-        """As ``save``, but of a copy of the state: this returns when the copy is made. One at a
-        time."""
-        self._saving = folder
-        for role in self._trained:
+        """Begin a ``save`` of a copy of the state; returns when the copy is made.
+
+        One at a time; see ``saved``.
+        """
+        self._saved_folder = folder
+        for role in self._trained_roles:
             await self.call(role, "begin_save", str(folder / role))
 
     async def saved(self) -> Sums | None:
-        """What ``save`` would return, or raise, of the last ``begin_save``; None while it is being
-        written."""
+        """Return, or raise, the result of ``begin_save`` as ``save``; None until it is written."""
         sums: Sums = {}
-        for role in self._trained:
-            ranks = await self.call(role, "saved")
-            if None in ranks:
+        for role in self._trained_roles:
+            results = await self.call(role, "saved")
+            if None in results:
                 return None
-            sums |= _written(self._saving / role, ranks)
+            sums |= _file_sums(self._saved_folder / role, results)
         return sums
 
     async def verify(self, folder: Path, sums: Sums) -> list[str]:
-        """What is wrong with a checkpoint's files, in words; the policy's ranks read all of
-        them."""
-        return [
-            problem
-            for rank in await self.call(POLICY, "verify", str(folder), sums)
-            for problem in rank
-        ]
+        """The problems of a checkpoint's files, which the policy's ranks read."""
+        problems: list[str] = []
+        for rank_problems in await self.call(POLICY, "verify", str(folder), sums):
+            problems += rank_problems
+        return problems
 
     async def load(self, folder: Path) -> None:
-        """Read what ``save`` wrote there."""
-        for role in self._trained:
+        """Read the models from a folder of ``save``."""
+        for role in self._trained_roles:
+            # Such as a critic, if the earlier run had another advantage estimator.
             if not (folder / role).is_dir():
                 raise UserError(f"{folder} holds no {role}: it was saved by a run without one")
             async with self.transfer.changing():
                 await self.call(role, "load", str(folder / role))
 
     async def begin_profile(self) -> None:
-        """From here on what the workers compute is recorded."""
-        await asyncio.gather(*(group.call("begin_profile") for group in self._groups.values()))
+        """Record the work of all ranks from here on."""
+        await self._call_all("begin_profile")
 
     async def end_profile(self, folder: Path) -> None:
-        """Write what was recorded there, a trace and a table of each rank."""
-        await asyncio.gather(
-            *(group.call("end_profile", str(folder)) for group in self._groups.values())
-        )
+        """Write the recorded work into a folder: a trace and a table of each rank."""
+        await self._call_all("end_profile", str(folder))
+
+    async def _call_all(self, method: str, *args: object) -> None:
+        calls = [group.call(method, *args) for group in self._groups.values()]
+        await asyncio.gather(*calls)
 
     async def stats(self) -> dict[str, Any]:
-        """``busy_s`` of the policy since the start, and ``<role>_busy_s`` of the others."""
-        return {
-            "busy_s" if role == POLICY else f"{role}_busy_s": group.busy_s
-            for role, group in self._groups.items()
-        }
+        """``busy_s`` of the policy since the start, and ``<role>_busy_s`` of other roles."""
+        stats: dict[str, Any] = {}
+        for role, group in self._groups.items():
+            name = "busy_s" if role == POLICY else f"{role}_busy_s"
+            stats[name] = group.busy_s
+        return stats
 
     @property
     def lost(self) -> tuple[str, BaseException] | None:
-        """The role that has lost a rank's process, and the error that showed it; None if none
-        has."""
-        return next(
-            ((role, group.lost) for role, group in self._groups.items() if group.lost is not None),
-            None,
-        )
+        """The first role that has lost a rank's process, and its error; None if no role has."""
+        for role, group in self._groups.items():
+            if group.lost is not None:
+                return (role, group.lost)
+        return None
 
     async def shutdown(self) -> None:
         """End the ranks of all roles; safe to call twice."""
@@ -305,16 +309,14 @@ class Dispatch:
 
 
 class RayWorkerDispatch(Dispatch):
-    """Every rank is a Ray actor.
+    """Calls ranks that are Ray actors.
 
     Making it starts the ranks' processes and waits for nothing; :meth:`start` loads the models.
 
     Args:
-        placements: where the ranks of each role go, by its name; roles without an entry are not
-            started.
-        weight_sync_backend: how the engines expect the weights, a name in ``TRANSFERS``.
-        healthy: the indices of the healthy engines, if they matter to the way; by default all of
-            them.
+        placements: of each role's ranks, by its name; roles without an entry are not started.
+        weight_sync_backend: the engines' weight transfer, a name in ``TRANSFERS``.
+        healthy: the indices of the healthy engines; by default all of them.
         nodes: Ray's names of the nodes of healthy engines, by index; by default all are on the node
             of the policy's rank 0.
     """
@@ -334,9 +336,8 @@ class RayWorkerDispatch(Dispatch):
         else:
             healthy = healthy or (lambda: range(cfg.generator.own_engines))
             gpus = placements[POLICY].num_gpus > 0
-            transfer = TRANSFERS.find(weight_sync_backend).of_run(
-                self._policy, cfg, healthy, gpus=gpus
-            )
+            transfer_class = TRANSFERS.find(weight_sync_backend)
+            transfer = transfer_class.of_run(self._policy, cfg, healthy, gpus=gpus)
         super().__init__(cfg, groups, transfer)
 
 
@@ -345,15 +346,14 @@ def memory_transfer(
     groups: Mapping[str, RoleRanks],
     nodes: Callable[[], Mapping[int, str]] | None = None,
 ) -> WeightTransfer:
-    """Through memory of the machine of the policy's rank 0, or a folder that other machines see."""
+    """The transfer through memory of the machine of the policy's rank 0, or a shared folder."""
     policy = groups[POLICY]
     generator = cfg.generator
     remote = None
+    # Engines on other machines read a shared folder, if there is one.
     if nodes is not None and not generator.weight_sync_dir:
-        if adapter_rank(cfg):
-            workers = 1
-        else:
-            workers = generator.devices_per_engine
+        # An adapter is loaded once, weights by each worker of an engine.
+        workers = 1 if adapter_rank(cfg) else generator.devices_per_engine
         remote = RemoteEngines(
             policy, nodes, workers=workers, timeout_s=generator.heartbeat_timeout_s
         )
@@ -361,35 +361,37 @@ def memory_transfer(
         return SharedMemoryTransfer(
             policy, computed_on=computes_on_mapped_weights(cfg), remote=remote
         )
-    if adapter_rank(cfg):
-        encoding = "adapter"
-    else:
-        encoding = generator.weight_sync_mode
+    encoding = "adapter" if adapter_rank(cfg) else generator.weight_sync_mode
     return FileTransfer(policy, encoding, remote)
 
 
-def _written(folder: Path, ranks: Sequence[SaveResult | None]) -> Sums:
-    """The files of all ranks of a role, by path from the checkpoint's folder; an ``OSError`` if one
-    could not write."""
-    results = [
-        result for result in ranks if result is not None
-    ]  # a user's own worker may return nothing
+def _file_sums(folder: Path, results: Sequence[SaveResult | None]) -> Sums:
+    """The files of all ranks of a role, by their path in the checkpoint.
+
+    Raises:
+        OSError: if a rank could not write.
+    """
+    sums: Sums = {}
     for result in results:
+        if result is None:  # a user's worker may return nothing
+            continue
         if result.problem:
             raise OSError(result.problem)
+        for name, entry in result.files.items():
+            sums[f"{folder.name}/{name}"] = entry
     if not folder.is_dir() or not any(folder.iterdir()):
         raise UserError(
             f"the {folder.name}'s processes wrote {folder} on another machine, where this one cannot see it: "
             f"trainer.ckpt_path must be a folder that all nodes share"
         )
-    return {
-        f"{folder.name}/{name}": entry for result in results for name, entry in result.files.items()
-    }
+    return sums
 
 
 class LocalGroup:
-    """One rank of a role, in ``thread``, with the methods of ``RankGroup``. It is loaded when it is
-    made."""
+    """One rank of a role in a thread, with the methods of ``RankGroup``.
+
+    Making it loads the model.
+    """
 
     lost: BaseException | None = None
 
@@ -397,7 +399,8 @@ class LocalGroup:
         self, cfg: Config, role: str, thread: ThreadPoolExecutor, total_steps: int = 0
     ) -> None:
         entry = ROLES[role]
-        self.worker = entry.worker_class()(
+        worker_class = entry.worker_class()
+        self.worker = worker_class(
             cfg, threads=entry.threads(cfg), role=role, total_steps=total_steps
         )
         self.worker.setup()
@@ -410,27 +413,29 @@ class LocalGroup:
         return [await self.call_first(method, *args)]
 
     async def call_first(self, method: str, *args: object) -> Any:
-        def timed() -> object:
-            start = time.monotonic()
+        call = methodcaller(method, *args)
+
+        def timed_call() -> object:
+            began_s = time.monotonic()
             try:
-                return methodcaller(method, *args)(self.worker)
+                return call(self.worker)
             finally:
-                self.busy_s += time.monotonic() - start
+                self.busy_s += time.monotonic() - began_s
 
-        return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, timed_call)
 
-    on_rows = call_first
+    on_rows = call_first  # the rank has all rows of a batch
 
     def kill(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class LocalDispatch(Dispatch):
-    """Every role has one rank in this process, and is loaded when this is made: no cluster, no
-    actors.
+    """Calls one rank of every role, in this process: no cluster, no actors.
 
-    The same worker classes do the same work as in Ray actors, one call at a time in one thread; the
-    event loop is not blocked. For experiments that start many short runs, and for tests.
+    Making it loads the models. The worker classes do the same work as in Ray actors, one call at a
+    time in one thread; the event loop is not blocked. For experiments that start many short runs,
+    and for tests.
 
     Args:
         total_steps: optimizer steps of the run, for learning rates that decay.

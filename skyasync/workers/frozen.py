@@ -15,32 +15,34 @@ from skyasync.workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """The reference: ``trainer.ref.model``, or the policy's starting weights if that has no
-    path."""
+    """Holds the reference: ``trainer.ref.model``, or the policy's starting weights."""
 
     role_name: ClassVar[str] = "reference"
 
 
 class TeacherWorker(ModelWorker):
-    """The model that a policy is distilled from, ``trainer.teacher.model``, in the distribution of
-    the sampling."""
+    """Holds the model that a policy is distilled from, ``trainer.teacher.model``.
+
+    Its log-probabilities are of the sampled distribution, as the policy's are.
+    """
 
     role_name: ClassVar[str] = "teacher"
 
     def top_logprobs(self, batch: TokenBatch) -> Tensor:
-        """The ``trainer.teacher.top_k`` likeliest tokens and then their log-probabilities,
-        ``[batch, length, 2 k]``.
+        """The ``trainer.teacher.top_k`` likeliest tokens, and then their log-probabilities.
 
-        Token ids are exact in float32 below 2**24.
+        Returns:
+            ``[batch, length, 2 k]`` in float32, in which token ids are exact below 2**24.
         """
-        return self.backend.forward(
-            batch, OutputRequest.of(TOP_K, top_k=self.cfg.trainer.teacher.top_k)
-        )[TOP_K]
+        request = OutputRequest.of(TOP_K, top_k=self.cfg.trainer.teacher.top_k)
+        return self.backend.forward(batch, request)[TOP_K]
 
 
 class RewardWorker(ModelWorker):
-    """Holds the models of ``trainer.reward``. A score is the head's on the state of a sequence's
-    last token."""
+    """Holds the models of ``trainer.reward``.
+
+    A score is the output of the model's head on the state of a sequence's last token.
+    """
 
     role_name: ClassVar[str] = "reward"
 
@@ -50,19 +52,18 @@ class RewardWorker(ModelWorker):
         self.backend = self.backends[0]
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """Of each row of tokens: ``[batch]`` of one model, ``[batch, 1, models]`` of several."""
-        lengths = batch.attention_mask.sum(1, keepdim=True)
-        # Each row gets another token, its only loss token, whose value is that of the state before
-        # it.
-        last = torch.zeros_like(pad(batch.attention_mask, (0, 1))).scatter(1, lengths, value=True)
-        attended = pad(batch.attention_mask, (0, 1)) | last
-        longer = TokenBatch(
-            pad(batch.tokens, (0, 1)).where(~last, 0), attended, last, batch.group_ids
-        )
-        scores = [
-            b.forward(longer, OutputRequest.of(VALUES))[VALUES].gather(1, lengths)
-            for b in self.backends
-        ]
+        """The score of each row: ``[batch]`` of one model, ``[batch, 1, models]`` of several."""
+        lengths = batch.attention_mask.sum(1, keepdim=True)  # [batch, 1]
+        # A row gets another token, its only loss token, whose value is that of the state before it:
+        # of the last token. All tensors are [batch, length + 1].
+        padded_mask = pad(batch.attention_mask, (0, 1))
+        score_mask = torch.zeros_like(padded_mask).scatter(1, lengths, value=True)
+        tokens = pad(batch.tokens, (0, 1)).where(~score_mask, 0)
+        longer_batch = TokenBatch(tokens, padded_mask | score_mask, score_mask, batch.group_ids)
+        scores = []
+        for backend in self.backends:
+            values = backend.forward(longer_batch, OutputRequest.of(VALUES))[VALUES]
+            scores.append(values.gather(1, lengths))  # [batch, 1]
         if len(scores) == 1:
             return scores[0].squeeze(1)
         return torch.cat(scores, dim=1)[:, None]

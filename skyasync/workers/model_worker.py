@@ -1,5 +1,4 @@
-"""One rank of a role that has a model: its backend, its loss, and the learning rate of each
-optimizer step."""
+"""One rank of a role with a model: its backend, its loss, and its learning rate."""
 
 from __future__ import annotations
 
@@ -48,13 +47,12 @@ SPEC_KEYS = (
 
 
 class ModelWorker(Worker):
-    """Holds the model of its role's section, and trains it if the role says so and there is a
-    ``loss``.
+    """Holds the model of its role's section, and trains it by its ``loss``.
 
     Use: construct on every rank, ``open_rendezvous`` on rank 0, ``setup`` on all ranks at once.
 
     Attributes:
-        loss: what the model learns of a batch; None: the model is frozen.
+        loss: of a batch; None: the model is frozen.
     """
 
     backend: ModelBackend
@@ -62,18 +60,16 @@ class ModelWorker(Worker):
     _store: dist.Store | None = None
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0 listens on a free port of ``host``, which is returned; bound here, so that it
-        stays free."""
-        listener = socket.create_server(
-            (host, 0)
-        )  # the store itself would listen on every interface
+        """Listen for the other ranks on a free port of ``host``, which is returned (rank 0)."""
+        # Bound here, so that the port stays free; the store itself would listen on every interface.
+        listener = socket.create_server((host, 0))
         port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(
             host,
             port,
             self.world_size,
             is_master=True,
-            wait_for_workers=False,
+            wait_for_workers=False,  # they learn the port from what this returns
             master_listen_fd=listener.detach(),
         )
         return port
@@ -83,12 +79,13 @@ class ModelWorker(Worker):
         return backend
 
     def spec(self) -> ModelSpec:
-        """Which model the backend loads."""
+        """The model that the backend loads."""
         role = self.role
         cfg = self.cfg
-        model = self.role.model(self.cfg)
+        model = role.model(cfg)
         section: dict[str, Any] = vars(self.settings) if self.settings else {}
-        filtered = cfg.trainer.algorithm.filter_logprobs
+        filters_logprobs = cfg.trainer.algorithm.filter_logprobs
+        options = {name: section[name] for name in SPEC_KEYS if name in section}
         return ModelSpec(
             role=role.name,
             section=role.section,
@@ -96,12 +93,14 @@ class ModelWorker(Worker):
             dtype=model.dtype,
             head=role.head,
             config_kwargs=role.config_kwargs(cfg),
-            distribution=SampledDistribution.of(cfg.generator.sampling_params, filtered=filtered),
+            distribution=SampledDistribution.of(
+                cfg.generator.sampling_params, filtered=filters_logprobs
+            ),
             mesh_shape=role.mesh_shape(cfg, self.world_size),
             optimizers={MODEL: section["optimizer_config"]} if role.trains else {},
             trainer=cfg.trainer,
             float32_head=role.head == VOCABULARY and cfg.trainer.policy.head_dtype == "float32",
-            **{name: section[name] for name in SPEC_KEYS if name in section},
+            **options,
         )
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
@@ -120,14 +119,16 @@ class ModelWorker(Worker):
         """Log-probability of each loss token, ``[batch, length]``.
 
         Args:
-            plain: of the model's own distribution, at temperature 1 and without filters.
+            plain: of the model's distribution at temperature 1 and without filters, not of the
+                sampled one.
         """
         return self.backend.forward(batch, OutputRequest(plain=plain))[LOGPROBS]
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probability of each token after the first of each sequence, at temperature 1."""
-        values = self.logprobs(sequences_as_batch(sequences), plain=True).tolist()
-        return [row[1 : len(sequence)] for row, sequence in zip(values, sequences, strict=True)]
+        # [sequences, longest length]
+        logprobs = self.logprobs(sequences_as_batch(sequences), plain=True).tolist()
+        return [row[1 : len(sequence)] for row, sequence in zip(logprobs, sequences, strict=True)]
 
     # ---------------------------------------------------------------- training
 
@@ -143,8 +144,11 @@ class ModelWorker(Worker):
     def accumulate(
         self, batch: UpdateBatch, loss: LossFn | None, returns: Collection[str] = ()
     ) -> Tensor | None:
-        """As ``forward_backward``, of this loss; returns the log-probabilities if ``returns`` has
-        their name."""
+        """Add the gradient of a loss, as ``forward_backward`` does.
+
+        Args:
+            returns: names of outputs; with ``LOGPROBS`` the log-probabilities are returned.
+        """
         assert loss is not None, f"the {self.role.name} is not trained"
         if batch.loss_weights is None or batch.advantages is None:
             raise ValueError("a training batch needs loss_weights and advantages")
@@ -160,12 +164,12 @@ class ModelWorker(Worker):
         """Change the weights by the gradient, and forget the gradient.
 
         Args:
-            schedule_step: optimizer step by which the learning rate goes; by default this worker's
-                own count.
+            schedule_step: optimizer step by which the learning rate goes; by default as this worker
+                counts.
             scale: gradient and loss are multiplied by it first: one over the loss's denominator, if
                 the weights lack it.
             lr_scale: factor of the model's learning rate; that of a critic on its layers stays.
-            beta1: AdamW's first decay rate, likewise; None: the settings'.
+            beta1: AdamW's first decay rate, likewise; None: by the settings.
 
         Returns:
             ``loss``, ``grad_norm`` (before clipping), ``lr``, ``tokens`` and the loss's metrics;
@@ -174,28 +178,27 @@ class ModelWorker(Worker):
         Raises:
             NonFiniteError: on every rank alike, before any weight changes.
         """
-        if schedule_step is None:
-            step = self.backend.step
-        else:
-            step = schedule_step
-        rates = {
-            part: learning_rate(step, options, self.total_steps)
-            for part, options in self.backend.spec.optimizers.items()
-        }
-        rates[MODEL] *= lr_scale
-        results: dict[str, float] = {}
-        for part, metrics in self.backend.optimizer_step(rates, scale, beta1).items():
+        backend = self.backend
+        step = backend.step if schedule_step is None else schedule_step
+        rates = {}
+        for part, options in backend.spec.optimizers.items():
+            rates[part] = learning_rate(step, options, self.total_steps)
+        rates[MODEL] *= lr_scale  # by the staleness of the policy's samples
+        results = {}
+        # A critic on the model's layers has another optimizer, with other metrics.
+        for part, metrics in backend.optimizer_step(rates, scale, beta1).items():
             prefix = "critic/" if part == VALUE_HEAD else ""
-            results |= {
-                prefix + name: value for name, value in {**metrics, "lr": rates[part]}.items()
-            }
+            for name, value in metrics.items():
+                results[prefix + name] = value
+            results[f"{prefix}lr"] = rates[part]
         return results
 
     def examine(self, scale: float = 1.0) -> str:
-        """What is not finite of the loss and the gradient, "" if all is; before the step."""
+        """The problem of a loss or gradient that is not finite, before the step; "" if both are."""
         return self.backend.examine(scale)
 
     def drop_gradient(self) -> None:
+        """Drop the gradient instead of a step."""
         self.backend.drop_gradient()
 
     # ---------------------------------------------------------------- files
@@ -213,60 +216,60 @@ class ModelWorker(Worker):
         self.backend.restore(Path(folder))
 
     def export(self, folder: str) -> None:
-        """Write a Hugging Face folder. All ranks call it."""
+        """Write a Hugging Face folder; all ranks call it at once."""
         self.backend.export(Path(folder))
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
-    """Learning rate of optimizer step ``step`` (from 0): a pure function, so a resumed run
-    continues its schedule.
+    """Learning rate of optimizer step ``step``, from 0.
 
-    Linear warm-up over ``num_warmup_steps``, or ``warmup_ratio`` of all steps (the first step
-    already learns, by ``warmup_lr_rate`` of the rate if ``scheduler_kwargs`` has one), then
-    ``scheduler``: transformers' by that name.
+    A pure function, so a resumed run continues its schedule. Linear warm-up over
+    ``num_warmup_steps``, or ``warmup_ratio`` of all steps, then transformers' schedule of this
+    name. The first step already learns, by ``warmup_lr_rate`` of the rate if ``scheduler_kwargs``
+    has one.
 
     Raises:
         UserError: for a schedule that needs the number of steps, if that is not known.
     """
-    needs_total = (
-        config.scheduler not in ("constant", "constant_with_warmup", "inverse_sqrt")
-        or config.warmup_ratio > 0
-    )
-    if needs_total and total_steps <= 0:
+    endless = config.scheduler in ("constant", "constant_with_warmup", "inverse_sqrt")
+    if (not endless or config.warmup_ratio > 0) and total_steps <= 0:
         raise UserError(
             f"scheduler={config.scheduler} needs a known number of steps: set trainer.max_training_steps"
         )
     warmup = config.num_warmup_steps or math.ceil(config.warmup_ratio * total_steps)
+    # transformers' first rate is 0, and the first step would learn nothing.
     if step < warmup and "warmup_lr_rate" not in config.scheduler_kwargs:
         return config.lr * (step + 1) / warmup
     if config.scheduler in ("constant", "constant_with_warmup"):
         return config.lr
+    # The common schedules, without an import of transformers.
     if config.scheduler in ("linear", "cosine") and not config.scheduler_kwargs:
         progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
         if config.scheduler == "linear":
-            fall = 1.0 - progress
+            factor = 1.0 - progress
         else:
-            fall = 0.5 * (1.0 + math.cos(math.pi * progress))
-        return config.lr * fall
+            factor = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return config.lr * factor
     options = tuple(sorted(config.scheduler_kwargs.items()))
-    return config.lr * _schedule(config.scheduler, config.lr, warmup, total_steps, options)(step)
+    schedule = _schedule(config.scheduler, config.lr, warmup, total_steps, options)
+    return config.lr * schedule(step)
 
 
 @lru_cache(maxsize=16)
 def _schedule(
     name: str, lr: float, warmup: int, total_steps: int, options: tuple[tuple[str, object], ...]
 ) -> Callable[[int], float]:
-    """Step -> share of the peak rate. Their schedulers drive an optimizer; this one has nothing to
-    train."""
+    """transformers' schedule: step -> fraction of the peak rate."""
     import torch
     from torch.optim import SGD
     from torch.optim.lr_scheduler import LambdaLR
     from transformers import get_scheduler
 
-    nothing = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+    # Its schedulers drive an optimizer; this one trains nothing.
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     scheduler = get_scheduler(
-        name, nothing, warmup, total_steps, scheduler_specific_kwargs=dict(options)
+        name, optimizer, warmup, total_steps, scheduler_specific_kwargs=dict(options)
     )
     assert isinstance(scheduler, LambdaLR)
-    share: Callable[[int], float] = scheduler.lr_lambdas[0]
-    return share
+    fraction: Callable[[int], float] = scheduler.lr_lambdas[0]
+    return fraction

@@ -49,28 +49,29 @@ class PolicyLoss(LossFn):
         self._teacher_weight = cfg.trainer.teacher.weight
 
     def request(self, batch: UpdateBatch) -> OutputRequest:
+        names = {LOGPROBS}
         if "entropy" in self._objective.needs:
-            names = {LOGPROBS, ENTROPY}
-        else:
-            names = {LOGPROBS}
+            names.add(ENTROPY)
         request = OutputRequest.of(*names, entropy_gradient=self._objective.trains_entropy)
         if batch.teacher_top_k is None:
             return request
-        tokens, _ = batch.teacher_top_k.chunk(2, -1)
-        return replace(request, names=request.names | {TOKEN_LOGPROBS}, token_ids=tokens.long())
+        token_ids, _ = batch.teacher_top_k.chunk(2, -1)  # twice [batch, length, k]
+        return replace(request, names=request.names | {TOKEN_LOGPROBS}, token_ids=token_ids.long())
 
     def __call__(self, outputs: Mapping[str, Tensor], batch: UpdateBatch) -> dict[str, LossTerm]:
-        current = outputs[LOGPROBS]
+        current = outputs[LOGPROBS]  # [batch, length], like all tensors below
         mask = batch.loss_mask
         proximal = batch.proximal_logprobs
-        if proximal is None:
-            behaviour = batch.behaviour_logprobs
-            version = batch.approximated_version
+        if proximal is None and batch.approximated_version is not None:
+            proximal = approximate_proximal(
+                current,
+                batch.behaviour_logprobs,
+                batch.versions,
+                batch.approximated_version,
+                method=self._approximation,
+            )
+        elif proximal is None:  # the first update: the current policy is the proximal one
             proximal = current.detach()
-            if version is not None:
-                proximal = approximate_proximal(
-                    current, behaviour, batch.versions, version, method=self._approximation
-                )
         token_loss, maps = self._objective.token_loss(
             current=current,
             proximal=proximal,
@@ -83,7 +84,8 @@ class PolicyLoss(LossFn):
             correction_exponent=batch.correction_exponent,
         )
         if batch.teacher_top_k is not None:
-            kl = top_k_reverse_kl(outputs[TOKEN_LOGPROBS], batch.teacher_top_k.chunk(2, -1)[1])
+            _, teacher_logprobs = batch.teacher_top_k.chunk(2, -1)  # twice [batch, length, k]
+            kl = top_k_reverse_kl(outputs[TOKEN_LOGPROBS], teacher_logprobs)
             token_loss = token_loss + self._teacher_weight * kl
             maps["teacher_kl"] = kl.detach()
         # Beyond the loss tokens the loss has no meaning, and may be NaN.
@@ -92,29 +94,29 @@ class PolicyLoss(LossFn):
 
 
 class PolicyWorker(ModelWorker):
-    """Holds the policy, and a critic that is a head on its layers
-    (``trainer.critic.backbone=shared``)."""
+    """Holds the policy, and a critic on its layers if ``trainer.critic.backbone=shared``."""
 
     role_name: ClassVar[str] = "policy"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.loss, critic = PolicyLoss(self.cfg), self.cfg.trainer.critic
+        critic = self.cfg.trainer.critic
+        self.loss = PolicyLoss(self.cfg)
         self.has_value_head = ROLES[CRITIC_ROLE].hosted_by_policy(self.cfg)
         if self.has_value_head:
             self.loss = JointLoss(self.loss, ValueLoss(critic, VALUE_HEAD, critic.value_loss_coef))
+        # Of the head alone: no gradient flows to the policy's layers.
         self._critic_loss = ValueLoss(critic, VALUE_HEAD, gradient=0.0)
 
     def transfer_weights(self, sender: str, method: str, *args: object) -> Any:
-        """A call of this rank's end of a weight transfer; see
-        ``skyasync.weight_sync.transfers``."""
+        """Call this rank's sender of a weight transfer; see ``skyasync.weight_sync.transfers``."""
         return self.weight_sender.call(sender, method, *args)
 
     @cached_property
     def weight_sender(self) -> WeightSender:
         return WeightSender(
             self._engine_weights,
-            lambda: self.backend.adapter(),
+            lambda: self.backend.adapter(),  # the newest one at every weight sync
             self.rank,
             self.device,
             self.cfg.generator.weight_sync_dir,
@@ -123,10 +125,7 @@ class PolicyWorker(ModelWorker):
 
     def _engine_weights(self) -> FullTensors:
         """The weights as engines load them."""
-        if loads_as_files(self.cfg):
-            layout = self.backend.file_layout()
-        else:
-            layout = None
+        layout = self.backend.file_layout() if loads_as_files(self.cfg) else None
         return FullTensors(self.backend.sharded_weights(), self.backend.dtype, layout)
 
     def spec(self) -> ModelSpec:
@@ -141,41 +140,38 @@ class PolicyWorker(ModelWorker):
         )
 
     def forward_backward(self, batch: UpdateBatch) -> Tensor | None:
-        if batch.critic_alone:
+        if batch.critic_alone:  # in the critic's warm-up steps
             return self.accumulate(batch, self._critic_loss)
         # Missing ``proximal_logprobs`` are computed for the gradient anyway.
-        return self.accumulate(
-            batch, self.loss, {LOGPROBS} if batch.proximal_logprobs is None else ()
-        )
+        returns = {LOGPROBS} if batch.proximal_logprobs is None else set()
+        return self.accumulate(batch, self.loss, returns)
 
     def update_policy(
         self, batch: UpdateBatch, schedule_step: int | None = None
     ) -> dict[str, float]:
-        """One optimizer step on this rank's rows of a batch: ``forward_backward`` and
-        ``optimizer_step``.
+        """Make one optimizer step on this rank's rows of a batch.
 
         Missing ``proximal_logprobs`` are filled in.
         """
-        before = self.forward_backward(batch)
-        if before is not None:
-            batch.proximal_logprobs = before
+        logprobs = self.forward_backward(batch)
+        if logprobs is not None:
+            batch.proximal_logprobs = logprobs
         return self.optimizer_step(schedule_step)
 
     def base_logprobs(self, batch: TokenBatch) -> Tensor:
-        """As ``logprobs``, of the model without its adapters: what the policy began as."""
+        """Log-probabilities by the model without adapters: the policy's starting weights."""
         return self.backend.forward(batch, OutputRequest(adapters=False))[LOGPROBS]
 
     def values(self, batch: TokenBatch) -> Tensor:
-        """As a critic's of its own, ``[batch, length]``."""
+        """Values by the head on the policy's layers, ``[batch, length]``."""
         return self.backend.forward(batch, OutputRequest.of(VALUES, value_gradient=0.0))[VALUES]
 
     def logprobs_and_values(self, batch: TokenBatch) -> Tensor:
-        """Both in one pass, ``[batch, length, 2]``."""
-        outputs = self.backend.forward(
-            batch, OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0)
-        )
+        """``logprobs`` and ``values`` in one pass, ``[batch, length, 2]``."""
+        request = OutputRequest.of(LOGPROBS, VALUES, value_gradient=0.0)
+        outputs = self.backend.forward(batch, request)
         return torch.stack([outputs[LOGPROBS], outputs[VALUES]], -1)
 
     def export_critic(self, folder: str) -> None:
-        """As ``export``, of the critic as a model of its own."""
+        """Write the critic as a Hugging Face folder of a separate model."""
         self.backend.export(Path(folder), VALUE_HEAD)

@@ -1,4 +1,4 @@
-"""The processes of ranks: where they run, and the actor that holds a rank's worker.
+"""The processes of ranks: their placement, and the actor of a rank's worker.
 
 Invariant: this module does not import torch. The controller starts the processes of all ranks
 before it imports torch itself, so that they import their libraries at the same time.
@@ -24,12 +24,12 @@ HEARTBEAT = "heartbeat"
 
 @dataclass(frozen=True)
 class WorkerPlacement:
-    """Where the ranks of one model run.
+    """The placement of the ranks of one model.
 
     Args:
         bundles: of the placement group, one for each rank.
-        num_cpus, num_gpus: what each rank takes from its bundle; fractions let two models share
-            one.
+        num_cpus, num_gpus: resources that a rank takes from its bundle; fractions let two models
+            share a GPU.
         actors: the processes, in the order of the ranks, if they have been started.
     """
 
@@ -41,15 +41,17 @@ class WorkerPlacement:
 
 
 class _WorkerActor:
-    """Forwards to the worker it holds, whose libraries are imported in this process while the
-    caller does other things."""
+    """Forwards calls to a worker in this process.
+
+    The worker's libraries are imported while the caller does other work.
+    """
 
     def __init__(self, worker: str) -> None:
-        if worker:
+        if worker:  # its import imports torch
             resolve_reference(worker, kind="worker")
 
-    def construct(self, role: str, parts: UserParts, *args: object, **options: object) -> None:
-        add_user_parts(parts)
+    def construct(self, role: str, components: UserParts, *args: object, **options: object) -> None:
+        add_user_parts(components)
         self._worker = ROLES[role].worker_class()(*args, role=role, **options)
 
     def call(self, method: str, *args: object) -> object:
@@ -57,36 +59,37 @@ class _WorkerActor:
 
     @ray.method(concurrency_group=HEARTBEAT)
     def heartbeat(self) -> ProcessIdentity:
-        """Answered by a thread of its own while a call is running."""
+        """The identity of this process; another thread answers while a call is running."""
         return ProcessIdentity.mine()
 
 
 def with_actors(role: Role, placement: WorkerPlacement) -> WorkerPlacement:
-    """The placement with started processes, which import what the role's worker needs."""
+    """The placement with started processes, which import the libraries of the role's worker."""
     return replace(placement, actors=start_actors(role, placement))
 
 
 def start_actors(role: Role, placement: WorkerPlacement) -> list[Any]:
-    """An actor for each rank. Ray is up; nothing here waits for it."""
-    reference = role.worker if isinstance(role.worker, str) else ""
-    # In Ray's errors and process titles.
+    """Start an actor for each rank. Ray is up; nothing here waits for it."""
+    # The name is shown in Ray's errors and process titles.
     if isinstance(role.worker, str):
+        reference = role.worker
         name = role.worker.rpartition(":")[2]
     else:
+        reference = ""
         name = role.worker.__name__
-    # Groups have Ray run all calls in threads: those of the first one, and each of the others, in
-    # one.
-    remote: Any = ray.remote  # whose types know nothing of these
-    actor_class = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})(
-        type(name, (_WorkerActor,), {})
-    )
-    return [
-        actor_class.options(
+    # With concurrency groups Ray runs calls in threads: heartbeats in one, all others in another.
+    remote: Any = ray.remote  # its types lack these options
+    decorator = remote(max_restarts=0, concurrency_groups={HEARTBEAT: 1})
+    actor_class = decorator(type(name, (_WorkerActor,), {}))
+    actors = []
+    for bundle in placement.bundles:
+        strategy = PlacementGroupSchedulingStrategy(
+            placement_group=placement.group, placement_group_bundle_index=bundle
+        )
+        options = actor_class.options(
             num_cpus=placement.num_cpus,
             num_gpus=placement.num_gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placement_group=placement.group, placement_group_bundle_index=bundle
-            ),
-        ).remote(reference)
-        for bundle in placement.bundles
-    ]
+            scheduling_strategy=strategy,
+        )
+        actors.append(options.remote(reference))
+    return actors

@@ -1,5 +1,4 @@
-"""The roles of workers, such as policy and critic: one table, from which everything else about them
-follows.
+"""The table of the workers' roles, such as policy and critic.
 
 Invariant: placement, start and stop, shared devices, checkpoints and memory plans of a role follow
 from its entry. To add a role, write its worker (a :class:`skyasync.workers.worker.Worker`) and an
@@ -50,26 +49,23 @@ class Role:
     Args:
         worker: the class of its ranks, a ``Worker``, or ``module:Class`` (``file.py:Class``), which
             is imported in their processes alone.
-        section: its part of the configuration; ``model`` in it is what it loads (the policy's model
-            if that has no path), ``optimizer_config`` and ``gradient_checkpointing`` how it is
-            trained, ``threads`` of its ranks.
-        trains: its weights change: it has an optimizer, and a folder of its own name in every
-            checkpoint.
+        section: its part of the configuration, with ``model`` (the policy's if that has no path),
+            ``optimizer_config``, ``gradient_checkpointing``, and ``threads`` of its ranks.
+        trains: its weights change: it has an optimizer, and a folder in every checkpoint.
         enabled_if: whether a run has the role.
         enabled_by: the keys that this depends on, for errors.
-        ranks: keys whose product is how many ranks it has; none: one.
-        colocated_if: if this holds, its ranks are the policy's in number and share their devices,
-            and wait in host memory while engines have those (``trainer.placement.colocate_all``).
-        columns: what it needs of a batch besides tokens, masks and groups; more is not sent by
-            ``ask``.
-        gpu: devices of its own are GPUs, if there are any.
-        base: its model, unless it names one of its own, is what the policy began as: a policy that
-            trains adapters on frozen weights answers for it (``base_logprobs``), and it has no
-            ranks.
+        ranks: keys whose product is the number of its ranks; none: one.
+        colocated_if: if this holds, it has as many ranks as the policy, on the same devices. They
+            wait in host memory while engines have the devices (``trainer.placement.colocate_all``).
+        columns: fields of a batch that it needs besides tokens, masks and groups; ``ask`` sends no
+            others.
+        gpu: separate devices are GPUs, if there are any.
+        base: its default model is the policy's starting weights. If the policy trains adapters on
+            frozen weights, it answers for the role (``base_logprobs``), which has no ranks.
         shared_backbone_if: if this holds, it is a head on the policy's layers, and has no ranks.
-        head: what its model, if it has one, says of a token (``skyasync.models.heads``):
-            ``vocabulary`` (a causal language model's logits), ``value`` (one number; a head that
-            the files lack is new), ``score`` (one number).
+        head: the output of its model for a token (``skyasync.models.heads``): ``vocabulary`` (a
+            causal language model's logits), ``value`` (one number; a head that the files lack is
+            new), ``score`` (one number).
     """
 
     name: str
@@ -87,19 +83,20 @@ class Role:
     shared_backbone_if: Condition = never
 
     def has_ranks(self, cfg: Config) -> bool:
-        """Whether a run of this configuration has the role, on ranks of its own."""
+        """Whether a run of this configuration has ranks for the role."""
         return self.enabled_if(cfg) and not self.hosted_by_policy(cfg)
 
     def hosted_by_policy(self, cfg: Config) -> bool:
-        """Whether the policy's ranks compute it: as the policy's model without its adapters, or as
-        a head on the policy's layers."""
+        """Whether the policy's ranks compute it: without adapters, or by a head on its layers."""
         if self.shared_backbone_if(cfg):
             return self.enabled_if(cfg)
+        # The policy's weights are the base model's only if adapters are trained in their place.
         if not (self.base and self.colocated_if(cfg) and cfg.trainer.policy.lora.rank):
             return False
-        own = self.own_model(cfg)
+        # The model may be named, if it is the same one.
+        model = self.own_model(cfg)
         policy = ROLES[POLICY].own_model(cfg)
-        same_model = own.path in ("", policy.path) and own.dtype in ("auto", policy.dtype)
+        same_model = model.path in ("", policy.path) and model.dtype in ("auto", policy.dtype)
         return same_model and self.config_kwargs(cfg) == policy.config_kwargs
 
     def on_policys_devices(self, cfg: Config) -> bool:
@@ -107,56 +104,58 @@ class Role:
         return self.name == POLICY or self.colocated_if(cfg)
 
     def size(self, cfg: Config) -> int:
-        """How many ranks it has."""
+        """The number of its ranks."""
+        # Colocated roles have a rank on each device of the policy.
         entry = ROLES[POLICY] if self.colocated_if(cfg) else self
         return prod(attrgetter(key)(cfg) for key in entry.ranks)
 
     def mesh_shape(self, cfg: Config, ranks: int) -> MeshShape:
-        """How its ranks divide the work: as the policy's if they share devices, else each has rows
-        of its own."""
+        """The device mesh of its ranks: the policy's on its devices, else data parallel."""
         if not self.on_policys_devices(cfg):
             return MeshShape(ranks)
         parallel = cfg.trainer.parallel
-        dimensions = parallel.context, parallel.tensor, parallel.pipeline, max(1, parallel.expert)
-        return MeshShape.of(ranks, *dimensions)
+        return MeshShape.of(
+            ranks,
+            parallel.context,
+            parallel.tensor,
+            parallel.pipeline,
+            max(1, parallel.expert),
+        )
 
     def settings(self, cfg: Config) -> Any:
-        """Its section; None without one."""
+        """Its section of the configuration; None without one."""
         if self.section:
             return attrgetter(self.section)(cfg)
         return None
 
     def own_model(self, cfg: Config) -> Any:
-        """The ``ModelConfig`` of its section, which may lack a path; None if the section has
-        none."""
+        """The ``ModelConfig`` of its section, which may lack a path; None without one."""
         if self.section:
             return vars(self.settings(cfg)).get("model")
         return None
 
     def model(self, cfg: Config) -> Any:
-        """The ``ModelConfig`` of what it loads."""
-        own = self.own_model(cfg)
-        if own is not None and own.path:
-            return own
+        """The ``ModelConfig`` of the model that it loads."""
+        model = self.own_model(cfg)
+        if model is not None and model.path:
+            return model
         return ROLES[POLICY].own_model(cfg)
 
     def config_kwargs(self, cfg: Config) -> dict[str, Any]:
-        """What its model's configuration is changed by: its own, or the policy's if the model is
-        the policy's."""
-        own = self.own_model(cfg)
+        """Changes of its model's configuration; the policy's if the model is the policy's."""
+        model = self.own_model(cfg)
         policy = ROLES[POLICY].own_model(cfg)
-        if own is not None and (own.config_kwargs or own.path not in ("", policy.path)):
-            return dict(own.config_kwargs)
+        # Another model has nothing of the policy's configuration, even if it changes nothing.
+        if model is not None and (model.config_kwargs or model.path not in ("", policy.path)):
+            return dict(model.config_kwargs)
         return dict(policy.config_kwargs)
 
     def threads(self, cfg: Config) -> int:
-        """CPU threads of each of its ranks; by default those of the policy's; 0 if neither section
-        says."""
+        """CPU threads of each of its ranks, by default as the policy's; 0 if no section has any."""
+        threads = 0
         if self.section:
-            own = vars(self.settings(cfg)).get("threads", 0)
-        else:
-            own = 0
-        return own or ROLES[POLICY].settings(cfg).threads
+            threads = vars(self.settings(cfg)).get("threads", 0)
+        return threads or ROLES[POLICY].settings(cfg).threads
 
     def worker_class(self) -> Any:
         if isinstance(self.worker, str):
@@ -171,14 +170,14 @@ class Roles(dict[str, Role]):
         return sorted(self)
 
     def user_parts(self) -> dict[str, Role]:
-        """What a user has added or replaced; it travels to every process of a run."""
-        return {name: role for name, role in self.items() if _OURS.get(name) != role}
+        """The roles that a user has added or replaced; they are sent to every process of a run."""
+        return {name: role for name, role in self.items() if _BUILTIN_ROLES.get(name) != role}
 
     def __missing__(self, name: str) -> Role:
         raise UserError(unknown("role", name, self))
 
 
-_OURS = {
+_BUILTIN_ROLES = {
     role.name: role
     for role in (
         Role(
@@ -246,12 +245,14 @@ _OURS = {
         ),
     )
 }
-ROLES = Roles(_OURS)
+ROLES = Roles(_BUILTIN_ROLES)
 
 
 def register_role(role: Role) -> None:
     """Add a role to the table, or replace one, for all runs of this program."""
-    worker = absolute_reference(role.worker) if isinstance(role.worker, str) else role.worker
+    worker = role.worker
+    if isinstance(worker, str):  # other processes may have another working directory
+        worker = absolute_reference(worker)
     ROLES[role.name] = replace(role, worker=worker)
 
 

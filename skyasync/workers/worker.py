@@ -18,25 +18,24 @@ from skyasync.utils import manifest
 from skyasync.utils.manifest import Sums
 from skyasync.workers.roles import ROLES
 
-_PROFILE_ROWS = 40  # of the table
+_PROFILE_ROWS = 40  # of the table: the longest operations
 
 
 class Worker:
-    """Plain Python: the dispatch makes it an actor, a test may call it directly.
+    """One rank of a role, in plain Python: the dispatch makes it an actor, a test may call it.
 
-    A role without a model adds its methods to this class. What they return for a batch is a tensor,
+    A role without a model adds its methods to this class. For a batch they return a tensor,
     ``[batch, length]`` or ``[batch]``, on the CPU: of this rank's rows, which may be none.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of this rank; 0 leaves the library's default.
         role: the name of its entry in the table, if several entries have this class.
-        total_steps: optimizer steps of the run, for decaying learning rates; 0 if that is not
-            known.
+        total_steps: optimizer steps of the run, for decaying learning rates; 0 if not known.
 
     Attributes:
         role_name: the name of its entry in the table.
-        backends: the models that it holds, if any.
+        backends: its models, if it has any.
     """
 
     role_name: ClassVar[str] = ""
@@ -70,54 +69,54 @@ class Worker:
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def open_rendezvous(self, host: str) -> int:
-        """Rank 0 listens for the others on a port of ``host``, which is returned; 0: they need not
-        find each other."""
+        """Listen for the other ranks on a port of ``host``, which is returned (rank 0).
+
+        0: the ranks need not find each other.
+        """
         return 0
 
     def setup(self, host: str = LOOPBACK, port: int = 0) -> None:
-        """Load what it holds. On all ranks at once."""
+        """Load its models, on all ranks at once."""
 
     def hidden_size(self) -> int:
-        """Of its model: the cost of a row depends on it; 0 without a model: rows are divided by
-        their tokens."""
+        """The hidden size of its model, by which rows are divided; 0: by their tokens."""
         if self.backends:
             return self.backends[0].hidden_size
         return 0
 
     def shares_prefixes(self) -> bool:
-        """Whether its model computes what rows share once."""
+        """Whether its model computes shared prefixes of rows once."""
         return bool(self.backends) and self.backends[0].shares_prefixes
 
     def begin_profile(self) -> None:
-        """From here on what this rank computes is recorded."""
-        activities = [
-            ProfilerActivity.CPU,
-            *([ProfilerActivity.CUDA] if torch.cuda.is_available() else []),
-        ]
+        """Record the work of this rank from here on."""
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
 
     def end_profile(self, folder: str) -> None:
-        """Write a trace for Perfetto, ``<role>_rank<n>.json``, and a table of the longest
-        operations (``.txt``)."""
+        """Write the recorded work into a folder.
+
+        ``<role>_rank<n>.json`` is a trace for Perfetto, ``.txt`` a table of the longest operations.
+        """
         self._profile.stop()
         path = Path(folder)
         name = f"{self.role.name}_rank{self.rank}"
         path.mkdir(parents=True, exist_ok=True)
         self._profile.export_chrome_trace(str(path / f"{name}.json"))
-        if torch.cuda.is_available():
-            by = "self_cuda_time_total"
-        else:
-            by = "self_cpu_time_total"
-        table = self._profile.key_averages().table(sort_by=by, row_limit=_PROFILE_ROWS)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        averages = self._profile.key_averages()
+        table = averages.table(sort_by=f"self_{device}_time_total", row_limit=_PROFILE_ROWS)
         (path / f"{name}.txt").write_text(table, encoding="utf-8")
 
     def ready(self) -> int:
-        """Answers (with the process id) once the calls before it are done."""
+        """The process id, after the earlier calls are done."""
         return os.getpid()
 
     def offload(self) -> None:
-        """Move what is on the device to host memory, for other processes that need the device."""
+        """Move device memory to host memory, for other processes that need the device."""
         for backend in self.backends:
             backend.offload()
 
@@ -127,7 +126,7 @@ class Worker:
             backend.onload()
 
     def save(self, folder: str) -> SaveResult | None:
-        """Write what training changes into an empty folder. Called if the role trains.
+        """Write the state that training changes into an empty folder. Called if the role trains.
 
         A full disk may be reported as ``SaveResult.problem``: an error ends all ranks.
         """
@@ -136,21 +135,20 @@ class Worker:
         )
 
     def begin_save(self, folder: str) -> None:
-        """As ``save``, while other calls go on, if the worker can do that; ``saved`` reports the
-        end."""
-        self._saved = self.save(folder) or SaveResult()
+        """Begin a ``save``, in the background if the worker can; ``saved`` has the result."""
+        self._save_result = self.save(folder) or SaveResult()
 
     def saved(self) -> SaveResult | None:
-        """Of the last ``begin_save``; None while it is being written."""
-        return self._saved
+        """The result of the latest ``begin_save``; None while it is being written."""
+        return self._save_result
 
     def verify(self, folder: str, sums: Sums) -> list[str]:
-        """What is wrong with a checkpoint's files, in words; each rank reads its share of them."""
-        mine = dict(sorted(sums.items())[self.rank :: self.world_size])
-        return list(manifest.damage(Path(folder), mine))
+        """The problems of a checkpoint's files; each rank reads its share of them."""
+        rank_sums = dict(sorted(sums.items())[self.rank :: self.world_size])
+        return list(manifest.damage(Path(folder), rank_sums))
 
     def load(self, folder: str) -> None:
-        """What ``save`` wrote, by any number of ranks."""
+        """Read a folder of ``save``, which any number of ranks wrote."""
         raise NotImplementedError(
             f"the role {self.role.name} trains, and its worker cannot load what it has learned"
         )

@@ -126,7 +126,7 @@ def step(
         monkeypatch.setattr(module, "ray", Ray(calls))
     placement = WorkerPlacement(None, range(ranks))  # type: ignore[arg-type]
     group = RankGroup(ROLES[POLICY], placement)
-    group._shape = MeshShape(ranks)
+    group._mesh_shape = MeshShape(ranks)
     dispatch = Dispatch(Config(), {POLICY: group}, SharedMemoryTransfer(group, computed_on=False))
     whole = batch([5] * ranks)
     entered = 0

@@ -43,7 +43,7 @@ async def test_an_error_of_the_work_is_no_lost_process_though_another_call_was_r
     vars(group).update(
         _actors=actors,
         _failure=None,
-        _running=0,
+        _calls_in_progress=0,
         _finished_s=0.0,
         _silence_s=0.0,
         _processes=[],
