@@ -19,14 +19,20 @@ from skyasync.processes import born
 HIDDEN = ("", "-1")
 """Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 
-_NO_LIMIT = 1 << 60
+# Of version 2, and of version 1 of Linux's control groups; a container has one of them.
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Bytes of one GPU and of one host's memory; ``gpus`` in all, 0 for a machine without; ``card``
-    is their name."""
+    """The GPUs and the memory of a machine.
+
+    Attributes:
+        gpus: their number, 0 for a machine without.
+        gpu_memory: bytes of one GPU.
+        host_memory: bytes of the host.
+        card: the GPUs' name.
+    """
 
     gpus: int
     gpu_memory: int
@@ -35,53 +41,57 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """This machine, as ``nvidia-smi``, the kernel and the container's limit describe it."""
+    """This machine by ``nvidia-smi``, the kernel and the container's limit."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = [] if visible in HIDDEN else _gpus()
-    if visible is None:
-        count = len(gpus)
-    else:
-        count = min(len(gpus), len(visible.split(",")))
-    size, card = min(gpus, default=(0, ""))
-    return Machine(count, size, _host_memory(), card)
+    count = len(gpus)
+    if visible is not None:
+        count = min(count, len(visible.split(",")))
+    # The smallest GPU: plans must fit into each of them.
+    size, name = min(gpus, default=(0, ""))
+    return Machine(count, size, _host_memory(), name)
 
 
 def _gpus() -> list[tuple[int, str]]:
+    """Bytes and name of each GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.total,name", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=10, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
+        result = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):  # no program, or no driver
         return []
-    lines = (line.partition(", ") for line in answer.splitlines())
-    return [(int(size) << 20, name) for size, _, name in lines if size.isdigit()]
+    gpus = []
+    for line in result.stdout.splitlines():
+        mebibytes, _, name = line.partition(", ")
+        if mebibytes.isdigit():
+            gpus.append((int(mebibytes) << 20, name))
+    return gpus
 
 
 def _host_memory() -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for file in map(Path, _CGROUP_LIMITS):
-        if file.is_file() and (text := file.read_text().strip()).isdigit():
-            total = min(total, int(text), _NO_LIMIT)
+        limit = file.read_text().strip() if file.is_file() else ""
+        if limit.isdigit():  # "max" is none
+            total = min(total, int(limit))
     return total
 
 
 # ---------------------------------------------------------------- network
 
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux's <bits/ioctls.h>
-_ANY_PORT = 9  # nothing is sent there
+_ANY_PORT = 9  # "discard" by its number
 
 
 def interface_towards(host: str) -> str:
-    """Name the network interface by which this machine reaches a host; "" if that cannot be told.
+    """The network interface by which this machine reaches a host; "" if it cannot be found.
 
-    gloo otherwise takes the interface of this machine's own name, which Debian and Ubuntu resolve
-    to 127.0.1.1: ranks of two nodes would not meet.
+    gloo would take the interface of this machine's name, which Debian and Ubuntu resolve to
+    127.0.1.1: ranks of two nodes would not meet.
     """
     interfaces = [name for _, name in socket.if_nameindex()]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as connection:
         try:
-            connection.connect((host, _ANY_PORT))  # chooses a route
+            connection.connect((host, _ANY_PORT))  # chooses a route, and sends nothing
         except OSError:
             return ""
         address = connection.getsockname()[0]
@@ -90,12 +100,13 @@ def interface_towards(host: str) -> str:
         if sys.platform != "linux":
             return ""
         for name in interfaces:
+            # Linux's struct ifreq: a name of at most 15 bytes, and from byte 20 an IPv4 address.
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(connection.fileno(), _ADDRESS_OF_INTERFACE, request)
+                reply = fcntl.ioctl(connection.fileno(), _ADDRESS_OF_INTERFACE, request)
             except OSError:  # the interface has no address
                 continue
-            if socket.inet_ntoa(answer[20:24]) == address:
+            if socket.inet_ntoa(reply[20:24]) == address:
                 return name
     return ""
 
@@ -104,10 +115,12 @@ def interface_towards(host: str) -> str:
 
 
 class ProcessIdentity(NamedTuple):
-    """Which process an actor is, so that it can be ended from outside when it answers nothing any
-    more.
+    """The process of an actor, so that it can be ended from outside when it does not answer.
 
-    ``node``: Ray's. ``born``: in the kernel's ticks.
+    Attributes:
+        node: the name by Ray.
+        number: the process id.
+        born: the start in the kernel's ticks: process ids are used again.
     """
 
     node: str

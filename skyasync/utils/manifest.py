@@ -1,9 +1,8 @@
-"""The manifest of a checkpoint: its files, their sizes and checksums. The manifest has a checksum
-of its own.
+"""The manifest of a checkpoint: its files, their sizes and checksums, and a checksum of itself.
 
-Invariant: a digest is taken of the bytes that are given to the file system, not of what it returns
-later. A file that arrived damaged differs from one that was written. What a manifest lists is on
-the disk before the manifest is.
+Invariant: a digest is computed from the bytes that are given to the file system, not from those
+that it returns later. A file that arrived damaged differs from one that was written. The files of a
+manifest are on the disk before the manifest is.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ NAME = "manifest.json"
 
 @dataclass(frozen=True)
 class FileSum:
-    """Bytes, and their XXH3 in 16 hexadecimal digits: against accidents, not against forgery."""
+    """Size in bytes, and XXH3 in 16 hexadecimal digits: against accidents, not against forgery."""
 
     size: int
     xxh3: str
 
 
 Sums = dict[str, FileSum]
-"""By path relative to the folder, with ``/`` between its parts."""
+"""Path in the folder, with ``/`` between its names -> size and checksum."""
 
 
 class SummingFile(io.BufferedWriter):
@@ -47,10 +46,10 @@ class SummingFile(io.BufferedWriter):
         self.digest = xxhash.xxh3_64()
 
     def write(self, data: ReadableBuffer, /) -> int:
-        written = super().write(data)
+        size = super().write(data)
         self.digest.update(data)
-        self.size += written
-        return written
+        self.size += size
+        return size
 
     def close(self) -> None:
         if not self.closed:
@@ -63,8 +62,7 @@ class SummingFile(io.BufferedWriter):
 
 @contextmanager
 def summed(path: Path, into: Sums, name: str) -> Iterator[SummingFile]:
-    """Write ``path``; after the block it is on the disk and ``into[name]`` says what it must
-    hold."""
+    """Write ``path``; after the block it is on the disk, and its sum is ``into[name]``."""
     with SummingFile(path) as file:
         yield file
     into[name] = FileSum(file.size, file.digest.hexdigest())
@@ -93,53 +91,59 @@ def sync_folder(path: Path) -> None:
 
 
 def write(folder: Path, sums: Mapping[str, FileSum]) -> None:
-    """Write the manifest of a folder, last of all its files; then every name in it is on the
-    disk."""
-    entries = {name: asdict(sums[name]) for name in sorted(sums)}
-    text = json.dumps({**entries, NAME: _own_sum(entries)}, indent=1)
+    """Write the manifest of a folder, as its last file, and flush the names of all files."""
+    entries: dict[str, object] = {name: asdict(sums[name]) for name in sorted(sums)}
+    entries[NAME] = _checksum(entries)
+    text = json.dumps(entries, indent=1)
     with summed(folder / NAME, {}, NAME) as file:
         file.write(text.encode())
-    for part in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-        sync_folder(part)
+    for path in folder.rglob("*"):
+        if path.is_dir():
+            sync_folder(path)
+    sync_folder(folder)
 
 
 def read(folder: Path) -> Sums:
     """The sums that a folder's manifest lists.
 
     Raises:
-        ValueError: if it cannot be understood, or does not say what was written.
+        ValueError: if it cannot be understood, or does not match its checksum.
         OSError: if it cannot be read.
     """
     try:
         entries = json.loads((folder / NAME).read_text(encoding="utf-8"))
         checksum = entries.pop(NAME)
-        sums = {
-            name: FileSum(int(entry["size"]), str(entry["xxh3"])) for name, entry in entries.items()
-        }
+        sums = {}
+        for name, entry in entries.items():
+            sums[name] = FileSum(int(entry["size"]), str(entry["xxh3"]))
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise ValueError(f"{NAME} cannot be understood") from error
-    if checksum != _own_sum(entries):
+    if checksum != _checksum(entries):
         raise ValueError(f"{NAME} does not match its checksum")
     return sums
 
 
 def unlisted(folder: Path, sums: Mapping[str, FileSum]) -> list[str]:
-    """Files of a folder that its manifest does not list, but for hidden ones, which file systems
-    and tools leave."""
-    files = (
-        path.relative_to(folder).as_posix() for path in folder.rglob("[!.]*") if path.is_file()
-    )
-    return sorted(set(files) - sums.keys() - {NAME})
+    """Files of a folder that its manifest does not list.
+
+    Hidden files are left out: file systems and tools leave them.
+    """
+    names = []
+    for path in folder.rglob("[!.]*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in sums and name != NAME:
+            names.append(name)
+    return sorted(names)
 
 
-def _own_sum(entries: Mapping[str, object]) -> str:
+def _checksum(entries: Mapping[str, object]) -> str:
     """The checksum of a manifest's entries."""
     return xxhash.xxh3_64_hexdigest(json.dumps(entries, sort_keys=True).encode())
 
 
 def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
-    """Problems that are visible without reading: files that are missing, or of another size."""
-    for name, listed in sums.items():
+    """Problems that are visible without reading: missing files, and other sizes."""
+    for name, expected in sums.items():
         try:
             size = (folder / name).stat().st_size
         except FileNotFoundError:
@@ -147,16 +151,17 @@ def misfits(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
         except OSError as error:
             yield f"{name} cannot be read: {error.strerror or error}"
         else:
-            if size != listed.size:
-                yield f"{name} has {size} bytes instead of {listed.size}"
+            if size != expected.size:
+                yield f"{name} has {size} bytes instead of {expected.size}"
 
 
 def damage(folder: Path, sums: Mapping[str, FileSum]) -> Iterator[str]:
-    """All problems of the files, each of which is read."""
-    for name, listed in sums.items():
-        problem = next(misfits(folder, {name: listed}), "")
+    """All problems of the files, which are read for it."""
+    for name, expected in sums.items():
+        problem = next(misfits(folder, {name: expected}), "")
         try:
-            if not problem and sum_of(folder / name) != listed:
+            # A file of another size need not be read.
+            if not problem and sum_of(folder / name) != expected:
                 problem = f"{name} does not match its checksum"
         except OSError as error:
             problem = f"{name} cannot be read: {error.strerror or error}"

@@ -1,11 +1,11 @@
-"""Calls to processes that carry out many at once: environments and agent programs.
+"""Remote procedure calls to processes that run many at once: environments and agent programs.
 
 Invariant: every call is answered exactly once within about ``limit_s`` of its start, with its
 result or with an error that names its cause. A process that is lost or stuck is replaced; its calls
 fail with ``ProcessLostError``.
 
 Calls that are posted in one turn of the event loop travel in one message, and answers return in
-small batches as calls finish. What the process does with them is in ``rpc_server``.
+small batches as calls finish. The process's side is ``rpc_server``.
 
 | who waits                      | for what    | woken by                                                    |
 |--------------------------------|-------------|-------------------------------------------------------------|
@@ -35,29 +35,29 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # for a new process, and for what it imports before its first call
+START_S = 120.0  # for a new process, and its imports before the first call
 GRACE_S = 1.0  # for a coroutine to end after it has been cancelled
 CLOSE_S = 30.0  # for a call that ends another one, if calls have no limit
-HEARTBEAT_S = (
-    5.0  # an exchange without answers ends after this, which shows that the process is alive
-)
-TURN_ANSWERS = 64  # passed on in one turn of the event loop
-MOST_HUNG = 4  # calls that may hang in a process before it is replaced
+# An exchange without answers ends after this time, which shows that the process is alive.
+HEARTBEAT_S = 5.0
+# Answers that are delivered in one turn of the event loop: other tasks must not wait long.
+TURN_ANSWERS = 64
+# Calls that may hang in a process before it is replaced: a few cost only their threads.
+MAX_HUNG = 4
 
-_warned: set[str] = set()  # types of transient errors that this process has logged
+_logged_errors: set[str] = set()  # types of transient errors
 
 
 class ProcessLostError(RuntimeError):
-    """The process that worked on it is gone; which of its calls is to blame is unknown."""
+    """The call's process is gone; the call to blame is unknown."""
 
 
 class WorkerStartError(ProcessLostError, UserError):
-    """The process ended while it was loading: the loaded code may be to blame, or whatever ended
-    the process."""
+    """The process ended while it was loading: the loaded code or another cause is to blame."""
 
 
 class Call(NamedTuple):
-    """A ``method`` of what ``key`` names (an episode); ``number`` is the caller's."""
+    """A call of a ``method`` of the episode ``key``; ``number`` is the caller's."""
 
     number: int
     method: str
@@ -71,54 +71,57 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To the call with this number: a result, or the error in its place."""
+    """The answer to the call with this number: a result, or an error."""
 
     number: int
     result: Any
     error: Exception | None = None
 
 
-_keys = count()
+_key_numbers = count()
 
 
 def key_of(name: str) -> str:
-    """A new one: an episode may start again while calls of the previous one, of the same name, are
-    on their way."""
-    return f"{name}#{next(_keys)}"
+    """A new key for an episode.
+
+    An episode may start again while calls of an earlier one, of the same name, are in flight.
+    """
+    return f"{name}#{next(_key_numbers)}"
 
 
 class Service(Protocol):
-    """What a server carries out. Calls of one key never overlap; "close" may, which ends what it
-    names."""
+    """Runs the calls in a process.
+
+    Calls of one key never overlap, except for "close", which ends the episode.
+    """
 
     @property
     def load(self) -> Callable[..., None]:
-        """Prepare for a kind of call; called once for each, in a thread, without a limit."""
+        """Prepare for a type of call; called once for each type, in a thread, without a limit."""
 
     def is_async(self, call: Call) -> bool:
         """Whether the call awaits: it then runs on an event loop, else in a thread."""
 
     def run(self, call: Call) -> Coroutine[Any, Any, Answer]:
-        """Carry out one call; raises nothing but ``CancelledError``."""
+        """Run one call; raises nothing but ``CancelledError``."""
 
     def overdue(self, call: Call) -> Exception:
-        """What the caller gets for a call that has run for longer than it may."""
+        """The caller's error for a call that has run too long."""
 
     def give_up(self, key: str) -> None:
-        """Forget what hangs; its caller has its answer."""
+        """Forget an episode whose call hangs; the caller has its answer."""
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """A transient error is tried again after growing pauses, at most so often, and then raised like
-    any other.
+    """Tries again after a transient error, up to ``tries`` times with growing pauses.
 
     Each try has the time limit of the first. Pauses are spent on the caller's event loop.
 
     Args:
         tries: after the first; 0 is none.
         pause_s: before the second try, twice that before the third, and so on.
-        names: of further transient errors besides ``TransientError``, with their module or without.
+        names: of other transient errors than ``TransientError``, with their module or without.
     """
 
     tries: int = 0
@@ -131,48 +134,52 @@ class RetryPolicy:
         return cls(cfg.max_retries, names=tuple(cfg.transient_errors))
 
     def is_transient(self, error: BaseException) -> bool:
-        """Whether an error, or what it derives from, is transient."""
-        bases = type(error).__mro__
-        known = {
-            name
-            for base in bases
-            for name in (base.__name__, f"{base.__module__}.{base.__qualname__}")
-        }
-        return isinstance(error, TransientError) or not known.isdisjoint(self.names)
+        """Whether an error, or a base class of it, is transient."""
+        if isinstance(error, TransientError):
+            return True
+        for base in type(error).__mro__:
+            if (
+                base.__name__ in self.names
+                or f"{base.__module__}.{base.__qualname__}" in self.names
+            ):
+                return True
+        return False
 
     def as_transient(self, error: Exception) -> Exception:
-        """The error; as a ``TransientError`` if it is one by its name, which may not survive the
-        way back."""
+        """The error, as a ``TransientError`` if it is transient by its name.
+
+        Its class may not survive the way back to the caller.
+        """
         if not self.is_transient(error) or isinstance(error, TransientError):
             return error
-        transient = TransientError(f"{type(error).__qualname__}: {error}")
-        for note in vars(error).get("__notes__", ()):
-            transient.add_note(note)
-        return transient
+        return _copied_as(error, TransientError)
 
-    async def wait(self, number: int, what: str, error: BaseException) -> bool:
-        """Pause before try ``number`` (the second is 1), for a random part of the time; false if
-        there is none."""
+    async def wait(self, number: int, call_name: str, error: BaseException) -> bool:
+        """Pause before try ``number`` (the second is 1); false if there is no such try."""
         if number > self.tries:
             return False
-        kind = headline(error).partition(":")[0]
-        if kind not in _warned:
-            _warned.add(kind)
-            message = (
+        error_type = headline(error).partition(":")[0]
+        if error_type not in _logged_errors:
+            _logged_errors.add(error_type)
+            log.warning(
                 "%s has failed for now and is asked again, up to %d times (environment.max_retries); others with such "
-                "an error are counted in env/retries: %s"
+                "an error are counted in env/retries: %s",
+                call_name,
+                self.tries,
+                headline(error),
             )
-            log.warning(message, what, self.tries, headline(error))
+        # A random part of the time: callers that failed together do not come back together.
         await asyncio.sleep(self.pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.0))
         return True
 
 
 async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
-    """The answer to a call that awaits; one that takes longer is cancelled and closed."""
+    """The answer to a call that awaits; a call that takes longer is cancelled and closed."""
     try:
         async with asyncio.timeout(limit_s):
             return await service.run(call)
     except TimeoutError:
+        # The episode's resources are freed; its caller gets the error of the call.
         with suppress(TimeoutError):
             async with asyncio.timeout(GRACE_S):
                 await service.run(call._replace(method="close", args=()))
@@ -182,31 +189,40 @@ async def within(limit_s: float | None, service: Service, call: Call) -> Answer:
 
 
 def portable(error: BaseException, loads: Callable[[bytes], object] = pickle.loads) -> Exception:
-    """The error itself if it can be sent to another process, which has ``loads``; else one that
-    says the same."""
+    """An error that can be sent to another process: the same one, or one with its message.
+
+    Args:
+        loads: unpickles in the other process.
+    """
+    # Any error may come from a user's class: it cannot be pickled then.
     try:
         if isinstance(loads(pickle.dumps(error)), Exception):
             return error  # type: ignore[return-value]
     except Exception:
         pass
-    kind = next(
-        (kind for kind in (TransientError, UserError) if isinstance(error, kind)), RuntimeError
-    )
-    stand_in = kind(f"{type(error).__qualname__}: {error}")
+    for error_class in (TransientError, UserError):
+        if isinstance(error, error_class):
+            return _copied_as(error, error_class)
+    return _copied_as(error, RuntimeError)
+
+
+def _copied_as(error: BaseException, error_class: type[Exception]) -> Exception:
+    """An error of this class with the type, message and notes of another."""
+    copy = error_class(f"{type(error).__qualname__}: {error}")
     for note in vars(error).get("__notes__", ()):
-        stand_in.add_note(note)
-    return stand_in
+        copy.add_note(note)
+    return copy
 
 
-# ---------------------------------------------------------------- ways to a process
+# ---------------------------------------------------------------- transports to a process
 
 
 @dataclass(eq=False)
 class LocalTransport:
-    """A service on its caller's event loop, for runs in one process: no threads, and no clock but
-    the event loop's.
+    """A service on its caller's event loop, for runs in one process.
 
-    Quick calls are carried out at once, those that await as tasks.
+    It uses no threads, and no clock but the event loop's. Quick calls run at once, calls that await
+    as tasks.
     """
 
     service: Service
@@ -214,8 +230,11 @@ class LocalTransport:
     _tasks: set[asyncio.Task[Answer]] = field(default_factory=set)
 
     async def load(self, *args: object) -> Exception | None:
-        """Have the service load something; the error that this raised there. Raises if the process
-        is gone."""
+        """Have the service load something.
+
+        Returns:
+            The error of loading. An error of the transport, such as a lost process, is raised.
+        """
         try:
             self.service.load(*args)
         except Exception as error:
@@ -227,9 +246,8 @@ class LocalTransport:
         answers = []
         for call in calls:
             if self.service.is_async(call):
-                self._tasks.add(
-                    asyncio.create_task(within(self.limit_s or None, self.service, call))
-                )
+                running = within(self.limit_s or None, self.service, call)
+                self._tasks.add(asyncio.create_task(running))
             else:
                 answers.append(await self.service.run(call))
         if not answers and self._tasks:
@@ -245,6 +263,7 @@ class LocalTransport:
         self.kill()
 
     def kill(self) -> None:
+        """End all calls."""
         for task in self._tasks:
             task.cancel()
 
@@ -253,8 +272,8 @@ class RayTransport:
     """A Ray actor, which ends with the process that made it.
 
     Args:
-        make: as ``limit_s`` and ``max_threads``, of ``RpcServer``.
-        options: Ray's, for the actor.
+        make, limit_s, max_threads: of ``RpcServer``.
+        options: of Ray, for the actor.
     """
 
     def __init__(
@@ -281,6 +300,7 @@ class RayTransport:
         return error
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
+        # Ray serializes tuples faster than named tuples.
         answers, hung = await self._actor.exchange_tuples.remote([tuple(call) for call in calls])
         return [Answer(*answer) for answer in answers], hung
 
@@ -306,7 +326,7 @@ class RpcClient:
     """The caller's side of one process.
 
     Args:
-        what: runs there, for messages ("the environment").
+        program: the process's work, for messages ("the environment").
         silence_s: a process that leaves an exchange without reply for so long is lost.
         notify: called after every exchange, and when the process is lost.
     """
@@ -314,7 +334,7 @@ class RpcClient:
     def __init__(
         self,
         transport: RpcTransport,
-        what: str,
+        program: str,
         silence_s: float,
         notify: Callable[[RpcClient], None],
     ) -> None:
@@ -322,15 +342,16 @@ class RpcClient:
         self.hung = 0
         self.lost: Exception | None = None
         self.keys: set[str] = set()
-        self._what = what
+        self._program = program
         self._silence_s = silence_s
         self._notify = notify
-        self._numbers = count()
+        self._call_numbers = count()
         self._outbox: list[Call] = []
-        self._collectors = 0
+        self._collectors = 0  # open blocks of ``collecting``
         self.unanswered: dict[int, tuple[Call, asyncio.Future[Any]]] = {}  # by number
-        self._exchanges = 0
-        self._loaded: dict[str, asyncio.Future[None]] = {}
+        self._exchanges = 0  # in progress
+        self._loads: dict[str, asyncio.Future[None]] = {}  # by name
+        # The event loop has weak references to tasks only.
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, *args: object) -> None:
@@ -338,21 +359,27 @@ class RpcClient:
 
         Raises:
             UserError: if it is not ready within ``START_S``; a ``WorkerStartError`` if it ends.
-            Exception: what loading raised.
+            Exception: the error of loading.
         """
-        if name not in self._loaded:
-            self._loaded[name] = self._start(self._load(args))
-        await asyncio.shield(self._loaded[name])
+        if name not in self._loads:
+            self._loads[name] = self._start_task(self._load(args))
+        # Another caller may wait for the same load: a cancellation ends this wait alone.
+        await asyncio.shield(self._loads[name])
 
     def post(self, method: str, key: str, *args: object) -> asyncio.Future[Any]:
-        """The future of the answer; a ``ProcessLostError`` if the process is lost before."""
+        """Post a call.
+
+        Returns:
+            The future of the answer, or of a ``ProcessLostError``.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
-        call = Call(next(self._numbers), method, key, args)
+        call = Call(next(self._call_numbers), method, key, args)
         if self.lost is not None:
             future.set_exception(self._loss(call))
             return future
         self.unanswered[call.number] = (call, future)
+        # Later, so that all calls of this turn of the event loop are in one message.
         if not self._outbox and not self._collectors:
             loop.call_soon(self._send)
         self._outbox.append(call)
@@ -360,7 +387,7 @@ class RpcClient:
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Calls that are posted inside leave at its end, in one message."""
+        """Send the calls that are posted in the block at its end, in one message."""
         self._collectors += 1
         try:
             yield
@@ -370,7 +397,7 @@ class RpcClient:
                 self._send()
 
     def kill(self, error: Exception | None = None) -> None:
-        """End the process, if it is not lost yet; what is unanswered fails because of the error."""
+        """End the process, if it is not lost yet; unanswered calls fail because of the error."""
         if self.lost is not None:
             return
         self.lost = error or RuntimeError("it was ended")
@@ -378,7 +405,7 @@ class RpcClient:
         unanswered = self.unanswered
         self.unanswered = {}
         for call, future in unanswered.values():
-            if not future.done():
+            if not future.done():  # its caller may have been cancelled
                 future.set_exception(self._loss(call))
         self._notify(self)
 
@@ -388,10 +415,10 @@ class RpcClient:
                 problem = await self.worker.load(*args)
         except Exception as error:
             self.kill(error)
-            who = f"the process that runs {self._what}"
+            process = f"the process that runs {self._program}"
             if isinstance(error, TimeoutError) and timer.expired():
-                raise UserError(f"{who} was not ready within {START_S:g} s") from error
-            raise WorkerStartError(f"{who} ended while it was loading: {error}") from error
+                raise UserError(f"{process} was not ready within {START_S:g} s") from error
+            raise WorkerStartError(f"{process} ended while it was loading: {error}") from error
         if problem is not None:
             raise problem
 
@@ -399,23 +426,25 @@ class RpcClient:
         calls = self._outbox
         self._outbox = []
         if self.lost is None:
-            self._start(self._exchange(calls))
+            self._start_task(self._exchange(calls))
 
     async def _exchange(self, calls: list[Call]) -> None:
+        """Send calls, and deliver the answers that come back, to these calls or to earlier ones."""
         self._exchanges += 1
         try:
             async with asyncio.timeout(self._silence_s) as timer:
                 answers, self.hung = await self.worker.exchange(calls)
         except Exception as error:
-            silent = isinstance(error, TimeoutError) and timer.expired()
-            return self.kill(
-                TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s") if silent else error
-            )
+            if isinstance(error, TimeoutError) and timer.expired():
+                self.kill(TimeoutError(f"it sent no heartbeat for {self._silence_s:g} s"))
+            else:
+                self.kill(error)
+            return
         finally:
             self._exchanges -= 1
         if self.lost is not None:
             return
-        for place, answer in enumerate(answers, 1):
+        for number, answer in enumerate(answers, 1):
             _, future = self.unanswered.pop(answer.number, (None, None))
             if future is None:  # the process was ended during a pause of this loop
                 continue
@@ -424,54 +453,55 @@ class RpcClient:
                     future.set_result(answer.result)
                 else:
                     future.set_exception(answer.error)
-            if place % TURN_ANSWERS == 0:  # let the callers, and others, have their turn
+            if number % TURN_ANSWERS == 0:  # let the callers, and others, have their turn
                 await asyncio.sleep(0)
+        # One exchange is open as long as answers are expected.
         if self.unanswered and not self._exchanges and not self._outbox:
-            self._start(self._exchange([]))
+            self._start_task(self._exchange([]))
         self._notify(self)
 
     def _loss(self, call: Call) -> ProcessLostError:
         error = ProcessLostError(
-            f"the process that runs {self._what} of {call.name} is lost: {self.lost}"
+            f"the process that runs {self._program} of {call.name} is lost: {self.lost}"
         )
         error.__cause__ = self.lost
         return error
 
-    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(
-            lambda ended: ended.cancelled() or ended.exception()
-        )  # its caller may be cancelled
+        # Marks the error as seen: the caller that would see it may be cancelled.
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         return task
 
 
 class RpcPool:
-    """A number of processes. One that is lost is replaced at once.
+    """A number of processes. A lost process is replaced at once.
 
-    One in which too many calls hang gets no new work: another takes its place, and it is ended
-    after its last work.
+    A process in which too many calls hang gets no new work: another one takes its place, and it is
+    ended after its last work.
 
     Args:
         start: starts a process; called again for each one that must be replaced.
-        what: runs there, for messages.
+        program: the processes' work, for messages.
     """
 
     def __init__(
-        self, start: Callable[[], RpcTransport], count: int, what: str, silence_s: float
+        self, start: Callable[[], RpcTransport], count: int, program: str, silence_s: float
     ) -> None:
-        self._start = lambda: RpcClient(start(), what, silence_s, self.look_at)
+        self._start = lambda: RpcClient(start(), program, silence_s, self.look_at)
         self._count = count
         self.processes: list[RpcClient] = []
         self.replaced = 0
 
     def fill(self) -> None:
         """Start all processes before they are needed."""
-        self.processes += [self._start() for _ in range(self._count - len(self.processes))]
+        while len(self.processes) < self._count:
+            self.processes.append(self._start())
 
     def take(self, key: str) -> RpcClient:
-        """The process with the least work, which has this as well until it is given back."""
+        """The process with the least work; it has the key until ``give_back``."""
         self.fill()
         process = min(self.processes, key=lambda process: len(process.keys))
         process.keys.add(key)
@@ -486,14 +516,14 @@ class RpcPool:
             yield
 
     def give_back(self, process: RpcClient, key: str) -> None:
+        """End the work of a key in its process."""
         process.keys.discard(key)
         self.look_at(process)
 
     def look_at(self, process: RpcClient) -> None:
-        """Replace a process that is lost or stuck; end one that was replaced and has no work
-        left."""
+        """Replace a process that is lost or stuck; end a replaced one that has no work left."""
         if process in self.processes:
-            if process.lost is not None or process.hung >= MOST_HUNG:
+            if process.lost is not None or process.hung >= MAX_HUNG:
                 self.processes[self.processes.index(process)] = self._start()
                 self.replaced += 1
         elif process.lost is None and not process.keys and not process.unanswered:
@@ -501,7 +531,7 @@ class RpcPool:
 
     def close(self) -> None:
         """Kill all processes."""
-        # ``look_at`` is to replace none
+        # The list is emptied first: ``look_at`` would replace a killed process.
         processes = self.processes
         self.processes = []
         for process in processes:

@@ -1,8 +1,7 @@
-"""A process that carries out many calls at once (see ``rpc``): each on an event loop if it awaits,
-else in a thread.
+"""A process that runs many calls at once (see ``rpc``), on an event loop or in threads.
 
-The loop that sends and receives messages runs no code of the user: calls that await share an event
-loop in a thread of its own.
+A call that awaits runs on an event loop, other calls in threads. The loop that sends and receives
+messages runs no code of the user: calls that await share another event loop, in another thread.
 
 | who waits              | for what | woken by                                            |
 |------------------------|----------|-----------------------------------------------------|
@@ -38,34 +37,37 @@ from skyasync.utils.rpc import (
 if TYPE_CHECKING:
     from skyasync.utils.machine import ProcessIdentity
 
-LINGER_S = 0.005  # answers are collected for this long
-HOLD_S = 0.25  # at most, for all answers to a message's "init" calls
+# Answers are collected for so long: a message for each of them would cost more.
+LINGER_S = 0.005
+# For all answers to the "init" calls of a message: slow ones must not delay the others.
+HOLD_S = 0.25
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class RpcServer:
-    """``load`` and ``exchange`` are called from one event loop.
+    """Runs the calls of a service. ``load`` and ``exchange`` are called from one event loop.
 
     Args:
-        make: its service; called first of all.
+        make: makes the service, here.
         limit_s: of a call; 0 is none.
-        max_threads: at once.
+        max_threads: calls in threads at once.
     """
 
     def __init__(self, make: Callable[[], Service], limit_s: float, max_threads: int = 512) -> None:
         self._service = make()
         self._limit_s = limit_s
         self._threads: DaemonThreads[Call, Answer] = DaemonThreads(
-            self._run_in_thread, self._answer, most=max_threads, limit_s=limit_s or float("inf")
+            self._run_in_thread, self._answer, max_threads=max_threads, limit_s=limit_s or inf
         )
         self._outgoing = AnswerBatches()
-        self._hanging: set[int] = set()  # calls that await and did not end when they were cancelled
+        # Numbers of calls that await, and did not end when they were cancelled.
+        self._hung_numbers: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None  # of the calls that await
 
     async def load(self, *args: object) -> Exception | None:
-        return await self._loaded(lambda: self._service.load(*args))
+        return await self._error_of_load(lambda: self._service.load(*args))
 
     async def exchange(self, calls: Sequence[Call]) -> tuple[list[Answer], int]:
         """Start these calls; returns answers to them or to earlier ones, and how many calls hang.
@@ -74,56 +76,60 @@ class RpcServer:
         """
         if calls:
             self._outgoing.expect(calls)
-            awaiting = {call.number for call in calls if self._service.is_async(call)}
-            loop = asyncio.get_running_loop()
-            if awaiting and self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(
-                    target=self._loop.run_forever, name="calls that await", daemon=True
-                ).start()
-            for (
-                call
-            ) in calls:  # without a task per call on this loop, which would cost as much again
-                if self._loop is None or call.number not in awaiting:
-                    continue
-                limit_s = self._limit_s or (CLOSE_S if call.method == "close" else None)
-                if limit_s is None:
-                    timer = None
+            thread_calls = []
+            for call in calls:
+                if self._service.is_async(call):
+                    self._start_on_loop(call)
                 else:
-                    timer = loop.call_later(limit_s + GRACE_S, self._end, call)
-                running = asyncio.run_coroutine_threadsafe(
-                    within(limit_s, self._service, call), self._loop
-                )
-                running.add_done_callback(
-                    partial(loop.call_soon_threadsafe, self._end, call, timer)
-                )
-            self._threads.submit([call for call in calls if call.number not in awaiting])
+                    thread_calls.append(call)
+            self._threads.submit(thread_calls)
         answers = await self._outgoing.collect(HEARTBEAT_S)
-        return answers, self._threads.hung + len(self._hanging)
+        return answers, self._threads.hung + len(self._hung_numbers)
+
+    def _start_on_loop(self, call: Call) -> None:
+        """Start a call that awaits, on the event loop of these calls."""
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            thread = threading.Thread(
+                target=self._loop.run_forever, name="calls that await", daemon=True
+            )
+            thread.start()
+        limit_s: float | None = self._limit_s
+        if not limit_s:
+            limit_s = CLOSE_S if call.method == "close" else None
+        # Callbacks instead of a task on the loop of the messages, which would cost as much again.
+        loop = asyncio.get_running_loop()
+        timer = None
+        if limit_s is not None:
+            timer = loop.call_later(limit_s + GRACE_S, self._end, call)
+        coroutine = within(limit_s, self._service, call)
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.add_done_callback(partial(loop.call_soon_threadsafe, self._end, call, timer))
 
     def close(self) -> None:
+        """End the threads when their calls have ended, and cancel the calls that await."""
         self._threads.close()
         if self._loop is None:
             return
 
         async def stop() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            if others:
-                await asyncio.wait(others, timeout=GRACE_S)
+            if tasks:
+                await asyncio.wait(tasks, timeout=GRACE_S)
             asyncio.get_running_loop().stop()
 
         asyncio.run_coroutine_threadsafe(stop(), self._loop)
 
     @staticmethod
-    async def _loaded(load: Callable[[], None]) -> Exception | None:
-        """The error that it raises, if any. It may take long, so it runs in a thread."""
+    async def _error_of_load(load: Callable[[], None]) -> Exception | None:
+        """The error that ``load`` raises, if any. It may take long, so it runs in a thread."""
         try:
             await asyncio.to_thread(load)
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # what would end the event loop too
+        except BaseException as error:  # such as SystemExit, which would end the event loop
             return portable(error)
         return None
 
@@ -139,86 +145,92 @@ class RpcServer:
         timer: asyncio.TimerHandle | None = None,
         ended: Future[Answer] | None = None,
     ) -> None:
-        """A call that awaits has ended; or (without ``ended``) it hangs: it was cancelled, or
-        blocks its event loop."""
+        """Answer a call that awaits.
+
+        Args:
+            ended: the call; None: it hangs, because it ignores its cancellation or blocks its event
+                loop.
+        """
         if timer is not None:
             timer.cancel()
         if ended is None:
-            self._hanging.add(call.number)
+            self._hung_numbers.add(call.number)
             self._answer(call, None)
-        elif call.number in self._hanging:  # it has been answered for
-            self._hanging.remove(call.number)
+        elif call.number in self._hung_numbers:  # it has an answer
+            self._hung_numbers.remove(call.number)
         else:
             self._outgoing.put(ended.result())
 
     def _run_in_thread(self, call: Call) -> Answer:
         """The answer to a call that does not await, in a thread without an event loop."""
         coroutine = self._service.run(call)
+        # A coroutine that does not await ends at its first step.
         try:
             coroutine.send(None)
         except StopIteration as ended:
             answer: Answer = ended.value
             return answer
-        except (
-            asyncio.CancelledError
-        ) as error:  # raised by what does not await; it would end the thread
-            return Answer(
-                call.number, None, RuntimeError(f"the environment of {call.name} raised {error!r}")
-            )
+        except asyncio.CancelledError as error:  # of the user's code; it would end the thread
+            problem = f"the environment of {call.name} raised {error!r}"
+            return Answer(call.number, None, RuntimeError(problem))
         coroutine.close()
         problem = f"the environment of {call.name} awaits, but its class has no async def among init, step and close"
         return Answer(call.number, None, TypeError(problem))
 
 
 class AnswerBatches:
-    """Answers on their way back, in small batches; each is collected exactly once. ``put`` may be
-    called in any thread.
+    """Answers on their way back, in small batches; each is collected exactly once.
 
-    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``):
-    the engine then gets the first requests of these episodes together, so that what it computes
-    does not depend on threads' timing.
+    The answers to a message's ``init`` calls wait until all of them are there (at most ``HOLD_S``).
+    The engine then gets the first requests of these episodes together, so that its batches do not
+    depend on threads' timing.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None  # on which answers are collected
         self._lock = threading.Lock()
         self._answers: list[Answer] = []
-        self._open: set[int] = set()  # numbers of the calls that are not answered
-        self._opening: set[int] = set()  # of these, "init" calls that are answered together
-        self._opening_until = 0.0
-        self._armed = False
+        self._open_numbers: set[int] = set()  # of calls that are not answered
+        self._init_numbers: set[int] = set()  # of open "init" calls that are answered together
+        self._init_deadline_s = 0.0
+        self._delivery_is_scheduled = False
         self._ready: asyncio.Event | None = None
 
     def expect(self, calls: Sequence[Call]) -> None:
-        """These calls will be answered."""
+        """Note that these calls will be answered."""
         self._loop = asyncio.get_running_loop()
         with self._lock:
-            self._open.update(call.number for call in calls)
-            if not self._opening:
-                self._opening = {call.number for call in calls if call.method == "init"}
-                self._opening_until = time.monotonic() + HOLD_S
+            self._open_numbers.update(call.number for call in calls)
+            if not self._init_numbers:
+                self._init_numbers = {call.number for call in calls if call.method == "init"}
+                self._init_deadline_s = time.monotonic() + HOLD_S
 
     def put(self, answer: Answer) -> None:
+        """Add an answer, from any thread."""
         with self._lock:
             self._answers.append(answer)
-            self._open.discard(answer.number)
-            self._opening.discard(answer.number)
-            last = not self._open
-            arm = not self._armed
-            self._armed = True
+            self._open_numbers.discard(answer.number)
+            self._init_numbers.discard(answer.number)
+            complete = not self._open_numbers
+            must_schedule = not self._delivery_is_scheduled
+            self._delivery_is_scheduled = True
         assert self._loop is not None
         with suppress(RuntimeError):  # the loop is closed
-            if last:
+            if complete:  # no other answer can join the batch
                 self._loop.call_soon_threadsafe(self._deliver)
-            elif arm:
+            elif must_schedule:
                 self._loop.call_soon_threadsafe(self._loop.call_later, LINGER_S, self._deliver)
 
     async def collect(self, limit_s: float) -> list[Answer]:
-        """A later call takes the place of an earlier one, which then returns nothing."""
+        """Wait for answers, at most ``limit_s``.
+
+        A later call takes the place of an earlier one, which then returns nothing.
+        """
         if self._ready is not None:
             self._ready.set()
-        ready = self._ready = asyncio.Event()
-        if self._answers and not self._armed:
+        ready = asyncio.Event()
+        self._ready = ready
+        if self._answers and not self._delivery_is_scheduled:
             ready.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -232,20 +244,20 @@ class AnswerBatches:
         return answers
 
     def _deliver(self) -> None:
+        """Wake ``collect``, or try again later if "init" calls are open."""
         with self._lock:
-            if self._opening and time.monotonic() < self._opening_until:
+            if self._init_numbers and time.monotonic() < self._init_deadline_s:
                 asyncio.get_running_loop().call_later(LINGER_S, self._deliver)
                 return
-            self._opening = set()
-            self._armed = False
+            self._init_numbers = set()
+            self._delivery_is_scheduled = False
             ready = self._ready if self._answers else None
         if ready is not None:
             ready.set()
 
 
 class RpcActor(RpcServer):
-    """A server in a Ray actor, which speaks in plain data: tuples take a third of the time to
-    travel."""
+    """A server in a Ray actor. Its messages are tuples, which travel in a third of the time."""
 
     async def identity(self) -> ProcessIdentity:
         from skyasync.utils.machine import ProcessIdentity
@@ -253,8 +265,8 @@ class RpcActor(RpcServer):
         return ProcessIdentity.mine()
 
     async def load_pickled(self, args: bytes) -> Exception | None:
-        """The module of a user's class is imported where that may take its time."""
-        return await self._loaded(lambda: self._service.load(*pickle.loads(args)))
+        """Load as ``load``; the arguments are unpickled in the thread, which imports user code."""
+        return await self._error_of_load(lambda: self._service.load(*pickle.loads(args)))
 
     async def exchange_tuples(
         self, calls: Sequence[tuple[Any, ...]]
@@ -265,11 +277,14 @@ class RpcActor(RpcServer):
 
 @dataclass(eq=False, slots=True)
 class _RunningJob(Generic[T]):
-    """``since``: when its time limit began (``time.monotonic``); infinite while the limit does not
-    apply."""
+    """A job in a thread.
+
+    Attributes:
+        began_s: when its time limit began (``time.monotonic``); infinite while no limit applies.
+    """
 
     job: T
-    since: float
+    began_s: float
 
 
 _thread = threading.local()  # ``running``: the job of a thread of ``DaemonThreads``
@@ -277,36 +292,34 @@ _thread = threading.local()  # ``running``: the job of a thread of ``DaemonThrea
 
 @contextmanager
 def separate_limit() -> Iterator[None]:
-    """A wait that has a limit of its own: the limit of the job that this thread runs begins again
-    after it.
+    """Suspend the time limit of this thread's job: the block has another limit.
 
-    Has no effect in threads that ``DaemonThreads`` did not start.
+    The job's limit begins again after the block. No effect in other threads than those of
+    ``DaemonThreads``.
     """
     running: _RunningJob[Any] | None = getattr(_thread, "running", None)
     if running is None:
         yield
         return
-    running.since = inf
+    running.began_s = inf
     try:
         yield
     finally:
-        running.since = time.monotonic()
+        running.began_s = time.monotonic()
 
 
 class DaemonThreads(Generic[T, R]):
-    """Runs ``work(job)``, which may block or hang, in threads, and passes its result to
-    ``answer(job, result)``.
+    """Runs ``work(job)`` in threads, and passes its result to ``answer(job, result)``.
 
-    Jobs are started in the order given. Each is answered exactly once: with its result, or with
-    None when it has run for ``limit_s`` (see ``separate_limit``). A thread that hangs cannot be
-    ended; another one takes its place. (``ThreadPoolExecutor`` waits for its threads at exit, so
-    that one that hangs would keep its process alive.)
+    Jobs may block or hang. They are started in order. Each is answered exactly once: with its
+    result, or with None when it has run for ``limit_s`` (see ``separate_limit``). A thread that
+    hangs cannot be ended; another one takes its place. (``ThreadPoolExecutor`` waits for its
+    threads at exit, so that a hung thread would keep its process alive.)
 
     Args:
         work: must not raise.
-        answer: called in any thread; with None for a job that hangs (what its ``work`` returns
-            later is dropped).
-        most: threads at once, those that hang not counted.
+        answer: called in any thread; with None for a job that hangs, whose later result is dropped.
+        max_threads: threads at once, without those that hang.
     """
 
     def __init__(
@@ -314,75 +327,79 @@ class DaemonThreads(Generic[T, R]):
         work: Callable[[T], R],
         answer: Callable[[T, R | None], None],
         *,
-        most: int,
+        max_threads: int,
         limit_s: float,
     ) -> None:
         self._work = work
         self._answer = answer
-        self._most = most
+        self._max_threads = max_threads
         self._limit_s = limit_s
         self._jobs: SimpleQueue[tuple[T] | None] = SimpleQueue()  # None ends a thread
-        self._running: set[_RunningJob[T]] = set()  # the thread that removes a job answers it
+        self._running_jobs: set[_RunningJob[T]] = set()  # the thread that removes a job answers it
         self._lock = threading.Lock()
-        self._unfinished = self._threads = 0  # those that hang not counted
+        # Both without those that hang.
+        self._unfinished_jobs = 0
+        self._threads = 0
         self._closed = threading.Event()
-        self.hung = 0  # threads stuck in a job that has been answered for them
+        self.hung = 0  # threads stuck in a job that has an answer
         if isfinite(limit_s):
             _start(self._watch)
 
     def submit(self, jobs: Iterable[T]) -> None:
+        """Queue jobs; threads are started as they are needed."""
         with self._lock:
             for job in jobs:
                 self._jobs.put((job,))
-                self._unfinished += 1
-                if self._threads < min(self._unfinished, self._most):
+                self._unfinished_jobs += 1
+                if self._threads < min(self._unfinished_jobs, self._max_threads):
                     self._threads += 1
                     _start(self._serve)
 
     def close(self) -> None:
-        """Threads end after the jobs that they have."""
+        """End the threads after their jobs."""
         self._closed.set()
         for _ in range(self._threads):
             self._jobs.put(None)
 
     def _serve(self) -> None:
-        while (taken := self._jobs.get()) is not None:
-            (job,) = taken
+        while (entry := self._jobs.get()) is not None:
+            (job,) = entry
             running = _RunningJob(job, time.monotonic())
-            self._running.add(running)
+            self._running_jobs.add(running)
             _thread.running = running
             result = self._work(job)
             if not self._remove(running):
+                # The job was answered, and another thread has taken the place of this one.
                 with self._lock:
                     self.hung -= 1
-                return  # its place has been taken
+                return
             with self._lock:
-                self._unfinished -= 1
+                self._unfinished_jobs -= 1
             self._answer(job, result)
 
     def _remove(self, running: _RunningJob[T]) -> bool:
-        """Whether the job was still unanswered."""
+        """Remove a job; false if it has an answer already."""
         with self._lock:
-            if running not in self._running:
+            if running not in self._running_jobs:
                 return False
-            self._running.remove(running)
+            self._running_jobs.remove(running)
             return True
 
     def _watch(self) -> None:
-        """Find jobs that hang. A limit that begins later ends later, so it sleeps until the first
-        one ends."""
+        """Answer jobs that hang, and replace their threads."""
         sleep_s = self._limit_s
         while not self._closed.wait(sleep_s):
-            latest = time.monotonic() - self._limit_s
-            for running in self._running.copy():
-                if running.since <= latest and self._remove(running):
+            latest_start_s = time.monotonic() - self._limit_s
+            for running in self._running_jobs.copy():
+                if running.began_s <= latest_start_s and self._remove(running):
                     with self._lock:
                         self.hung += 1
-                        self._unfinished -= 1
-                        _start(self._serve)  # in its place
+                        self._unfinished_jobs -= 1
+                        _start(self._serve)  # takes the place of the hung thread
                     self._answer(running.job, None)
-            first = min((running.since for running in self._running.copy()), default=inf)
-            sleep_s = min(first - latest, self._limit_s)
+            # A limit that begins later ends later: no job hangs before the oldest one does.
+            starts_s = [running.began_s for running in self._running_jobs.copy()]
+            sleep_s = min(min(starts_s, default=inf) - latest_start_s, self._limit_s)
 
 
 def _start(target: Callable[[], None]) -> None:

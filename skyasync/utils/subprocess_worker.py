@@ -1,17 +1,20 @@
-"""Worker processes for functions that may do anything: each calls one at a time, and is killed at
-its time limit.
+"""Worker processes for functions that are not trusted: one call at a time, killed at a time limit.
 
-Invariant: ``SubprocessWorker.call`` returns its own result or raises within the limit, sending and
-receiving included; a function may hang, hold the interpreter lock, exit, crash, fork, or write to
-the worker's socket. A result has the number of its call, and a worker that sends anything else is
-killed. The worker's process group is killed with it: all that its functions have started, unless
-that has a group of its own. Results are data: reading one runs no code of the function. Functions
-run in the worker's main thread, so that their own signals work as well. If its parent was killed, a
-worker ends too: at once if it is idle, else after the processor time that the limit allows.
+Invariant: ``SubprocessWorker.call`` returns the result of its call or raises within the limit,
+sending and receiving included. A function may hang, hold the interpreter lock, exit, crash, fork,
+or write to the worker's socket.
+
+- A result has the number of its call. A worker that sends anything else is killed.
+- The worker's process group is killed with it, with all processes that its functions have started
+  in that group.
+- Results are data: reading one runs no code of the function.
+- Functions run in the worker's main thread, so that their signals work as well.
+- If its parent was killed, a worker ends too: at once if it is idle, else after the processor time
+  that the limit allows.
 
 | who waits                | for what            | woken by                                                        |
 |--------------------------|---------------------|-----------------------------------------------------------------|
-| ``SubprocessPool.alone`` | a free worker       | another caller that is done, or a replacement that has loaded;   |
+| ``SubprocessPool.alone`` | a free worker       | a caller that has finished, or a replacement that has loaded;    |
 |                          |                     | an error if none is free for longer than a call may take         |
 | ``call``                 | the result          | the worker (result, end), or ``limit_s``: the worker is killed   |
 | the worker               | the next call       | the call, or the end of its parent                              |
@@ -42,8 +45,9 @@ from skyasync.errors import UserError, headline
 from skyasync.utils.rpc import START_S, portable
 
 CHUNK = 1 << 20  # bytes that are read at once
-MOST = 64 << 20  # bytes of an answer
-# of a message: a mark, and the number of bytes after it
+# Bytes of an answer: a function that sends more must not fill the memory of its caller.
+MAX_BYTES = 64 << 20
+# Head of a message: a mark, and the number of bytes after it.
 _HEAD = struct.Struct("!4sQ")
 _MARK = b"call"
 
@@ -57,32 +61,33 @@ class SubprocessWorker:
 
     def __init__(self) -> None:
         self.lost: Exception | None = None
-        self._loaded = set[bytes]()
-        self._numbers = count(1)
-        self._socket, theirs = socket.socketpair()
-        program = f"from skyasync.utils.subprocess_worker import serve; serve({theirs.fileno()})"
+        self._loaded_functions: set[bytes] = set()
+        self._call_numbers = count(1)
+        self._socket, worker_socket = socket.socketpair()
+        handle = worker_socket.fileno()
+        program = f"from skyasync.utils.subprocess_worker import serve; serve({handle})"
+        # The worker imports the same modules, also those of the working directory ("").
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        with theirs:
+        with worker_socket:
             process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 env={**os.environ, "PYTHONPATH": path},
-                pass_fds=[theirs.fileno()],
+                pass_fds=[handle],
                 stdin=subprocess.DEVNULL,
-                # Ctrl-C in the terminal is not for it; and a group, which is killed with it
+                # A group that is killed with the worker; Ctrl-C in the terminal does not reach it.
                 start_new_session=True,
             )
         self._stop = finalize(self, _kill, process)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether it is alive and has sent nothing between calls; else it is killed, for what an
-        earlier call left."""
+        """Whether the worker is alive and has sent nothing between calls; else it is killed."""
         try:
             self._socket.settimeout(0)
             self._socket.recv(1, socket.MSG_PEEK)
-        except BlockingIOError:
+        except BlockingIOError:  # nothing to read
             return True
-        except OSError:
+        except OSError:  # the connection or this end of it is closed
             pass
         self.kill()
         return False
@@ -93,81 +98,84 @@ class SubprocessWorker:
         Raises:
             UserError: if that takes longer than ``START_S``, or ends the worker.
         """
-        if function in self._loaded:
+        if function in self._loaded_functions:
             return
         try:
-            self._ask((function, None, START_S))
+            self._request(function, None, START_S)
         except NoAnswerError as problem:
             raise UserError(f"the module of {name} cannot be loaded: {problem}") from problem
-        self._loaded.add(function)
+        self._loaded_functions.add(function)
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
-        """``function(**arguments)``.
+        """Return ``function(**arguments)``.
+
+        Args:
+            function: a pickled callable.
 
         Raises:
             NoAnswerError: if the function does not return within ``limit_s``, or the worker ends.
             UserError: if it cannot be loaded.
-            Exception: what the function raised, with a note that holds its traceback.
+            Exception: the function's error, with a note that has its traceback.
         """
         self.load(name, function)
-        return self._ask((function, arguments, limit_s))
+        return self._request(function, arguments, limit_s)
 
     def kill(self, problem: Exception | None = None) -> None:
+        """End the worker and its process group, if it is not lost yet."""
         if self.lost is None:
             self.lost = problem or RuntimeError("it was ended")
             self._socket.close()
             self._stop()
 
-    def _ask(self, message: tuple[bytes, dict[str, Any] | None, float]) -> object:
-        number = next(self._numbers)
-        limit_s = message[-1]
-        request = pickle.dumps((number, *message))
-        deadline = time.monotonic() + limit_s
+    def _request(self, function: bytes, arguments: dict[str, Any] | None, limit_s: float) -> object:
+        """Send a call, and return or raise its result; without arguments it loads the function."""
+        number = next(self._call_numbers)
+        request = pickle.dumps((number, function, arguments, limit_s))
+        deadline_s = time.monotonic() + limit_s
         try:
-            _send(self._socket, request, deadline)
-            answered, result, error = _read(_receive(self._socket, deadline, MOST))
-            if answered != number:
-                raise ValueError(f"the answer to call {answered!r} came to call {number}")
-        except Exception as caught:
-            if isinstance(caught, TimeoutError):
+            _send(self._socket, request, deadline_s)
+            answer = _receive(self._socket, deadline_s, MAX_BYTES)
+            answer_number, result, error = _read(answer)
+            if answer_number != number:
+                raise ValueError(f"the answer to call {answer_number!r} came to call {number}")
+        except Exception as cause:
+            if isinstance(cause, TimeoutError):
                 problem = NoAnswerError(f"it did not return within {limit_s:g} s")
-            elif isinstance(caught, EOFError | OSError):
+            elif isinstance(cause, EOFError | OSError):
                 problem = NoAnswerError("it ended its process")
             else:
-                problem = NoAnswerError(f"its process sent an invalid answer ({headline(caught)})")
+                problem = NoAnswerError(f"its process sent an invalid answer ({headline(cause)})")
             self.kill(problem)
-            raise problem from caught
+            raise problem from cause
         if error is not None:
             raise error
         return result
 
 
 class SubprocessPool:
-    """Workers that are started as they are needed, replaced when they are lost, and used by one
-    caller at a time.
+    """Workers for several threads, each used by one caller at a time.
 
-    May be used from several threads.
+    They are started as they are needed, and replaced when they are lost.
 
     Args:
-        most: workers at once.
-        start: makes one.
+        size: workers at once.
+        start: makes a worker.
     """
 
-    def __init__(self, most: int, start: Callable[[], SubprocessWorker] = SubprocessWorker) -> None:
+    def __init__(self, size: int, start: Callable[[], SubprocessWorker] = SubprocessWorker) -> None:
         self._start = start
-        self._slots = threading.Semaphore(most)
-        self._released = (
-            0  # slots, so far: shows those who wait for one that the calls before theirs end
-        )
+        self._slots = threading.Semaphore(size)
+        # Slots that were released so far: callers that wait see by it that other calls end.
+        self._releases = 0
         self._longest_limit_s = 0.0  # of a call
         self._lock = threading.Lock()
-        #: Pickled, with their names; every worker loads them before its first call.
+        # Pickled function -> its name; every worker loads them before its first call.
         self._functions: dict[bytes, str] = {}
-        self._free: list[SubprocessWorker] = []
+        self._free_workers: list[SubprocessWorker] = []
         self._workers: set[SubprocessWorker] = set()
 
     def load(self, name: str, function: bytes) -> None:
-        """Have a function loaded, now in one worker and before their first call in all others.
+        """Load a function in one worker now, and in the others before their first call.
 
         Raises:
             UserError: if it cannot be loaded.
@@ -177,8 +185,10 @@ class SubprocessPool:
         self._functions[function] = name
 
     def call(self, name: str, function: bytes, arguments: dict[str, Any], limit_s: float) -> Any:
-        """``SubprocessWorker.call`` in a worker that is free; waiting and loading do not count
-        towards the limit."""
+        """``SubprocessWorker.call`` of a free worker.
+
+        Waiting and loading do not count towards the limit.
+        """
         self._longest_limit_s = max(self._longest_limit_s, limit_s)
         if function not in self._functions:
             self.load(name, function)
@@ -187,8 +197,9 @@ class SubprocessPool:
 
     @contextmanager
     def alone(self) -> Iterator[SubprocessWorker]:
-        """A worker that has no other caller meanwhile; one that is lost then is replaced in a
-        thread.
+        """Take a worker that has no other caller in the block.
+
+        If it is lost in the block, it is replaced in a thread.
 
         Raises:
             TimeoutError: if all workers are in use and none becomes free for longer than a call and
@@ -203,13 +214,15 @@ class SubprocessPool:
             with self._lock:
                 is_open = worker in self._workers  # else the pool was closed
                 if worker is not None and is_open and worker.lost is None:
-                    self._free.append(worker)
+                    self._free_workers.append(worker)
                 elif worker is not None:
                     self._workers.discard(worker)
             if worker is not None and is_open and worker.lost is not None:
-                threading.Thread(
+                # The thread has the slot, until the new worker has loaded.
+                thread = threading.Thread(
                     target=self._replace, name="replaces a worker", daemon=True
-                ).start()
+                )
+                thread.start()
             else:
                 self._release()
 
@@ -218,32 +231,34 @@ class SubprocessPool:
         with self._lock:
             workers = self._workers
             self._workers = set()
-            self._free = []
+            self._free_workers = []
         for worker in workers:
             worker.kill()
 
     def _acquire(self) -> None:
         while True:
-            released = self._released
+            releases = self._releases
             limit_s = START_S + self._longest_limit_s
             if self._slots.acquire(timeout=limit_s):
                 return
-            if self._released == released:
+            # Else other callers were faster, and this one waits again.
+            if self._releases == releases:
                 raise TimeoutError(f"no worker process became free within {limit_s:g} s")
 
     def _release(self) -> None:
         with self._lock:
-            self._released += 1
+            self._releases += 1
         self._slots.release()
 
     def _take(self) -> SubprocessWorker:
+        """A free worker that is quiet, or a new one that has loaded all functions."""
         while True:
             with self._lock:
-                if not self._free:
+                if not self._free_workers:
                     worker = self._start()
                     self._workers.add(worker)
                     break
-                worker = self._free.pop()
+                worker = self._free_workers.pop()
             if worker.is_quiet:
                 return worker
             self._workers.discard(worker)
@@ -257,35 +272,38 @@ class SubprocessPool:
         return worker
 
     def _replace(self) -> None:
-        """Replace a worker, in a thread, since loading takes time. If this fails, the next caller's
-        own try raises."""
+        """Replace a worker, in a thread: loading takes time."""
         try:
-            with suppress(Exception):
+            with suppress(Exception):  # the next caller tries too, and gets the error
                 worker = self._take()
                 with self._lock:
                     if worker in self._workers:  # else the pool was closed
-                        self._free.append(worker)
+                        self._free_workers.append(worker)
         finally:
             self._release()
 
 
 def serve(handle: int) -> None:
-    """The worker's program: answer calls until the other end is closed."""
-    os.set_inheritable(
-        handle, False
-    )  # else a program that a function has started would hide the worker's end
+    """Answer calls until the other end is closed: the worker's program.
+
+    Args:
+        handle: file descriptor of the worker's socket.
+    """
+    # Processes that a function starts or forks must not have the socket: it would stay open after
+    # the worker's end, and the caller would not notice that.
+    os.set_inheritable(handle, False)
     connection = socket.socket(fileno=handle)
-    own = os.getpid()
-    os.register_at_fork(after_in_child=connection.close)  # else a fork would hide the worker's end
+    worker_pid = os.getpid()
+    os.register_at_fork(after_in_child=connection.close)
     while True:
         try:
             number, *message = pickle.loads(_receive(connection))
-        except (
-            EOFError
-        ):  # without the functions' threads and exit handlers, and with what they have started
+        except EOFError:
+            # Ends the processes that functions have started, and runs no exit handler of theirs.
             os.killpg(os.getpgrp(), signal.SIGKILL)
         answer = _answer(number, *message)
-        if os.getpid() != own:  # the function has forked, and both have returned: one answers
+        # The function may have forked, and return in both processes: one of them answers.
+        if os.getpid() != worker_pid:
             os._exit(0)
         _send(connection, answer)
 
@@ -293,14 +311,15 @@ def serve(handle: int) -> None:
 def _answer(
     number: int, function: bytes, arguments: dict[str, Any] | None, limit_s: float
 ) -> bytes:
-    """What is sent: the call's number, its result, and its error."""
-    # The kernel acts on this one, also where no Python code can run. Unused by anybody's own
-    # limits, unlike an alarm.
+    """The pickled answer to a call: its number, its result, and its error."""
+    # A limit of processor time, which ends the worker if its parent was killed. The kernel acts on
+    # it, also if no Python code can run. Functions use this timer less than an alarm.
     signal.setitimer(signal.ITIMER_PROF, limit_s * (os.cpu_count() or 1) + 1)
     try:
         call = _load(function)
-        return pickle.dumps((number, None if arguments is None else call(**arguments), None))
-    except SystemExit:  # it ends the process, as it says
+        result = None if arguments is None else call(**arguments)
+        return pickle.dumps((number, result, None))
+    except SystemExit:  # it ends the process, as the function wants
         raise
     except BaseException as error:
         error.add_note(f"in a process of its own:\n{traceback.format_exc()}")
@@ -309,56 +328,60 @@ def _answer(
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _send(connection: socket.socket, message: bytes, deadline: float | None = None) -> None:
-    """Raises TimeoutError after the deadline (``time.monotonic``)."""
-    connection.settimeout(_remaining(deadline))
+def _send(connection: socket.socket, message: bytes, deadline_s: float | None = None) -> None:
+    """Send a message. Raises TimeoutError after the deadline (``time.monotonic``)."""
+    connection.settimeout(_remaining_s(deadline_s))
     connection.sendall(_HEAD.pack(_MARK, len(message)) + message)
 
 
 def _receive(
-    connection: socket.socket, deadline: float | None = None, most: int = sys.maxsize
+    connection: socket.socket, deadline_s: float | None = None, max_bytes: int = sys.maxsize
 ) -> bytes:
-    """Raises EOFError where the other end is closed, TimeoutError after the deadline, ValueError
-    for garbage."""
-    mark, length = _HEAD.unpack(_exactly(_HEAD.size, connection, deadline))
+    """Receive a message.
+
+    Raises:
+        EOFError: if the other end is closed.
+        TimeoutError: after the deadline (``time.monotonic``).
+        ValueError: for bytes that are no message, or too many.
+    """
+    mark, length = _HEAD.unpack(_receive_bytes(_HEAD.size, connection, deadline_s))
     if mark != _MARK:
         raise ValueError(f"it begins with {mark!r}")
-    if length > most:
-        raise ValueError(f"it has {length} bytes, more than {most}")
-    return _exactly(length, connection, deadline)
+    if length > max_bytes:
+        raise ValueError(f"it has {length} bytes, more than {max_bytes}")
+    return _receive_bytes(length, connection, deadline_s)
 
 
-def _exactly(size: int, connection: socket.socket, deadline: float | None) -> bytes:
-    received = bytearray()
-    while len(received) < size:
-        connection.settimeout(_remaining(deadline))
-        chunk = connection.recv(min(size - len(received), CHUNK))
+def _receive_bytes(size: int, connection: socket.socket, deadline_s: float | None) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        connection.settimeout(_remaining_s(deadline_s))
+        chunk = connection.recv(min(size - len(content), CHUNK))
         if not chunk:
             raise EOFError
-        received += chunk
-    return bytes(received)
+        content += chunk
+    return bytes(content)
 
 
-def _remaining(deadline: float | None) -> float | None:
-    if deadline is None:
-        remaining = None
-    else:
-        remaining = deadline - time.monotonic()
-    if remaining is not None and remaining <= 0:
+def _remaining_s(deadline_s: float | None) -> float | None:
+    """Seconds until the deadline. Raises TimeoutError if it has passed."""
+    if deadline_s is None:
+        return None
+    remaining_s = deadline_s - time.monotonic()
+    if remaining_s <= 0:
         raise TimeoutError
-    return remaining
+    return remaining_s
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Reads plain data, this library's, and its errors and Python's."""
+    """Unpickles plain data, this library's dataclasses, and its errors and Python's."""
 
     def find_class(self, module: str, name: str) -> object:
+        # Other classes and functions would run code of the worker in this process.
         if module.partition(".")[0] in ("builtins", "skyasync"):
-            plain = super().find_class(module, name)
-        else:
-            plain = None
-        if isinstance(plain, type) and (issubclass(plain, Exception) or is_dataclass(plain)):
-            return plain
+            member = super().find_class(module, name)
+            if isinstance(member, type) and (issubclass(member, Exception) or is_dataclass(member)):
+                return member
         raise pickle.UnpicklingError(f"{module}.{name} is no data")
 
 
@@ -368,13 +391,13 @@ def _read(answer: bytes) -> Any:
 
 @cache
 def _load(function: bytes) -> Callable[..., Any]:
-    loaded: Callable[..., Any] = pickle.loads(function)
-    return loaded
+    result: Callable[..., Any] = pickle.loads(function)
+    return result
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a worker's group. The worker has not been waited for, so its number is still the
-    group's."""
+    """Kill a worker's process group."""
+    # The worker has not been waited for, so no other group can have its number.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,4 +1,4 @@
-"""Coroutines that run and end together, time limits, and cleaning up without hiding why."""
+"""Coroutines that run and end together, time limits, and cleaning up without hiding errors."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
-GRACE_S = 10.0
+GRACE_S = 10.0  # for cleaning up after an error
 
 
 class StrictTaskGroup(asyncio.TaskGroup):
     """A task group in which a task that is cancelled from within is an error, not a quiet end."""
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine as a task of the group."""
+
         async def run() -> T:
             task = asyncio.current_task()
             try:
                 return await coroutine
             except asyncio.CancelledError as error:
-                if task is None or task.cancelling():
+                if task is None or task.cancelling():  # the task itself was cancelled
                     raise
                 name = coroutine.__qualname__ if isinstance(coroutine, CoroutineType) else coroutine
                 raise RuntimeError(
@@ -33,40 +35,38 @@ class StrictTaskGroup(asyncio.TaskGroup):
                 ) from error
 
         task = self.create_task(run())
-        task.add_done_callback(
-            lambda _: coroutine.close()
-        )  # of a task that was cancelled before it began
+        # A task that is cancelled before it begins never awaits the coroutine.
+        task.add_done_callback(lambda _: coroutine.close())
         return task
 
 
 @asynccontextmanager
 async def together() -> AsyncIterator[StrictTaskGroup]:
-    """Whatever is started on the yielded group has ended when the block has; see ``run_together``
-    for errors."""
+    """Wait at the end of the block for all tasks of the group; see ``run_together`` for errors."""
     try:
         async with StrictTaskGroup() as tasks:
             yield tasks
         return
     except BaseExceptionGroup as group:
         errors = group.exceptions
-    raise_first(
-        errors
-    )  # outside the handler, which would put the group in the place of the error's own context
+    # Outside the handler, which would replace the context of the error by the group.
+    raise_first(errors)
 
 
 def raise_first(errors: Sequence[BaseException]) -> NoReturn:
-    """Raise the first error. The others are notes on it, once each: many may fail alike."""
-    first, *others = errors
-    for other in dict.fromkeys(repr(other) for other in others if other is not first):
-        first.add_note(f"at the same time: {other}")
-    raise first
+    """Raise the first error; the others are notes on it, once each: many may fail alike."""
+    primary = errors[0]
+    descriptions = [repr(error) for error in errors if error is not primary]
+    for description in dict.fromkeys(descriptions):
+        primary.add_note(f"at the same time: {description}")
+    raise primary
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run until all have ended; the first error cancels the others and is raised as it was.
+    """Run coroutines until all have ended; the first error cancels the others and is raised.
 
     An exception group would hide the error a user is looking for, so the group is opened: the first
-    error is raised with its own traceback, cause and context, and further ones are noted on it.
+    error is raised with its traceback, cause and context, and further ones are noted on it.
 
     Raises:
         RuntimeError: if a coroutine ends by a cancellation that was not requested (something it
@@ -81,13 +81,13 @@ async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
 async def afterwards(
     call: Callable[..., Awaitable[Any]], *args: object, grace_s: float = GRACE_S
 ) -> AsyncIterator[None]:
-    """Await ``call(*args)`` at the end, also after an error inside.
+    """Await ``call(*args)`` at the end of the block, also after an error in it.
 
-    ``try`` and ``finally`` would raise the error of ``call`` in the place of the one from inside;
-    here it becomes a note on that.
+    With ``try`` and ``finally`` an error of ``call`` would replace the error of the block. Here it
+    becomes a note on it.
 
     Args:
-        grace_s: how long the call may take after an error. If all went well its own limits hold.
+        grace_s: time limit of the call after an error. Without an error it has no limit here.
     """
     try:
         yield
@@ -102,12 +102,15 @@ async def afterwards(
 
 
 def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """``asyncio.run``, in another thread if an event loop runs in this one (a notebook's); Ctrl-C
-    cancels it there."""
+    """``asyncio.run``, in another thread if this one has an event loop, as in a notebook.
+
+    Ctrl-C cancels the coroutine there.
+    """
     try:
         asyncio.get_running_loop()
-    except RuntimeError:
+    except RuntimeError:  # no event loop
         return asyncio.run(coroutine)
+    # At most one entry, set by the other thread.
     started: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
     interrupted = threading.Event()
 
@@ -134,25 +137,31 @@ def run_in_own_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @asynccontextmanager
 async def within(
-    limit_s: float, what: str, key: str = "trainer.step_timeout_s"
+    limit_s: float, phase: str, key: str = "trainer.step_timeout_s"
 ) -> AsyncIterator[None]:
-    """End what takes longer than the limit.
+    """End a block that takes longer than the limit.
+
+    Args:
+        phase: for the error.
+        key: of the setting that is the limit.
 
     Raises:
-        TimeoutError: naming what it was, and the key.
+        TimeoutError: naming the phase and the key.
     """
     try:
         async with asyncio.timeout(limit_s) as timer:
             yield
     except TimeoutError as error:
-        if not timer.expired():
+        if not timer.expired():  # raised in the block
             raise
-        raise TimeoutError(f"{what} did not end within {limit_s:g} s ({key})") from error
+        raise TimeoutError(f"{phase} did not end within {limit_s:g} s ({key})") from error
 
 
 async def not_halfway(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Await a coroutine that must not stop in the middle: a cancellation is raised after its
-    end."""
+    """Await a coroutine that must not stop in the middle.
+
+    A cancellation is raised after its end.
+    """
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)

@@ -1,7 +1,6 @@
-"""Safetensors files that may be damaged, or made by somebody else: the reader's errors become one
-line.
+"""Safetensors files that may be damaged or of unknown origin: the reader's errors become one line.
 
-Invariant: reading a file runs no code of it, and takes no more memory than the file's own size.
+Invariant: reading a file runs no code of it, and takes no more memory than the size of the file.
 """
 
 from __future__ import annotations
@@ -16,16 +15,24 @@ from safetensors import SafetensorError, safe_open
 from skyasync.errors import UserError, headline
 
 INDEX = "model.safetensors.index.json"
-#: What readers raise for files whose names, shapes or metadata do not fit together.
-_MISFITS = (SafetensorError, ArithmeticError, AttributeError, LookupError, RecursionError, RuntimeError, TypeError,
-            ValueError)  # fmt: skip
+#: Errors of readers for files whose names, shapes or metadata do not fit together.
+_MISFITS = (
+    SafetensorError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 def check_weight_files(files: Iterable[Path]) -> None:
-    """Read the headers of files.
+    """Check the headers of files.
 
     Raises:
-        UserError: for the first one that is damaged.
+        UserError: for the first file that is damaged.
     """
     for file in files:
         try:
@@ -38,12 +45,12 @@ def check_weight_files(files: Iterable[Path]) -> None:
 
 
 def check_model_files(folder: Path) -> None:
-    """Check the files that transformers reads of a model's folder; others, such as
-    ``consolidated.safetensors``, may be anything.
+    """Check the files that transformers reads of a model's folder.
+
+    Other files, such as ``consolidated.safetensors``, may be anything.
 
     Raises:
-        UserError: for the first file that is damaged, or that the index names and that is not
-            there.
+        UserError: for the first file that is damaged, or is missing although the index names it.
     """
     single = folder / "model.safetensors"
     index = folder / INDEX
@@ -65,10 +72,10 @@ def check_model_files(folder: Path) -> None:
 
 @contextmanager
 def weights_of(folder: Path) -> Iterator[None]:
-    """A block that reads the weights of a folder.
+    """Turn the errors of a block that reads the weights of a folder into one line.
 
     Raises:
-        UserError: for a file that is damaged, or whose tensors do not fit what reads them.
+        UserError: for a file that is damaged, or whose tensors do not fit the model.
     """
     check_weight_files(sorted(folder.glob("*.safetensors")))
     try:
@@ -76,11 +83,13 @@ def weights_of(folder: Path) -> Iterator[None]:
     except UserError:
         raise
     except BaseException as error:
-        from torch.distributed.checkpoint.api import CheckpointException  # no Exception
+        # A BaseException, unlike its name.
+        from torch.distributed.checkpoint.api import CheckpointException
 
         cause: BaseException = error
         if isinstance(error, CheckpointException) and error.failures:
-            cause = next(iter(error.failures.values()))[0]  # of the first rank
+            first_failure = next(iter(error.failures.values()))
+            cause = first_failure[0]  # without its traceback
         elif not isinstance(error, _MISFITS):
             raise
         problem = "its weights are damaged, or do not fit the model"

@@ -12,7 +12,7 @@ from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.episodes import EnvSettings, Episodes
 from skyasync.envs.pool import EnvPool, local_pool
 from skyasync.errors import UserError
-from skyasync.utils.rpc import MOST_HUNG, LocalTransport
+from skyasync.utils.rpc import MAX_HUNG, LocalTransport
 from tests.virtual_time import virtual_time
 
 PROMPT = [{"role": "user", "content": "begin"}]
@@ -321,7 +321,7 @@ async def test_the_episodes_of_a_failed_worker_fail_at_once_with_the_reason():
 async def test_a_worker_with_stuck_calls_gets_no_new_episodes_and_ends_with_its_last_one():
     pool, workers = slow_pool()
     await begin(pool, "old", turns=2)
-    workers[0].hung = MOST_HUNG
+    workers[0].hung = MAX_HUNG
     await pool.step("old", "x")
     await begin(pool, "new")
     assert [worker.messages["exchange"] for worker in workers] == [2, 1]

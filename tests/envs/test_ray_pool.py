@@ -8,7 +8,7 @@ import pytest
 
 from skyasync.envs import ENVS, BaseTextEnv
 from skyasync.envs.episodes import EnvSettings
-from skyasync.utils.rpc import MOST_HUNG
+from skyasync.utils.rpc import MAX_HUNG
 
 pytestmark = pytest.mark.slow
 
@@ -75,7 +75,7 @@ async def test_a_failed_process_loses_its_episodes_and_is_replaced(pool):
 async def test_a_process_full_of_hanging_steps_is_replaced_while_its_other_episodes_go_on(pool):
     pool = pool(workers=1, step_timeout_s=0.5)
     await pool.init("kept", "living", {}, PROMPT)
-    stuck = [episode(pool, f"stuck{i}", "hang") for i in range(MOST_HUNG)]
+    stuck = [episode(pool, f"stuck{i}", "hang") for i in range(MAX_HUNG)]
     for error in await asyncio.gather(*stuck, return_exceptions=True):
         assert "did not answer within 0.5 s (environment.step_timeout_s)" in str(error)
     old, new = await asyncio.gather(pool.step("kept", "go"), episode(pool, "new"))

@@ -203,7 +203,7 @@ async def test_what_a_module_raises_besides_exceptions_when_it_is_loaded_is_told
     def load():
         raise kind
 
-    error = await RpcServer._loaded(load)
+    error = await RpcServer._error_of_load(load)
     assert kind.__name__ in repr(error)
 
 

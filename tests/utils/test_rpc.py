@@ -1,6 +1,6 @@
 """How work is assigned to processes, and which are replaced; the processes are fakes."""
 
-from skyasync.utils.rpc import MOST_HUNG, RpcPool
+from skyasync.utils.rpc import MAX_HUNG, RpcPool
 
 
 class Stand:
@@ -43,7 +43,7 @@ def test_one_that_is_lost_is_replaced_at_once():
 def test_one_that_is_stuck_gets_no_new_work_and_ends_with_its_last():
     made, _ = pool(1)
     stuck = made.take("old")
-    stuck.hung = MOST_HUNG
+    stuck.hung = MAX_HUNG
     made.look_at(stuck)
     assert made.take("new").worker.number == 1
     assert not stuck.worker.killed

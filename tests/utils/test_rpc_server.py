@@ -9,7 +9,7 @@ PATIENCE_S = 20.0
 
 
 @contextmanager
-def threads(work, most=64, limit_s=PATIENCE_S):
+def threads(work, max_threads=64, limit_s=PATIENCE_S):
     """Running threads, and a way to wait for the answer to a job."""
     answers, changed = {}, threading.Condition()
 
@@ -24,7 +24,7 @@ def threads(work, most=64, limit_s=PATIENCE_S):
             assert changed.wait_for(lambda: job in answers, PATIENCE_S), f"no answer to {job}"
             return answers[job]
 
-    found = DaemonThreads(work, answer, most=most, limit_s=limit_s)
+    found = DaemonThreads(work, answer, max_threads=max_threads, limit_s=limit_s)
     try:
         yield found, wait_for
     finally:
@@ -33,7 +33,7 @@ def threads(work, most=64, limit_s=PATIENCE_S):
 
 def test_jobs_start_in_order_and_each_is_answered_once():
     started = []
-    with threads(lambda job: started.append(job) or -job, most=1) as (pool, wait_for):
+    with threads(lambda job: started.append(job) or -job, max_threads=1) as (pool, wait_for):
         pool.submit(range(1000))
         assert [wait_for(job) for job in range(1000)] == [-job for job in range(1000)]
     assert started == list(range(1000))
@@ -74,7 +74,9 @@ def test_a_job_that_computes_for_ever_does_not_stop_the_others():
 
 def test_jobs_that_hang_are_answered_for_and_their_threads_replaced():
     free = threading.Event()
-    with threads(lambda job: free.wait(PATIENCE_S) if job < 3 else "done", most=2, limit_s=0.1) as (
+    with threads(
+        lambda job: free.wait(PATIENCE_S) if job < 3 else "done", max_threads=2, limit_s=0.1
+    ) as (
         pool,
         wait_for,
     ):
