@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from skyasync.config.load import exit_with, load_config
 from skyasync.errors import UserError
 from skyasync.simulate.advice import advise
-from skyasync.simulate.costs import Compared, configuration_of
+from skyasync.simulate.costs import ComparedPlans, configuration_of
 from skyasync.simulate.run import simulate, work
 from skyasync.simulate.settings import SimulationConfig
 from skyasync.simulate.theory import expected_step_s
@@ -18,10 +19,10 @@ _COLUMNS = "plan            samples/s  speed-up  of the bound  theory  idle trai
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Ends the program with one line on a user's error."""
+    """Print the report; a user's error ends the program with one line."""
     try:
         argv = sys.argv[1:] if argv is None else argv
-        cfg = load_config(argv, schema=SimulationConfig, plan=Compared)
+        cfg = load_config(argv, schema=SimulationConfig, plan=ComparedPlans)
         if cfg.simulate.from_run:
             cfg = configuration_of(Path(cfg.simulate.from_run), argv)
         if not cfg.trainer.max_training_steps:
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def report(cfg: SimulationConfig) -> list[str]:
-    """The lines that are printed."""
+    """The lines of the report: the work of a step, a row for each plan, and the advice."""
     demand = work(cfg)
     rows = [simulate(cfg, plan) for plan in cfg.simulate.plans]
     sync = next((row for row in rows if row.plan == "sync"), None)
@@ -51,22 +52,15 @@ def report(cfg: SimulationConfig) -> list[str]:
         ]
     lines += ["", _COLUMNS]
     for row in rows:
-        if sync:
-            speedup = f"{sync.step_s / row.step_s:8.2f}"
-        else:
-            speedup = " " * 8
+        speedup = f"{sync.step_s / row.step_s:8.2f}" if sync else " " * 8
         expected = expected_step_s(cfg, row.plan)
         theory = f"{demand.step_s / expected:.3f}" if expected else "-"
-        shares = {
-            versions: n / max(row.staleness.total(), 1)
-            for versions, n in sorted(row.staleness.items())
-        }
-        histogram = " ".join(
-            f"{versions}:{share:.0%}" for versions, share in shares.items() if share >= 0.005
-        )
+        # A plan of the user is named by its module and class.
+        name = row.plan.rpartition(":")[2]
         lines.append(
-            f"{row.plan.rpartition(':')[2]:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}"
-            f"  {theory:>6}  {row.idle_trainer:12.0%}  {row.idle_engines:12.0%}  {row.staleness_mean:.2f}, {histogram}"
+            f"{name:<15} {row.samples_per_s:9.4g}  {speedup}  {demand.step_s / row.step_s:12.3f}"
+            f"  {theory:>6}  {row.idle_trainer:12.0%}  {row.idle_engines:12.0%}"
+            f"  {row.staleness_mean:.2f}, {histogram(row.staleness)}"
         )
     if cfg.simulate.advise:
         advice = advise(cfg)
@@ -77,6 +71,16 @@ def report(cfg: SimulationConfig) -> list[str]:
             f"mean staleness {advice.outcome.staleness_mean:.2f}",
         ]
     return lines
+
+
+def histogram(staleness: Counter[int]) -> str:
+    """The fraction of the tokens at each staleness, without those that would be shown as 0%."""
+    total = max(staleness.total(), 1)
+    columns = []
+    for versions, tokens in sorted(staleness.items()):
+        if tokens / total >= 0.005:
+            columns.append(f"{versions}:{tokens / total:.0%}")
+    return " ".join(columns)
 
 
 if __name__ == "__main__":

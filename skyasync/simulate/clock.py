@@ -1,8 +1,7 @@
-"""An event loop whose clock jumps to the next timer: hours pass in milliseconds, the same way every
-time.
+"""An event loop whose clock jumps to the next timer: hours pass in milliseconds, reproducibly.
 
-Invariant: nothing outside the loop can wake it (no threads, no sockets). So a moment with neither a
-ready callback nor a timer is a deadlock; the error says which task waits where.
+Invariant: nothing outside the loop can wake it (no threads, no sockets). So a moment without a
+ready callback and without a timer is a deadlock; the error says which task waits where.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ T = TypeVar("T")
 
 
 class Deadlock(RuntimeError):
-    """Every task waits and no timer is set; the message has a line for each task, from its start to
-    where it waits."""
+    """Every task waits and no timer is set; the message has a line for each task."""
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Starts at second 0."""
+    """An event loop in simulated time, which starts at second 0."""
 
     def __init__(self) -> None:
         super().__init__(_JumpingSelector(self))
@@ -34,7 +32,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The coroutine's result, in simulated time that starts at 0.
+    """Run a coroutine in simulated time that starts at 0; returns its result.
 
     Raises:
         Deadlock: if nothing can happen any more and the coroutine has not ended.
@@ -44,7 +42,7 @@ def run_virtual(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Instead of sleeping until the next timer it moves the clock there."""
+    """Moves the clock to the next timer instead of sleeping until then."""
 
     def __init__(self, loop: VirtualTimeLoop) -> None:
         super().__init__()
@@ -52,22 +50,21 @@ class _JumpingSelector(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[Any]:
         loop = self._loop
-        if timeout is None:
-            waiting = sorted(_awaits(task) for task in asyncio.all_tasks(loop))
+        if timeout is None:  # asyncio has no timer
+            waiting = sorted(_awaited_lines(task) for task in asyncio.all_tasks(loop))
             raise Deadlock(
                 f"at {loop.now:g} s nothing can happen any more; waiting:\n  "
                 + "\n  ".join(waiting)
             )
         loop.now += max(timeout, 0.0)
-        # asyncio runs what is due within this of now; below the spacing of floats it would wait for
+        # asyncio runs timers within this time of now. Below the spacing of floats it would wait for
         # ever.
         loop._clock_resolution = max(1e-9, 2 * math.ulp(loop.now))  # type: ignore[attr-defined]
         return []
 
 
-def _awaits(task: asyncio.Task[Any]) -> str:
-    """The coroutines of a task, from its own to the innermost, each with the line at which it
-    waits."""
+def _awaited_lines(task: asyncio.Task[Any]) -> str:
+    """The coroutines of a task, from the outermost on, each with the line at which it waits."""
     names: list[str] = []
     coroutine: Any = task.get_coro()
     while inspect.iscoroutine(coroutine):

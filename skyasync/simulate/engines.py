@@ -1,13 +1,13 @@
 """Engines that decode in simulated time.
 
 Invariant: a sequence gets exactly its tokens, each under the version that the engine had at that
-time; busy time is counted per slot, so that ``1 - busy`` is the share of the engine's capacity that
-is idle.
+time. Busy time is counted per slot, so that ``1 - busy`` is the idle fraction of the engine's
+capacity.
 
-All running sequences of an engine advance together, one token per decode step, so an engine keeps
-one clock that counts decode steps. A sequence that starts at step p and has n tokens to go ends at
-step p + n: one heap entry, and nothing to be done in between, however many sequences run and
-however often weights are updated.
+All running sequences of an engine advance together, one token per decode step, so an engine has one
+clock that counts decode steps. A sequence that starts at step p and has n tokens to go ends at step
+p + n. It is one heap entry, without work in between, however many sequences run and however often
+weights are updated.
 """
 
 from __future__ import annotations
@@ -46,13 +46,21 @@ class DecodeCosts:
 
 @dataclass
 class Sequence:
-    """One trajectory: ``tokens`` by the version that computed them, once ``done``."""
+    """One trajectory.
+
+    Attributes:
+        prompt: tokens of its prompt.
+        left: tokens that it will still get.
+        tokens: version -> tokens that it has computed; complete when ``done`` is.
+        started: decode step at which its next token began, or would have begun.
+        engine: index of its engine.
+    """
 
     prompt: int
     left: int
     done: asyncio.Future[None]
     tokens: Counter[int] = field(default_factory=Counter)
-    started: float = 0.0  # decode step at which its next token begins
+    started: float = 0.0
     engine: int = 0
 
 
@@ -62,41 +70,51 @@ class VirtualEngine:
     def __init__(self, costs: DecodeCosts) -> None:
         self.costs = costs
         self._waiting: deque[Sequence] = deque()
-        self._running: list[
-            tuple[float, int, Sequence]
-        ] = []  # by the decode step at which they end
+        # Heap of (decode step of the end, number, sequence). Numbers are unique: sequences are
+        # never compared.
+        self._running: list[tuple[float, int, Sequence]] = []
         self._updates: list[tuple[float, int]] = [(0.0, 0)]  # (decode step, version from there on)
         self._numbers = count()
-        self._paused = False
-        # decode steps done, and when that was
-        self._steps = 0.0
-        self._updated = 0.0
+        self._is_paused = False
+        self._steps = 0.0  # decode steps until ``_updated_s``
+        self._updated_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._stats = EngineStats()
 
-    def submit(self, sequence: Sequence, *, first: bool = False) -> None:
-        """``first``: in front of the sequences that wait."""
+    def submit(self, sequence: Sequence, *, in_front: bool = False) -> None:
+        """Add a sequence.
+
+        Args:
+            in_front: of the sequences that wait.
+        """
         self._advance()
-        self._waiting.insert(0 if first else len(self._waiting), sequence)
+        if in_front:
+            self._waiting.appendleft(sequence)
+        else:
+            self._waiting.append(sequence)
         self._fill()
 
     def withdraw(self, count: int) -> list[Sequence]:
-        """So many of the sequences that wait, the newest first, leave the engine."""
+        """Remove so many of the sequences that wait, the newest first."""
         return [self._waiting.pop() for _ in range(min(count, len(self._waiting)))]
 
     def pause(self) -> None:
+        """Stop decoding; sequences keep their slots."""
         self._advance()
-        self._paused = True
-        self._arm()
+        self._is_paused = True
+        self._set_timer()
 
     def resume(self) -> None:
+        """Decode again."""
         self._advance()
-        self._paused = False
+        self._is_paused = False
         self._fill()
 
     def cut(self) -> None:
-        """Put what runs back in front of the queue; it starts again with the prefill of all it
-        has."""
+        """Put running sequences back in front of the queue.
+
+        They start again with the prefill of all tokens that they have.
+        """
         self._advance()
         for _, _, sequence in sorted(self._running, reverse=True):
             self._settle(sequence)
@@ -104,6 +122,7 @@ class VirtualEngine:
         self._running = []
 
     def set_version(self, version: int) -> None:
+        """Compute tokens under this version from here on."""
         self._advance()
         self._updates.append((self._steps, version))
         # No running sequence has tokens of an update before the oldest start.
@@ -111,41 +130,43 @@ class VirtualEngine:
         del self._updates[: max(0, bisect_left(self._updates, (oldest, -1)) - 1)]
 
     def stats(self) -> EngineStats:
+        """A copy of the counters until now."""
         self._advance()
-        self._stats.running, self._stats.waiting = len(self._running), len(self._waiting)
-        return EngineStats(**vars(self._stats))
+        stats = self._stats
+        stats.running = len(self._running)
+        stats.waiting = len(self._waiting)
+        return EngineStats(**vars(stats))
 
     def _advance(self) -> None:
-        """Account for the time since the last call."""
-        now = asyncio.get_running_loop().time()
-        passed = now - self._updated
-        self._updated = now
-        if self._paused:
-            self._stats.paused_s += passed
-        elif self._running:
-            self._steps += passed / self.costs.step_s(len(self._running))
-            self._stats.busy_s += passed * len(self._running) / self.costs.slots
+        """Account for the time since the previous call."""
+        now_s = asyncio.get_running_loop().time()
+        passed_s = now_s - self._updated_s
+        self._updated_s = now_s
+        running = len(self._running)
+        if self._is_paused:
+            self._stats.paused_s += passed_s
+        elif running:
+            self._steps += passed_s / self.costs.step_s(running)
+            self._stats.busy_s += passed_s * running / self.costs.slots
 
     def _fill(self) -> None:
-        while self._waiting and len(self._running) < self.costs.slots and not self._paused:
+        """Give free slots to sequences that wait."""
+        while self._waiting and len(self._running) < self.costs.slots and not self._is_paused:
             sequence = self._waiting.popleft()
-            sequence.started = self._steps + self.costs.prefill * (
-                sequence.prompt + sequence.tokens.total()
-            )
-            heapq.heappush(
-                self._running, (sequence.started + sequence.left, next(self._numbers), sequence)
-            )
-        self._arm()
+            prefilled_tokens = sequence.prompt + sequence.tokens.total()
+            sequence.started = self._steps + self.costs.prefill * prefilled_tokens
+            end = sequence.started + sequence.left
+            heapq.heappush(self._running, (end, next(self._numbers), sequence))
+        self._set_timer()
 
-    def _arm(self) -> None:
-        """Set the timer to the next sequence's end."""
+    def _set_timer(self) -> None:
+        """Set the timer to the end of the next sequence."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._running and not self._paused:
-            seconds = max(self._running[0][0] - self._steps, 0.0) * self.costs.step_s(
-                len(self._running)
-            )
+        if self._running and not self._is_paused:
+            steps = max(self._running[0][0] - self._steps, 0.0)
+            seconds = steps * self.costs.step_s(len(self._running))
             self._timer = asyncio.get_running_loop().call_later(seconds, self._end_sequences)
 
     def _end_sequences(self) -> None:
@@ -158,44 +179,54 @@ class VirtualEngine:
         self._fill()
 
     def _settle(self, sequence: Sequence, end: float | None = None) -> None:
-        """Count the whole tokens of a sequence since it started; each belongs to the version that
-        completed it."""
+        """Count the complete tokens of a sequence since it started.
+
+        A token belongs to the version that completed it.
+
+        Args:
+            end: decode step at which the sequence ends; None: it is interrupted.
+        """
         if end is not None:
-            got = sequence.left
+            new_tokens = sequence.left
         else:
-            got = max(0, min(int(self._steps - sequence.started), sequence.left))
-        first = bisect_left(self._updates, (sequence.started + 1, -1)) - 1
-        counted = 0
-        for following in range(first + 1, len(self._updates) + 1):
-            last = following == len(self._updates)
-            if last:
-                until = got
-            else:
-                until = int(self._updates[following][0] - sequence.started + _EPSILON)
-            if min(got, until) > counted:
-                sequence.tokens[self._updates[following - 1][1]] += min(got, until) - counted
-                counted = min(got, until)
-            if counted >= got:
+            new_tokens = max(0, min(int(self._steps - sequence.started), sequence.left))
+        # The update under which the first token was completed.
+        oldest = bisect_left(self._updates, (sequence.started + 1, -1)) - 1
+        counted_tokens = 0
+        for index in range(oldest, len(self._updates)):
+            total = new_tokens  # that are complete when the next update comes
+            if index + 1 < len(self._updates):
+                next_update, _ = self._updates[index + 1]
+                total = min(new_tokens, int(next_update - sequence.started + _EPSILON))
+            if total > counted_tokens:
+                _, version = self._updates[index]
+                sequence.tokens[version] += total - counted_tokens
+                counted_tokens = total
+            if counted_tokens >= new_tokens:
                 break
-        sequence.left -= got
-        self._stats.generated_tokens += got
+        sequence.left -= new_tokens
+        self._stats.generated_tokens += new_tokens
 
 
 class VirtualClient:
-    """What the trainer asks of an inference client, for many engines: the least loaded one gets the
-    next sequence."""
+    """The trainer's inference client, for many engines: the one with the fewest sequences is next.
+
+    Args:
+        asleep: the indices of engines that get no sequences.
+    """
 
     def __init__(self, engines: list[VirtualEngine], asleep: Collection[int] = ()) -> None:
         self.engines = engines
-        self._in_flight = [0] * len(engines)
+        self._in_flight = [0] * len(engines)  # sequences of each engine
         self._asleep = frozenset(asleep)
-        self._by_load = [
-            (0, i) for i in range(len(engines)) if i not in self._asleep
-        ]  # outdated entries are skipped
+        # Heap of (sequences in flight, index). Outdated entries are skipped.
+        self._by_load: list[tuple[int, int]] = []
+        self._sort_by_load()
 
     def submit(self, prompt: int, tokens: int) -> Sequence:
+        """Submit a sequence of so many tokens; ``done`` of it is set at its end."""
         sequence = Sequence(prompt, tokens, asyncio.get_running_loop().create_future())
-        sequence.done.add_done_callback(lambda _: self._load(sequence.engine, -1))
+        sequence.done.add_done_callback(lambda _: self._change_load(sequence.engine, -1))
         self._assign(sequence)
         return sequence
 
@@ -214,7 +245,7 @@ class VirtualClient:
                 engine.resume()
 
     async def sleep(self, engines: Collection[int]) -> None:
-        """The sequences of these engines continue at the others."""
+        """Put engines to sleep; their sequences continue at the others."""
         self._asleep |= frozenset(engines)
         self._sort_by_load()
         for index in engines:
@@ -222,19 +253,20 @@ class VirtualClient:
             engine.pause()
             engine.cut()
             for sequence in engine.withdraw(self._in_flight[index]):
-                self._load(index, -1)
-                self._assign(sequence, first=True)
+                self._change_load(index, -1)
+                self._assign(sequence, in_front=True)
 
     async def wake(self, engines: Collection[int]) -> None:
-        """These engines get their share of the sequences that wait at others."""
+        """Wake engines; they get their share of the sequences that wait at others."""
         self._asleep -= frozenset(engines)
         self._sort_by_load()
         for index in engines:
             self.engines[index].resume()
-        share = -(-sum(self._in_flight) // (len(self.engines) - len(self._asleep)))
+        awake = len(self.engines) - len(self._asleep)
+        share = -(-sum(self._in_flight) // awake)  # rounded up
         for index, engine in enumerate(self.engines):
             for sequence in engine.withdraw(self._in_flight[index] - share):
-                self._load(index, -1)
+                self._change_load(index, -1)
                 self._assign(sequence)
 
     async def waiting(self) -> int:
@@ -247,24 +279,27 @@ class VirtualClient:
         for engine in self.engines:
             engine.set_version(version)
 
-    def _assign(self, sequence: Sequence, *, first: bool = False) -> None:
+    def _assign(self, sequence: Sequence, *, in_front: bool = False) -> None:
+        """Give a sequence to the engine with the fewest sequences."""
         load, index = heapq.heappop(self._by_load)
         while load != self._in_flight[index]:
             load, index = heapq.heappop(self._by_load)
         sequence.engine = index
-        self._load(index, +1)
-        self.engines[index].submit(sequence, first=first)
+        self._change_load(index, +1)
+        self.engines[index].submit(sequence, in_front=in_front)
 
-    def _load(self, index: int, change: int) -> None:
+    def _change_load(self, index: int, change: int) -> None:
         self._in_flight[index] += change
         if index in self._asleep:
             return
         heapq.heappush(self._by_load, (self._in_flight[index], index))
+        # Bounds the number of outdated entries.
         if len(self._by_load) > 4 * len(self.engines) + 64:
             self._sort_by_load()
 
     def _sort_by_load(self) -> None:
-        self._by_load = [
-            (load, i) for i, load in enumerate(self._in_flight) if i not in self._asleep
-        ]
+        self._by_load = []
+        for index, load in enumerate(self._in_flight):
+            if index not in self._asleep:
+                self._by_load.append((load, index))
         heapq.heapify(self._by_load)

@@ -1,8 +1,8 @@
-"""The parts that a simulated run hands to a plan in place of models and environments.
+"""The components of a simulated run, in the place of models and environments.
 
-Invariant: the plan's classes run as they are; what is replaced is what they are handed, and
+Invariant: the plan's classes run unchanged. Replaced are the components that they get, and
 ``prepare``, ``forward_backward`` and ``optimizer_step``, the tensor part of a training step. A
-trajectory's length depends on its identity alone, so all plans see the same.
+trajectory's length depends on its identity alone, so all plans see the same lengths.
 """
 
 from __future__ import annotations
@@ -27,12 +27,20 @@ if TYPE_CHECKING:  # a simulation does without torch
     from skyasync.models.batch import TrainingBatch
     from skyasync.weight_sync.sync import Paused
 
-_MIX = 0x9E3779B97F4A7C15
+_MIX = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: multiplicative hashing
 _PROMPT = Segment("prompt", ints([0]))
 
 
 class VirtualGenerator(TrajectoryGenerator):
-    """Plays trajectories whose lengths are drawn; ``generated`` counts their tokens."""
+    """Generates trajectories of random lengths.
+
+    Args:
+        lengths: the distribution's samples, int64.
+        prompt_length: tokens per prompt.
+
+    Attributes:
+        generated: response tokens so far.
+    """
 
     def __init__(self, client: VirtualClient, lengths: np.ndarray, prompt_length: int) -> None:
         self._client = client
@@ -41,19 +49,21 @@ class VirtualGenerator(TrajectoryGenerator):
         self.generated = 0
 
     def length(self, identity: TrajectoryId) -> int:
+        """Response tokens of a trajectory."""
         mixed = (hash(identity) * _MIX) & 0xFFFFFFFFFFFFFFFF
+        # The high bits depend on all bits of the hash.
         return int(self._lengths[(mixed >> 40) % len(self._lengths)])
 
     async def roll_out(self, input_batch: GeneratorInput) -> list[Trajectory]:
         ids = input_batch["trajectory_ids"]
-        sequences = [
-            self._client.submit(self._prompt_length, self.length(identity)) for identity in ids
-        ]
+        sequences = []
+        for identity in ids:
+            sequences.append(self._client.submit(self._prompt_length, self.length(identity)))
         await asyncio.gather(*(sequence.done for sequence in sequences))
         self.generated += sum(sequence.tokens.total() for sequence in sequences)
         trajectories = []
         for identity, sequence in zip(ids, sequences, strict=True):
-            # One token stands for all of its version; its id is how many they are.
+            # One token stands for all tokens of a version; its id is their number.
             versions = sorted(sequence.tokens)
             counts = ints([sequence.tokens[version] for version in versions])
             action = Segment("action", counts, np.zeros(len(versions), np.float32), ints(versions))
@@ -62,14 +72,14 @@ class VirtualGenerator(TrajectoryGenerator):
 
 
 class VirtualWorkers:
-    """Training that takes ``seconds_per_token`` of each response token. Is the trainer's
-    dispatch."""
+    """The trainer's dispatch: training takes ``seconds_per_token`` for each response token."""
 
     def __init__(self, seconds_per_token: float) -> None:
         self._seconds_per_token = seconds_per_token
         self.busy_s = 0.0
 
     async def train(self, tokens: int) -> None:
+        """Take the time of a forward and backward pass."""
         seconds = tokens * self._seconds_per_token
         await asyncio.sleep(seconds)
         self.busy_s += seconds
@@ -87,20 +97,23 @@ class VirtualBatch:
     def mini_batches(
         self, size: int, first: int | None = None
     ) -> Iterator[tuple[VirtualBatch, int]]:
-        left = self.tokens
+        """Divide the groups as ``TrainingBatch.mini_batches`` does."""
+        groups = self.tokens
+        count = len(groups)
         if size:
             count = size if first is None else first
-        else:
-            count = len(left)
-        while left:
-            yield VirtualBatch(left[:count]), len(left[:count])
-            left = left[count:]
+        while groups:
+            yield VirtualBatch(groups[:count]), len(groups[:count])
+            groups = groups[count:]
             count = size
 
 
 class VirtualSync:
-    """A weight sync that takes its time and then is true of all engines; ``colocation``: it wakes
-    them."""
+    """A weight sync that takes ``seconds``.
+
+    Attributes:
+        colocation: wakes the engines after a sync; None if they do not sleep.
+    """
 
     def __init__(self, client: VirtualClient, seconds: float) -> None:
         self._client = client
@@ -122,8 +135,11 @@ class VirtualSync:
 
 
 class VirtualColocation:
-    """The changes of the devices on which these engines and the policy compute; each takes
-    ``simulate.switch_s``."""
+    """The changes of devices between engines and the policy; each takes ``simulate.switch_s``.
+
+    Args:
+        engines: the indices of the engines that share devices with the policy.
+    """
 
     def __init__(
         self, client: VirtualClient, engines: Collection[int], settings: SimulateConfig
@@ -132,47 +148,62 @@ class VirtualColocation:
         self._engines = engines
         self._settings = settings
         self._hybrid = len(engines) < len(client.engines)
-        self._awake = False
+        self._engines_are_awake = False
 
     async def give_devices_to_policy(self) -> None:
-        if self._awake:
-            self._awake = False
-            await (self._client.sleep(self._engines) if self._hybrid else self._client.cut())
-            await asyncio.sleep(self._settings.switch_s)
+        if not self._engines_are_awake:
+            return
+        self._engines_are_awake = False
+        if self._hybrid:
+            await self._client.sleep(self._engines)
+        else:
+            await self._client.cut()
+        await asyncio.sleep(self._settings.switch_s)
 
     async def wake(self) -> None:
-        await asyncio.sleep(self._settings.switch_s + self._hybrid * self._settings.sync_s)
-        await (self._client.wake(self._engines) if self._hybrid else self._client.resume())
-        self._awake = True
+        if self._hybrid:
+            # Between two syncs they also get the newest weights.
+            await asyncio.sleep(self._settings.switch_s + self._settings.sync_s)
+            await self._client.wake(self._engines)
+        else:
+            await asyncio.sleep(self._settings.switch_s)
+            await self._client.resume()
+        self._engines_are_awake = True
 
 
 class Simulated(RayPPOTrainer):
-    """Mixed in before a plan: training takes virtual time, and the staleness of every token is
-    counted."""
+    """A mixin before a plan: training takes simulated time.
+
+    Attributes:
+        staleness: trained tokens by their staleness, since the previous step's end.
+    """
 
     staleness: Counter[int]
 
     async def prepare(self, groups: list[Group]) -> TrainingBatch:
-        totals = [0] * len(groups)  # the response tokens of each group
-        for index, group in enumerate(groups):
+        group_tokens = []
+        for group in groups:
+            total = 0
             for trajectory in group.trajectories:
                 (action,) = trajectory.actions
-                for version, count in zip(
-                    action.versions.tolist(), action.tokens.tolist(), strict=True
-                ):
+                counts = action.tokens.tolist()
+                for version, count in zip(action.versions.tolist(), counts, strict=True):
                     self.staleness[self.global_step - version] += count
-                    totals[index] += count
-        return cast("TrainingBatch", VirtualBatch(totals))
+                    total += count
+            group_tokens.append(total)
+        return cast("TrainingBatch", VirtualBatch(group_tokens))
 
     async def forward_backward(self, part: TrainingBatch, *, complete: bool = True) -> None:
-        await cast(VirtualWorkers, self.dispatch).train(sum(cast(VirtualBatch, part).tokens))
+        batch = cast(VirtualBatch, part)
+        workers = cast(VirtualWorkers, self.dispatch)
+        await workers.train(sum(batch.tokens))
 
     async def optimizer_step(self) -> dict[str, float]:
         return {}
 
 
 class NoTracker:
-    """Keeps nothing: a simulation reports at its end."""
+    """Drops all metrics: a simulation reports at its end."""
 
     def log(self, metrics: dict[str, float], step: int) -> None: ...
 

@@ -1,4 +1,4 @@
-"""One plan, simulated: from settings to a row of the table."""
+"""The simulation of one plan: from settings to a row of the table."""
 
 from __future__ import annotations
 
@@ -31,8 +31,7 @@ FOREVER_S = 1e12  # virtual time has no wall clock to protect
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds per step that a batch keeps all engines, and the trainer, busy if nothing ever
-    waits."""
+    """Seconds per step in which a batch occupies all engines, and the trainer, without waits."""
 
     generation_s: float
     training_s: float
@@ -45,10 +44,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one plan did, over the steps between its start and its end.
+    """The figures of one plan, over the steps between its start and its end.
 
-    ``generate_s`` is the time from a batch's (or a group's, where they stream) first request to its
-    last token.
+    Attributes:
+        idle_trainer, idle_engines: fractions of the time.
+        generate_s: from a batch's first request to its last token; a group's in plans that stream.
+        staleness: trained tokens by their staleness.
     """
 
     plan: str
@@ -57,19 +58,21 @@ class Outcome:
     idle_trainer: float
     idle_engines: float
     generate_s: float
-    staleness: Counter[int]  # tokens by the staleness at which these steps trained them
+    staleness: Counter[int]
 
     @property
     def staleness_mean(self) -> float:
-        return sum(versions * count for versions, count in self.staleness.items()) / max(
-            self.staleness.total(), 1
-        )
+        """Mean staleness of the trained tokens, in versions."""
+        total = sum(versions * tokens for versions, tokens in self.staleness.items())
+        return total / max(self.staleness.total(), 1)
 
 
 class _Steps(RunExtension):
+    """Records the steps of a run."""
+
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
-        self.staleness: list[Counter[int]] = []  # of each step
+        self.staleness: list[Counter[int]] = []
 
     def on_step_end(self, trainer: Simulated, metrics: dict[str, float]) -> None:  # type: ignore[override]
         names = ("idle/trainer", "idle/engines", "time/generate_s", "time/step_s")
@@ -79,15 +82,15 @@ class _Steps(RunExtension):
 
 
 def work(cfg: SimulationConfig) -> Work:
-    """What a batch costs on average."""
+    """The work of a batch on average."""
     return Work(_generation_s(cfg), _tokens(cfg) * train_s_per_token(cfg))
 
 
 def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     """Run ``trainer.max_training_steps`` steps of a plan in simulation.
 
-    Averages are over the middle: neither the first steps, which fill the pipeline, nor those that
-    empty it.
+    Averages are over the middle, without the first steps, which fill the pipeline, and the last
+    steps, which empty it.
 
     Raises:
         Deadlock: if nothing can happen any more; its message says which task waits where.
@@ -105,80 +108,48 @@ def simulate(cfg: SimulationConfig, plan: str) -> Outcome:
     run_virtual(train())
     count = len(steps.rows)
     middle = slice(1 + count // 10, max(count - 1 - cfg.trainer.max_staleness, 0))
-    if not steps.rows[middle]:
+    if not steps.rows[middle]:  # a short run
         middle = slice(count)
-    span = steps.rows[middle]
-    seconds = sum(row["time/step_s"] for row in span)
-    samples = len(span) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
+    rows = steps.rows[middle]
+    seconds = sum(row["time/step_s"] for row in rows)
+    idle_trainer_s = sum(row["idle/trainer"] * row["time/step_s"] for row in rows)
+    idle_engines_s = sum(row["idle/engines"] * row["time/step_s"] for row in rows)
+    samples = len(rows) * cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt
     return Outcome(
         plan,
-        step_s=seconds / len(span),
+        step_s=seconds / len(rows),
         samples_per_s=samples / seconds,
-        idle_trainer=sum(row["idle/trainer"] * row["time/step_s"] for row in span) / seconds,
-        idle_engines=sum(row["idle/engines"] * row["time/step_s"] for row in span) / seconds,
-        generate_s=sum(row["time/generate_s"] for row in span) / len(span),
+        idle_trainer=idle_trainer_s / seconds,
+        idle_engines=idle_engines_s / seconds,
+        generate_s=sum(row["time/generate_s"] for row in rows) / len(rows),
         staleness=sum(steps.staleness[middle], Counter()),
     )
 
 
 def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
-    """The plan with all its parts, on the running (virtual) event loop. Changes ``cfg``, which then
-    belongs to it.
+    """Make a plan with all its components, on the running (virtual) event loop.
+
+    Changes ``cfg``, which then belongs to the trainer.
 
     Raises:
         UserError: for a setting that decides by rewards or times of samples that are not simulated,
             or that the plan cannot have.
     """
+    _check_settings(cfg, plan)
+    _switch_off(cfg)
     settings = cfg.simulate
-    generator = cfg.generator
-    for key, given in (
-        (
-            "trainer.algorithm.dynamic_sampling.type",
-            cfg.trainer.algorithm.dynamic_sampling.type != "none",
-        ),
-        ("generator.oversample_per_prompt", generator.oversample_per_prompt),
-        ("data.replay_groups", cfg.data.replay_groups),
-    ):
-        if given:
-            raise UserError(
-                f"{key} changes what a step trains, which is not simulated: leave it at its default"
-            )
-    if (
-        plan.shares_devices == "all" and cfg.trainer.sync_interval > 1
-    ):  # a real run has this error from check_plan
-        raise UserError(
-            f"trainer.sync_interval={cfg.trainer.sync_interval} leaves the engines asleep after most steps of a plan "
-            f"that shares all devices: leave it at its default, or that plan out of simulate.plans"
-        )
-    cfg.trainer.step_timeout_s = FOREVER_S
-    cfg.trainer.allow_uncorrected = True
-    cfg.trainer.save_samples = 0
-    cfg.trainer.resume_mode = "none"
-    cfg.trainer.ckpt_interval = 0
-    cfg.trainer.ckpt_on_exit = False
-    cfg.trainer.ckpt_minutes = 0.0
-    cfg.trainer.ckpt_best_metric = ""
-    cfg.trainer.export_interval = 0
-    cfg.trainer.dump_trajectories = False
-    cfg.trainer.profile_steps = []
-    cfg.trainer.update_epochs_per_batch = 1  # the costs are those of all passes
-    cfg.trainer.placement.colocate_all = (
-        False  # it does not say which virtual devices are shared: the plan does
-    )
     trainers = cfg.trainer.placement.policy_ranks
-    own = generator.num_inference_engines
-    shares = plan.shares_devices
-    # with one engine on each device that is shared, or as many as generator.hybrid_engines
-    on_shared = {
-        "all": trainers,
-        "hybrid": min(generator.hybrid_engines or trainers, trainers),
-        "": 0,
-    }[shares]
-    engines = range(own + on_shared)
-    shared = {"all": engines, "hybrid": engines[own:], "": range(0)}[shares]
-    client = VirtualClient(
-        [VirtualEngine(_costs(cfg)) for _ in engines], engines[own:] if shares == "hybrid" else ()
-    )
+    separate = cfg.generator.num_inference_engines
+    engines = range(separate)
+    shared = asleep = range(0)
+    # One engine on each device that is shared, or as many as generator.hybrid_engines.
+    if plan.shares_devices == "all":
+        engines = range(separate + trainers)
+        shared = engines
+    elif plan.shares_devices == "hybrid":
+        engines = range(separate + min(cfg.generator.hybrid_engines or trainers, trainers))
+        shared = asleep = engines[separate:]
+    client = VirtualClient([VirtualEngine(_costs(cfg)) for _ in engines], asleep)
     lengths = draw_lengths(settings, cfg.trainer.seed)
     simulated: type[Any] = type(f"Simulated{plan.__name__}", (Simulated, plan), {})
     trainer: Simulated = simulated.get_trainer(
@@ -190,17 +161,57 @@ def make_trainer(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> Simulated:
         generator=VirtualGenerator(client, lengths, settings.prompt_length),
     )
     trainer.staleness = Counter()
-    trainer.context.phases.stall_s = math.inf  # a Deadlock names who waits
+    trainer.context.phases.stall_s = math.inf  # a Deadlock names the waiting tasks
     timeline = Timeline(None, clock=asyncio.get_running_loop().time, memory=64)
-    workers = VirtualWorkers(
-        train_s_per_token(cfg) * (trainers / len(engines) if shares == "all" else 1.0)
-    )
+    seconds_per_token = train_s_per_token(cfg)
+    if plan.shares_devices == "all":  # training has the devices of all engines
+        seconds_per_token *= trainers / len(engines)
+    workers = VirtualWorkers(seconds_per_token)
     sync = VirtualSync(client, settings.sync_s)
-    colocation = VirtualColocation(client, shared, settings)
-    if shares == "all":
+    colocation = VirtualColocation(client, shared, settings) if shared else None
+    if plan.shares_devices == "all":
         sync.colocation = colocation
-    trainer.attach(workers, sync, timeline=timeline, colocation=colocation if shared else None)  # type: ignore[arg-type]
+    trainer.attach(workers, sync, timeline=timeline, colocation=colocation)  # type: ignore[arg-type]
     return trainer
+
+
+def _check_settings(cfg: SimulationConfig, plan: type[RayPPOTrainer]) -> None:
+    sampling = cfg.trainer.algorithm.dynamic_sampling
+    not_simulated = {
+        "trainer.algorithm.dynamic_sampling.type": sampling.type != "none",
+        "generator.oversample_per_prompt": cfg.generator.oversample_per_prompt,
+        "data.replay_groups": cfg.data.replay_groups,
+    }
+    for key, is_set in not_simulated.items():
+        if is_set:
+            raise UserError(
+                f"{key} changes what a step trains, which is not simulated: leave it at its default"
+            )
+    # A real run has this error from check_plan.
+    if plan.shares_devices == "all" and cfg.trainer.sync_interval > 1:
+        raise UserError(
+            f"trainer.sync_interval={cfg.trainer.sync_interval} leaves the engines asleep after most steps of a plan "
+            f"that shares all devices: leave it at its default, or that plan out of simulate.plans"
+        )
+
+
+def _switch_off(cfg: SimulationConfig) -> None:
+    """Switch off files, checkpoints, time limits and checks that a simulation does not need."""
+    trainer = cfg.trainer
+    trainer.step_timeout_s = FOREVER_S
+    trainer.allow_uncorrected = True
+    trainer.save_samples = 0
+    trainer.resume_mode = "none"
+    trainer.ckpt_interval = 0
+    trainer.ckpt_on_exit = False
+    trainer.ckpt_minutes = 0.0
+    trainer.ckpt_best_metric = ""
+    trainer.export_interval = 0
+    trainer.dump_trajectories = False
+    trainer.profile_steps = []
+    trainer.update_epochs_per_batch = 1  # the costs are those of all epochs
+    # The plan says which virtual devices are shared.
+    trainer.placement.colocate_all = False
 
 
 def _costs(cfg: SimulationConfig) -> DecodeCosts:
@@ -211,25 +222,23 @@ def _costs(cfg: SimulationConfig) -> DecodeCosts:
 
 
 def train_s_per_token(cfg: SimulationConfig) -> float:
-    """Wall seconds of training per token, with all trainer devices."""
+    """Wall seconds of training per response token, with all trainer devices."""
     if cfg.simulate.train_s_per_token:
         return cfg.simulate.train_s_per_token / cfg.trainer.placement.policy_ranks
-    return _generation_s(cfg) / _tokens(cfg)
+    return _generation_s(cfg) / _tokens(cfg)  # as long as generation
 
 
 def _generation_s(cfg: SimulationConfig) -> float:
+    """Seconds in which all slots of all engines decode a batch."""
     settings = cfg.simulate
     generator = cfg.generator
     samples = cfg.trainer.train_batch_size * generator.n_samples_per_prompt
     decode_steps = _tokens(cfg) + samples * settings.prefill * settings.prompt_length
-    return (
-        decode_steps
-        * _costs(cfg).step_s(settings.slots)
-        / (settings.slots * generator.num_inference_engines)
-    )
+    slots = settings.slots * generator.num_inference_engines
+    return decode_steps * _costs(cfg).step_s(settings.slots) / slots
 
 
 def _tokens(cfg: SimulationConfig) -> float:
-    """Of a batch, on average."""
+    """Response tokens of a batch on average."""
     mean = float(draw_lengths(cfg.simulate, cfg.trainer.seed).mean())
     return cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt * mean

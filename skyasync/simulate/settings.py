@@ -1,7 +1,6 @@
 """Settings of a simulation, in addition to those of a real run."""
 
-# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory where the default is
-# mutable)
+# ruff: noqa: RUF009  (key() returns a dataclasses.field, with a factory for mutable defaults)
 
 from __future__ import annotations
 
@@ -12,13 +11,14 @@ import numpy as np
 from skyasync.config.keys import key
 from skyasync.config.schema import Config, GeneratorConfig, PlacementConfig, TrainerConfig
 
-LENGTHS_DRAWN = (
-    1 << 16
-)  # samples of the length distribution; trajectories take them in an order of their own
+# Samples of the length distribution; trajectories choose among them by their identity.
+LENGTHS_DRAWN = 1 << 16
 
 
 @dataclass
 class SimulateConfig:
+    """The engines, the lengths and the costs of a simulation."""
+
     plans: list[str] = key(
         ["sync", "streamed", "one_step_off", "fully_async"],
         registry="skyasync.trainer.plans:PLANS",
@@ -58,6 +58,8 @@ class SimulateConfig:
 
 @dataclass
 class SimulationConfig(Config):
+    """A run's configuration with the settings of a simulation, and with defaults for it."""
+
     simulate: SimulateConfig = field(default_factory=SimulateConfig)
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(
@@ -73,14 +75,19 @@ class SimulationConfig(Config):
 
 
 def draw_lengths(cfg: SimulateConfig, seed: int) -> np.ndarray:
-    """Response lengths (int64), of the configured mean before they are cut at ``length_max``."""
+    """Sample response lengths, with the configured mean before they are cut at ``length_max``.
+
+    Returns:
+        ``[LENGTHS_DRAWN]`` in int64.
+    """
     rng = np.random.default_rng(seed)
     if cfg.lengths == "constant":
         lengths = np.full(LENGTHS_DRAWN, cfg.length_mean)
     elif cfg.lengths == "lognormal":
-        lengths = rng.lognormal(
-            np.log(cfg.length_mean) - cfg.length_sigma**2 / 2, cfg.length_sigma, LENGTHS_DRAWN
-        )
+        # The mean of a log-normal is exp(mu + sigma^2 / 2).
+        mu = np.log(cfg.length_mean) - cfg.length_sigma**2 / 2
+        lengths = rng.lognormal(mu, cfg.length_sigma, LENGTHS_DRAWN)
     else:  # nine of ten are short, the tenth takes as many tokens as all of them
-        lengths = np.where(rng.random(LENGTHS_DRAWN) < 0.1, 5.0, 5.0 / 9.0) * cfg.length_mean
+        is_long = rng.random(LENGTHS_DRAWN) < 0.1
+        lengths = np.where(is_long, 5.0, 5.0 / 9.0) * cfg.length_mean
     return np.clip(np.rint(lengths), 1, cfg.length_max or None).astype(np.int64)
