@@ -216,7 +216,7 @@ class Admission:
         max_concurrent = self.limits.max_concurrent
         if max_concurrent:
             free = min(free, max_concurrent - self.running)
-        admitted = []
+        admitted: list[int] = []
         while free > len(admitted) and not self.exhausted:
             admitted.append(self._peek())
             self._next_position += 1
