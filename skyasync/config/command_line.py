@@ -82,9 +82,8 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
         )
         if takes_value and arguments and not arguments[0].startswith("-"):
             named, setting, _ = arguments[0].partition("=")
-            if not setting or (
-                path == "--config" and keys.holder(named) is None
-            ):  # a file's path may have a =
+            # a file's path may have a =
+            if not setting or (path == "--config" and keys.holder(named) is None):
                 text = arguments.pop(0)  # also of an option that does not exist
         if path in ("--help", "-h"):
             line.help = text
@@ -98,9 +97,8 @@ def read_command_line(argv: Sequence[str], keys: Keys) -> CommandLine:
             if close:
                 line.problems.append(f"unknown option {path}: did you mean {close[0]}?")
             else:
-                hint = write(
-                    path.lstrip("-"), value_or_text(text or "true"), line.given
-                )  # without a value: a switch
+                # without a value: a switch
+                hint = write(path.lstrip("-"), value_or_text(text or "true"), line.given)
                 line.problems.append(
                     f"unknown option {path}: settings are key=value without dashes; {hint}"
                 )
@@ -206,9 +204,8 @@ def unknown_key(
     hint = other_frameworks().key_hint(path, value, settings or {}, defaults)
     if hint:
         same_ending = [key.path for key in keys if key.path.endswith(f".{path}")]
-        if same_ending and not any(
-            name in hint for name in same_ending
-        ):  # of the same name, with another meaning
+        # of the same name, with another meaning
+        if same_ending and not any(name in hint for name in same_ending):
             hint += f"; {' and '.join(same_ending)} {'are other keys' if same_ending[1:] else 'is another key'}"
         return f"{start}: {hint}"
     segments = path.split(".")

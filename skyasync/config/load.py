@@ -315,9 +315,8 @@ def _merge(
                 and holder.path != setting.path
                 and OmegaConf.select(config, holder.path) is None
             ):
-                OmegaConf.update(
-                    config, holder.path, {}
-                )  # the first entry of a mapping that was null
+                # the first entry of a mapping that was null
+                OmegaConf.update(config, holder.path, {})
             OmegaConf.update(
                 config, setting.path, setting.value, merge=False, force_add=setting.path not in keys
             )

@@ -134,9 +134,8 @@ def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an anno
     origin = typing.get_origin(expected) or expected
     arguments = typing.get_args(expected)
     if origin in (typing.Union, types.UnionType):
-        for arm in sorted(
-            arguments, key=lambda arm: arm is str
-        ):  # str takes anything, so it comes last
+        # str takes anything, so it comes last
+        for arm in sorted(arguments, key=lambda arm: arm is str):
             with contextlib.suppress(WrongTypeError):
                 return convert(node, arm)
     elif origin is typing.Literal:
@@ -152,10 +151,11 @@ def convert(node: yaml.Node, expected: Any) -> object:  # noqa: ANN401  (an anno
             return [text]
     elif origin is dict:
         if isinstance(node, yaml.MappingNode):
+            # of str, a name that looks like a number is a name
             names, element = arguments or (
                 Any,
                 Any,
-            )  # of str, a name that looks like a number is a name
+            )
             return {
                 n.value if names is str else free(n): convert(value, element)
                 for n, value in node.value

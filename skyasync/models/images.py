@@ -24,9 +24,8 @@ from skyasync.config.model_files import config_file, read_json
 from skyasync.errors import UserError
 
 THUMBNAIL = 160  # the longer side, in pixels
-MOST_PIXELS = (
-    1 << 26
-)  # of an image: 200 MB when it is decoded, and its file may be 1,000 times less
+# of an image: 200 MB when it is decoded, and its file may be 1,000 times less
+MOST_PIXELS = 1 << 26
 #: Formats that are read, by Pillow's names. Others may start a program (EPS) or are not for pictures.
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TIFF", "WEBP")
 

@@ -253,9 +253,10 @@ class Vision:
             # Image by image, so that only the cache's features are in memory.
             grids = torch.cat([self.processor.features([image])[GRID] for image in flat])
             base: Any = model.base_model
+            # [3, rows, length]
             positions, _ = base.get_rope_index(
                 batch.tokens, is_placeholder.long(), image_grid_thw=grids
-            )  # [3, rows, length]
+            )
             new_batch.rope = positions.permute(1, 2, 0)
         return new_batch
 

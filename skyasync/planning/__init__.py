@@ -43,9 +43,8 @@ def estimate(cfg: Config, machine: Machine) -> Report:
     cfg = copy.deepcopy(cfg)
     model = cfg.trainer.policy.model
     model.path = model_path(model.path)
-    shape = read_shape(
-        model.path, config_kwargs=model.config_kwargs
-    )  # of the hub, it is in the cache from here on
+    # of the hub, it is in the cache from here on
+    shape = read_shape(model.path, config_kwargs=model.config_kwargs)
     from skyasync.planning.measure import measure, vllm_request
     from skyasync.preflight.prepare import settle_models
 

@@ -358,9 +358,8 @@ def roofline(cfg: Config, plan: MemoryPlan, card: Card) -> Speed:
     operations = 2 * (shape.parameters - idle) * sequences / devices
     tokens = sequences / max((engine.weights + cached) / card.bandwidth, operations / card.flops)
     batch = cfg.trainer.train_batch_size * lengths.samples * lengths.response
-    empty = (cfg.trainer.parallel.pipeline - 1) / max(
-        1, plan.rank.micro_batches
-    )  # of 1F1B, in micro-batches
+    # of 1F1B, in micro-batches
+    empty = (cfg.trainer.parallel.pipeline - 1) / max(1, plan.rank.micro_batches)
     return Speed(
         update=plan.rank.flops / card.flops * (1 + empty),
         collectives=sum(plan.rank.sent.values()) / card.links,

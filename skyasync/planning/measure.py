@@ -180,9 +180,8 @@ class Meter(TorchDispatchMode):
         if known and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
-        if (
-            func is _aten._grouped_mm.default and args[0].dtype == torch.float32
-        ):  # fake ones are of bfloat16 alone
+        # fake ones are of bfloat16 alone
+        if func is _aten._grouped_mm.default and args[0].dtype == torch.float32:
             first, second, offsets = args[:3]
             if second.dim() == 3:
                 sizes = [len(first)]
@@ -343,9 +342,8 @@ class MeasuredBackend(FSDPBackend):
             wrapper.vision = _MeasuredVision(wrapper.model.config, self)
             tower: Any
             for tower in wrapper.modules():
-                if "fullatt_block_indexes" in vars(
-                    tower
-                ):  # windows of attention take no less memory, and are many
+                # windows of attention take no less memory, and are many
+                if "fullatt_block_indexes" in vars(tower):
                     tower.fullatt_block_indexes = range(wrapper.model.config.vision_config.depth)
         if wrapper.context:
             wrapper.context = _MeasuredContext(**vars(wrapper.context))
@@ -468,9 +466,8 @@ class _Measurement:
         """Of the last micro-batch, which finds the gradients of those before it."""
         backend = self.backend
         meter = self.meter
-        once = (
-            backend.spec.reduce_gradients == "update"
-        )  # these gradients are whole: made by the one before
+        # these gradients are whole: made by the one before
+        once = backend.spec.reduce_gradients == "update"
         # that a stage keeps meanwhile, and one after them
         if backend.stage:
             others = backend.stage.warmup + 1

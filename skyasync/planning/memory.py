@@ -56,9 +56,8 @@ class Lengths:
         if generator.max_turns > 1:
             response = min(response * generator.max_turns, max_model_len(cfg) - prompt)
         elif not generator.max_turns and (generator.agent_program or generator.agent_func_path):
-            response = (
-                max_model_len(cfg) - prompt
-            )  # an agent has as many turns as there is room for
+            # an agent has as many turns as there is room for
+            response = max_model_len(cfg) - prompt
         return cls(prompt, response, generator.n_samples_per_prompt)
 
     @property
@@ -80,9 +79,8 @@ def batch_bytes(cfg: Config, shape: ModelShape) -> int:
     """A training batch as tensors."""
     lengths = Lengths.of(cfg)
     experts = 0
-    if (
-        cfg.trainer.policy.router_replay != "none"
-    ):  # those of each layer that are replayed, in a byte or two each
+    # those of each layer that are replayed, in a byte or two each
+    if cfg.trainer.policy.router_replay != "none":
         experts = shape.layers * shape.experts_per_token * (1 if shape.experts <= 255 else 2)
     each = BYTES_PER_CELL + experts + 2 * 4 * cfg.trainer.teacher.top_k
     return cfg.trainer.train_batch_size * lengths.samples * lengths.total * each
@@ -248,9 +246,8 @@ def engine_memory(
     ) * 3 * shape.intermediate // parallel + shape.shared_intermediate
     logits = min(config.max_num_seqs, batched) * shape.vocabulary * 2 * FLOAT32
     workspace = batched * (width + 4 * shape.hidden) * b + logits + (GRAPHS if share else 0)
-    kv_heads = max(
-        1, shape.kv_heads // parallel
-    )  # that are fewer than devices are resident more than once
+    # that are fewer than devices are resident more than once
+    kv_heads = max(1, shape.kv_heads // parallel)
     per_token = 2 * shape.layers * kv_heads * shape.head_dim * b
     needed = config.max_num_seqs * config.max_model_len * per_token
     if share:

@@ -314,9 +314,8 @@ class _Planner:
         there = {
             what: size for what, size in self.rank.publishing.items() if what != OPTIMIZER_STATE
         }
-        if (
-            self._way == "cuda_ipc"
-        ):  # the policy stays for it; a part lies in a buffer, and copied in each engine
+        # the policy stays for it; a part lies in a buffer, and copied in each engine
+        if self._way == "cuda_ipc":
             part = max(PART_BYTES, self.shape.largest_tensor * self._number)
             there = self.rank.publishing | {"parts": (1 + engines) * part}
             for other in self._colocated_roles:
@@ -427,9 +426,8 @@ class _Planner:
     @property
     def _received(self) -> Lines:
         here = -(-self.roles[ENGINES] // self._nodes)
-        adapters = self.rank.gradients * (
-            self.cfg.trainer.policy.fsdp_size or self.roles[POLICY]
-        )  # in float32
+        # in float32
+        adapters = self.rank.gradients * (self.cfg.trainer.policy.fsdp_size or self.roles[POLICY])
         return received(
             self.cfg, self.shape, adapters, self._number, here, gpus=self.machine.gpus > 0
         )

@@ -70,9 +70,8 @@ def rehearse(
         run: runs an experiment, and ends the program with one line on an error.
     """
     experiment = experiment_class(cfg)
-    for role in (
-        experiment.roles()
-    ):  # what divides the models, and what their folders lack, before they are small
+    # what divides the models, and what their folders lack, before they are small
+    for role in experiment.roles():
         own = role.own_model(cfg)
         if own is not None and own.path:
             key = f"{role.section}.model.path"
@@ -136,9 +135,8 @@ def smaller(cfg: Config) -> dict[str, Any]:
         "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
         "trainer.stream_groups": min(trainer.stream_groups, batch),
         "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
-        "trainer.critic.warmup_steps": min(
-            trainer.critic.warmup_steps, 1
-        ),  # the policy learns, too
+        # the policy learns, too
+        "trainer.critic.warmup_steps": min(trainer.critic.warmup_steps, 1),
         "trainer.sync_interval": min(trainer.sync_interval, 2),
         "generator.num_inference_engines": min(generator.num_inference_engines, 2),
         "generator.hybrid_engines": min(generator.hybrid_engines, 1),

@@ -81,9 +81,8 @@ def check_agents(cfg: Config) -> Iterator[str]:
             "generator.agent_program=online needs environment.on_error=mask or keep: with raise, a program outside "
             "that goes away without ending its session would end the run"
         )
-    if (
-        file and program == other_frameworks().agent_file_program
-    ):  # not chosen, but settled in an earlier run
+    # not chosen, but settled in an earlier run
+    if file and program == other_frameworks().agent_file_program:
         program = ""
     unread_settings = {
         "environment.env_class": env_class,

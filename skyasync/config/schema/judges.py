@@ -22,10 +22,11 @@ from skyasync.errors import unknown
 PREFIX = "judge:"
 PARSERS = ("yes_no", "score")
 PLACEHOLDER = re.compile(r"\{\{([A-Za-z_][\w.]*)\}\}|\{([A-Za-z_][\w.]*)\}")
+# the placeholders, one of which shows what is to be judged
 RESPONSES = (
     "response",
     "final_response",
-)  # the placeholders, one of which shows what is to be judged
+)
 _WHERE = "environment.judges"
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 _REFERENCE = re.compile(r"(\S+\.py|[A-Za-z_]\w*(\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")

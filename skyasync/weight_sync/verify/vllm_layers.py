@@ -150,9 +150,8 @@ class LayerCheck:
         columns = self._columns[module]
         if columns is None or sent.shape[1] != columns.inputs:
             return False
-        sent_columns = sent[:, columns.start : columns.stop].T.to(
-            columns.values.dtype
-        )  # [columns, out]
+        # [columns, out]
+        sent_columns = sent[:, columns.start : columns.stop].T.to(columns.values.dtype)
         current = columns.values[:, start_row : start_row + len(sent)]
         return torch.equal(current, sent_columns)
 

@@ -95,9 +95,8 @@ class SGLangServerEngine(RemoteEngine):
         async for chunk in self._server.chunks(GENERATE, body):
             meta = chunk["meta_info"]
             new_tokens = int(meta["completion_tokens"]) - len(pending.tokens)
-            if (
-                new_tokens > 0
-            ):  # a chunk repeats earlier ones unless the server was started otherwise
+            # a chunk repeats earlier ones unless the server was started otherwise
+            if new_tokens > 0:
                 entries: Sequence[Sequence[Any]] = meta.get("output_token_logprobs") or ()
                 entries = entries[-new_tokens:]
                 if len(entries) != new_tokens:
