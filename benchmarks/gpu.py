@@ -163,13 +163,9 @@ def resident(device: str) -> int:
 
 
 def planned(cfg: Any, device: str) -> int:
-    import torch.distributed as dist
-
     from skyasync.planning.measure import measure as measure_rank
     from skyasync.workers.roles import POLICY, ROLES
 
-    if dist.is_initialized():  # the worker's, which has finished
-        dist.destroy_process_group()
     return sum(measure_rank(cfg, ROLES[POLICY], 1, gpus=device == "cuda").updating.values())
 
 

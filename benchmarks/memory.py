@@ -248,8 +248,8 @@ def estimated(case: Case) -> dict[str, int]:
     """The plan's bytes of the same phases; before the first optimizer step there are no moments."""
     from transformers import AutoConfig
 
+    from skyasync.models.rank_memory import OPTIMIZER_STATE
     from skyasync.planning.measure import measure
-    from skyasync.planning.memory import OPTIMIZER_STATE
     from skyasync.workers.roles import POLICY, ROLES
 
     with tempfile.TemporaryDirectory() as folder:

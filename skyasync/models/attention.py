@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -147,6 +147,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     attention_plan: AttentionPlan | None = None,
+    attend: Callable[..., tuple[Tensor, None]] = sdpa_attention_forward,
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, None]:
     """Attend within the rows of a packed sequence.
@@ -155,7 +156,7 @@ def _attention(
     ``[1, tokens, heads, size]``.
     """
     if attention_plan is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return attend(module, query, key, value, attention_mask, **options)
     if attention_plan.spec is not None:
         squares = attention_plan.spec.mask()
         output, _ = flex_attention_forward(module, query, key, value, squares, **options)
@@ -164,7 +165,7 @@ def _attention(
     blocks = attention_plan.blocks
     query, key, value = attention_plan.exact(query, key, value)
     if not blocks:
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        output, _ = attend(module, query, key, value, attention_mask, **options)
         return output.to(dtype), None
     query_indices = [block.queries for block in blocks]
     key_indices = [block.queries if block.keys is None else block.keys for block in blocks]
@@ -174,7 +175,7 @@ def _attention(
     values = _SplitIntoBlocks.apply(value.transpose(1, 2)[0], key_indices)
     outputs = []  # [rows, width, heads, size] of each block
     for mask, q, k, v in zip(attention_plan.masks, queries, keys, values, strict=True):
-        output, _ = sdpa_attention_forward(module, q, k, v, mask, **options)
+        output, _ = attend(module, q, k, v, mask, **options)
         outputs.append(output)
     packed_output = _JoinBlocks.apply(blocks, *outputs)  # [tokens, heads, size]
     return packed_output[None].to(dtype), None
@@ -260,6 +261,35 @@ class _JoinBlocks(torch.autograd.Function):
 # Plans differ in their blocks: compiled layers call it as it is.
 AttentionInterface.register(NAME, torch.compiler.disable(_attention))
 AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+WITHOUT_MEMORY = "skyasync_without_memory"
+"""The same attention on meta tensors, which allocates what a fused kernel does. torch's own
+attention would make the matrix of scores there."""
+
+
+class _Shapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # noqa: ANN401
+        output = torch.empty_like(query.transpose(1, 2))
+        normalizer = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, normalizer)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _attend_without_memory(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **options: object
+) -> tuple[Tensor, None]:
+    return _Shapes.apply(query, key, value), None
+
+
+AttentionInterface.register(WITHOUT_MEMORY, partial(_attention, attend=_attend_without_memory))
+AttentionMaskInterface.register(WITHOUT_MEMORY, sdpa_mask)
 
 
 SQUARE = 128

@@ -69,6 +69,16 @@ def head_size(text: PreTrainedConfig) -> int:
     return int(size)
 
 
+def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
+    """Leave the first ``count`` layers of a configuration, in place."""
+    text = config.get_text_config()
+    for name, value in vars(text).items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers:
+            setattr(text, name, value[:count])
+    text.num_hidden_layers = count
+    return config
+
+
 def load_config(path: str, kwargs: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration of a folder or hub name with ``kwargs``."""
     from transformers import AutoConfig

@@ -14,118 +14,82 @@ from typing import Any
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
-from skyasync.planning.memory import Lengths, RankUse
+from skyasync.planning.memory import Lengths
 from skyasync.planning.plan import Measure, MemoryPlan, make_plan
-from skyasync.workers.roles import Role
 
-Values = list[Any]
+Choices = dict[str, list[Any]]
 
-TRIED = 5
-"""Settings that are measured, each for some seconds."""
+MOST_KEYS = 3
+"""Of an advice. With more of them, more or larger devices are the better advice."""
+
+MOST_PLANS = 1000
+"""Plans that are tried: a few milliseconds each, as measurements are shared."""
+
+RANKS = "trainer.placement.policy_num_gpus_per_node"
 
 
 def advise(cfg: Config, plan: MemoryPlan, measure: Measure) -> dict[str, Any]:
     """The keys and values that make it fit; empty where none of those tried do."""
-    trial = copy.deepcopy(cfg)
-    rough = _roughly(cfg, plan, measure)
-    tried = 0
-    for changes in _combinations(_choices(cfg, plan)):
-        before = {key: attrgetter(key)(trial) for key in changes}
+    combinations = _combinations(_choices(cfg, plan))
+    for changes in itertools.islice(combinations, MOST_PLANS):
+        trial = copy.deepcopy(cfg)
         for key, value in changes.items():
-            _set(trial, key, value)
-        if make_plan(trial, plan.model, plan.machine, rough, plan.vllm).fits and not check_config(
-            trial
-        ):
-            if tried == TRIED:
-                return {}
-            if make_plan(trial, plan.model, plan.machine, measure, plan.vllm).fits:
-                return changes
-            tried += 1
-        for key, value in before.items():
-            _set(trial, key, value)
+            group, _, name = key.rpartition(".")
+            setattr(attrgetter(group)(trial), name, value)
+        if check_config(trial):  # the run would not start
+            continue
+        if make_plan(trial, plan.model, plan.machine, measure).fits:
+            return changes
     return {}
 
 
-def _roughly(cfg: Config, plan: MemoryPlan, measure: Measure) -> Measure:
-    """What is known of ``cfg``, scaled to the tokens and ranks of others; with checkpointing or
-    without is measured."""
-
-    def scaled(trial: Config, role: Role, ranks: int) -> RankUse:
-        base = copy.deepcopy(cfg)
-        base.trainer.policy.gradient_checkpointing = trial.trainer.policy.gradient_checkpointing
-        before = plan.processes[role.name]
-        use = measure(base, role, before)
-        tokens = trial.trainer.micro_batch_tokens
-        return use.scaled(min(1.0, tokens / use.tokens) if tokens else 1.0, ranks / before)
-
-    return scaled
-
-
-def _choices(cfg: Config, plan: MemoryPlan) -> dict[str, Values]:
+def _choices(cfg: Config, plan: MemoryPlan) -> Choices:
     """What may be changed, cheapest first, and to what, in growing distance from what it is."""
     generator = cfg.generator
     placement = cfg.trainer.placement
-    longest = Lengths.of(cfg).total
-    tokens = plan.rank.tokens
-    per_node = max(1, plan.machine.gpus // placement.policy_num_nodes)
-    choices: dict[str, Values] = {
-        "trainer.policy.gradient_checkpointing": ["true"]
-        if not plan.rank.checkpointing or cfg.trainer.policy.gradient_checkpointing == "selective"
-        else [],
-        "trainer.micro_batch_tokens": [n for n in _halves(tokens, longest) if n < tokens],
-        "generator.gpu_memory_utilization": [
-            u for u in (0.85, 0.9, 0.95) if u > generator.gpu_memory_utilization
-        ],
-        "generator.inference_engine_tensor_parallel_size": [
-            n
-            for n in _doubles(generator.inference_engine_tensor_parallel_size, per_node)
-            if not plan.model.heads % n
-        ],
-        "trainer.placement.policy_num_gpus_per_node": list(
-            range(placement.policy_num_gpus_per_node + 1, per_node + 1)
-        ),
-        "generator.num_inference_engines": list(_halves(generator.num_inference_engines, 1)),
-        "generator.kv_cache_gb": [generator.kv_cache_gb / 2, generator.kv_cache_gb / 4],
-    }
-    without = ("generator.kv_cache_gb",) if plan.machine.gpus else (
-        "generator.gpu_memory_utilization", "generator.inference_engine_tensor_parallel_size",
-        "trainer.placement.policy_num_gpus_per_node",
-    )  # fmt: skip
-    if plan.gpus_requested > plan.machine.gpus:
-        choices["trainer.placement.policy_num_gpus_per_node"] += _halves(
-            placement.policy_num_gpus_per_node, 1
-        )
-    ranks = choices["trainer.placement.policy_num_gpus_per_node"]
-    sharing = cfg.trainer.parallel
-    choices["trainer.placement.policy_num_gpus_per_node"] = [
-        n
-        for n in ranks
-        if n * placement.policy_num_nodes % (sharing.context * sharing.tensor * sharing.pipeline)
-        == 0
-    ]
-    return {key: values for key, values in choices.items() if values and key not in without}
+    parallel = cfg.trainer.parallel
+    choices: Choices = {}
+    checkpointing = cfg.trainer.policy.gradient_checkpointing
+    if not plan.rank.checkpointing or checkpointing == "selective":
+        choices["trainer.policy.gradient_checkpointing"] = ["true"]
+    choices["trainer.micro_batch_tokens"] = _halves(plan.rank.tokens, Lengths.of(cfg).total)
+    if plan.machine.gpus:
+        utilization = generator.gpu_memory_utilization
+        larger = [value for value in (0.85, 0.9, 0.95) if value > utilization]
+        choices["generator.gpu_memory_utilization"] = larger
+        per_node = max(1, plan.machine.gpus // placement.policy_num_nodes)
+        tensor = generator.inference_engine_tensor_parallel_size
+        sizes = []
+        for size in (2 * tensor, 4 * tensor, 8 * tensor):
+            if size <= per_node and plan.model.heads % size == 0:
+                sizes.append(size)
+        choices["generator.inference_engine_tensor_parallel_size"] = sizes
+        ranks = placement.policy_num_gpus_per_node
+        counts = list(range(ranks + 1, per_node + 1))
+        if plan.gpus_requested > plan.machine.gpus:  # otherwise fewer ranks need more memory each
+            counts += _halves(ranks, 1)
+        divisor = parallel.context * parallel.tensor * parallel.pipeline
+        nodes = placement.policy_num_nodes
+        choices[RANKS] = [count for count in counts if count * nodes % divisor == 0]
+    choices["generator.num_inference_engines"] = _halves(generator.num_inference_engines, 1)
+    if not plan.machine.gpus:
+        cache = generator.kv_cache_gb
+        choices["generator.kv_cache_gb"] = [cache / 2, cache / 4]
+    return {key: values for key, values in choices.items() if values}
 
 
-def _combinations(choices: dict[str, Values]) -> Iterator[dict[str, Any]]:
-    for count in range(1, min(4, len(choices)) + 1):
+def _combinations(choices: Choices) -> Iterator[dict[str, Any]]:
+    for count in range(1, MOST_KEYS + 1):
         for keys in itertools.combinations(choices, count):
+            # The least change first: the fewest steps away from the settings.
             steps = itertools.product(*(range(len(choices[key])) for key in keys))
             for step in sorted(steps, key=sum):
                 yield {key: choices[key][i] for key, i in zip(keys, step, strict=True)}
 
 
-def _halves(start: int, least: int) -> Iterator[int]:
-    while start // 2 >= least:
+def _halves(start: int, minimum: int) -> list[int]:
+    values = []
+    while start // 2 >= minimum:
         start //= 2
-        yield start
-
-
-def _doubles(start: int, most: int) -> Iterator[int]:
-    while start * 2 <= most:
-        start *= 2
-        yield start
-
-
-def _set(cfg: Config, key: str, value: object) -> None:
-    group, _, name = key.rpartition(".")
-    setattr(attrgetter(group)(cfg), name, value)
+        values.append(start)
+    return values

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
@@ -26,17 +26,13 @@ from skyasync.errors import UserError
 from skyasync.inference.backends.vllm.options import KEY as ENGINE_OPTIONS
 from skyasync.inference.backends.vllm.options import cpu_limits
 from skyasync.models import SCORE
-from skyasync.models.config import EXPERTS, config_value
 from skyasync.planning.command import Options, show_plan
-from skyasync.planning.shape import with_layers
 from skyasync.preflight.model import MODEL, hub_folder
 from skyasync.preflight.prepare import settle_models
 from skyasync.utils.machine import this_machine
 from skyasync.workers.roles import POLICY, ROLES
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from skyasync.rollout.types import Prompt
     from skyasync.run.experiment import BasePPOExp
 
@@ -49,11 +45,11 @@ objective are the recipe's, so what would fail in them fails here. A weight sync
 held-out prompts evaluated, the model exported. With --gpus and --card, as of skyasync plan, the full size is planned
 first. A program with a trainer of its own takes --rehearse. Ends with status 0 if all of it works.
 """
-STEPS = 3
-SAMPLES = 4
-RESPONSE = 32
-EVALUATED = 8
-SEQUENCES = 64
+STEPS = 3  # the second one trains on what new weights sampled, and saves a checkpoint
+SAMPLES = 4  # per prompt: an advantage needs several
+RESPONSE = 32  # tokens; random weights end a response by chance alone
+EVALUATED = 8  # prompts
+SEQUENCES = 64  # at a time in an engine
 OWN_DEVICES = ("critic", "ref", "reward", "teacher")  # roles that may have some
 
 
@@ -70,12 +66,12 @@ def rehearse(
         run: runs an experiment, and ends the program with one line on an error.
     """
     experiment = experiment_class(cfg)
-    # what divides the models, and what their folders lack, before they are small
+    # What does not divide the models, or is missing in their folders, is named at full size.
     for role in experiment.roles():
-        own = role.own_model(cfg)
-        if own is not None and own.path:
+        model_config = role.own_model(cfg)
+        if model_config is not None and model_config.path:
             key = f"{role.section}.model.path"
-            files_of(model_path(own.path, key), key)
+            files_of(model_path(model_config.path, key), key)
     own_tokenizer = not experiment.is_ours("get_tokenizer")
     settle_models(cfg, experiment.roles(), own_tokenizer=own_tokenizer, weights=False)
     fits = True
@@ -86,15 +82,14 @@ def rehearse(
         print()
     folder = Path(tempfile.mkdtemp(prefix="skyasync-rehearsal-"))
     print(f"rehearsal: {STEPS} steps with random weights, in {folder}; changed for it:")
-    for key, value in (smaller(cfg) | output_settings(folder)).items():
-        holder, _, name = key.rpartition(".")
-        owner = attrgetter(holder)(cfg)
-        if key not in output_settings(folder):
-            print(f"  {key}: {written(vars(owner)[name])} -> {written(value)}")
-        setattr(owner, name, value)
+    for key, value in smaller(cfg).items():
+        print(f"  {key}: {written(attrgetter(key)(cfg))} -> {written(value)}")
+        _set(cfg, key, value)
+    for key, value in output_settings(folder).items():
+        _set(cfg, key, value)
     for line in _with_small_models(cfg, folder):
         print(f"  {line}")
-    sys.stdout.flush()
+    sys.stdout.flush()  # before lines of other processes
     began = time.monotonic()
     metrics = run(_few_prompts(experiment_class)(cfg))
     if metrics is None:
@@ -104,59 +99,74 @@ def rehearse(
     )
     if not described:
         print("the full size was not looked at: add --gpus N --card NAME")
-    shutil.rmtree(folder)
+    shutil.rmtree(folder)  # after a failure it stays, with the logs
     return fits
+
+
+def _set(cfg: Config, key: str, value: object) -> None:
+    section, _, name = key.rpartition(".")
+    setattr(attrgetter(section)(cfg), name, value)
+
+
+LIMITS = {
+    "trainer.critic.warmup_steps": 1,  # the policy learns, too
+    "trainer.sync_interval": 2,
+    "trainer.parallel.context": 2,
+    "trainer.parallel.tensor": 2,
+    "trainer.parallel.pipeline": 2,
+    "trainer.parallel.expert": 2,
+    "generator.num_inference_engines": 2,
+    "generator.hybrid_engines": 1,
+    "generator.n_samples_per_prompt": SAMPLES,
+    "generator.oversample_per_prompt": 1,
+    "generator.eval_n_samples_per_prompt": 2,
+    "generator.max_num_seqs": SEQUENCES,
+    "generator.sampling_params.max_generate_length": RESPONSE,
+    "generator.sampling_params.min_tokens": RESPONSE,
+}
+"""The most that a rehearsal has of what the recipe has."""
+
+LOCAL: dict[str, Any] = {
+    "trainer.placement.policy_num_nodes": 1,
+    "generator.engines": [],
+    "generator.inference_engine_tensor_parallel_size": 1,
+    "generator.generate_batch_size": 0,
+    "ray.address": "",
+}
+"""Settings of a run on this machine alone."""
+
+OF_TRAINING = ("max_generate_length", "min_tokens")
+"""Sampling parameters that an evaluation takes from training."""
 
 
 def smaller(cfg: Config) -> dict[str, Any]:
     """The sizes that a rehearsal changes: key -> value."""
     trainer = cfg.trainer
     generator = cfg.generator
-    placement = trainer.placement
+    changed: dict[str, Any] = dict(LOCAL)
+    for key, limit in LIMITS.items():
+        changed[key] = min(attrgetter(key)(cfg), limit)
+    ranks = trainer.placement.policy_ranks
     parallel = trainer.parallel
-    context = min(parallel.context, 2)
-    tensor = min(parallel.tensor, 2)
-    pipeline = min(parallel.pipeline, 2)
-    ranks = placement.policy_ranks
-    data = min(ranks // (parallel.context * parallel.tensor * parallel.pipeline) or 1, 2)
-    updates = -(
-        -trainer.train_batch_size // (trainer.policy_mini_batch_size or trainer.train_batch_size)
-    )
-    mini_batch = min(trainer.policy_mini_batch_size or trainer.train_batch_size, max(data, 2))
-    batch = mini_batch * min(updates, 2)
-    changed: dict[str, Any] = {
-        "trainer.placement.policy_num_nodes": 1,
-        "trainer.placement.policy_num_gpus_per_node": data * context * tensor * pipeline,
-        "trainer.parallel.context": context,
-        "trainer.parallel.tensor": tensor,
-        "trainer.parallel.pipeline": pipeline,
-        "trainer.parallel.expert": min(parallel.expert, 2),
+    rows = min(max(1, ranks // (parallel.context * parallel.tensor * parallel.pipeline)), 2)
+    small_ranks = rows
+    for dimension in ("context", "tensor", "pipeline"):
+        small_ranks *= changed[f"trainer.parallel.{dimension}"]
+    changed["trainer.placement.policy_num_gpus_per_node"] = small_ranks
+    mini_batch = trainer.policy_mini_batch_size or trainer.train_batch_size
+    # A second update of a batch is off policy, which the first is not.
+    updates = min(-(-trainer.train_batch_size // mini_batch), 2)
+    mini_batch = min(mini_batch, 2)  # one prompt for each of two ranks
+    batch = mini_batch * updates
+    changed |= {
         "trainer.train_batch_size": batch,
         "trainer.policy_mini_batch_size": trainer.policy_mini_batch_size and mini_batch,
         "trainer.stream_groups": min(trainer.stream_groups, batch),
         "trainer.max_training_steps": min(trainer.max_training_steps or STEPS, STEPS),
-        # the policy learns, too
-        "trainer.critic.warmup_steps": min(trainer.critic.warmup_steps, 1),
-        "trainer.sync_interval": min(trainer.sync_interval, 2),
-        "generator.num_inference_engines": min(generator.num_inference_engines, 2),
-        "generator.hybrid_engines": min(generator.hybrid_engines, 1),
-        "generator.engines": [],
-        "generator.inference_engine_tensor_parallel_size": 1,
-        "generator.n_samples_per_prompt": min(generator.n_samples_per_prompt, SAMPLES),
-        "generator.oversample_per_prompt": min(generator.oversample_per_prompt, 1),
-        "generator.eval_n_samples_per_prompt": min(generator.eval_n_samples_per_prompt, 2),
-        "generator.generate_batch_size": 0,
-        "generator.max_num_seqs": min(generator.max_num_seqs, SEQUENCES),
-        "generator.sampling_params.max_generate_length": min(
-            generator.sampling_params.max_generate_length, RESPONSE
-        ),
-        "generator.sampling_params.min_tokens": min(generator.sampling_params.min_tokens, RESPONSE),
-        "generator.eval_sampling_params": {
-            name: value
-            for name, value in generator.eval_sampling_params.items()
-            if name not in ("max_generate_length", "min_tokens")  # which are as in training
-        },
-        "ray.address": "",
+    }
+    sampling = generator.eval_sampling_params.items()
+    changed["generator.eval_sampling_params"] = {
+        name: value for name, value in sampling if name not in OF_TRAINING
     }
     if generator.engines:
         changed |= {"generator.backend": "auto", "generator.weight_sync_dir": ""}
@@ -169,10 +179,7 @@ def smaller(cfg: Config) -> dict[str, Any]:
         changed[f"trainer.placement.{role}_num_gpus_per_node"] = 1
     for role in ("policy", "critic", "ref"):
         size = attrgetter(f"trainer.{role}.fsdp_size")(cfg)
-        if 0 < size < ranks:
-            changed[f"trainer.{role}.fsdp_size"] = 1
-        else:
-            changed[f"trainer.{role}.fsdp_size"] = 0
+        changed[f"trainer.{role}.fsdp_size"] = int(0 < size < ranks)
     return {key: value for key, value in changed.items() if attrgetter(key)(cfg) != value}
 
 
@@ -182,19 +189,16 @@ def _vllm_here(cfg: Config) -> dict[str, Any]:
     limits = [] if this_machine().gpus else list(cpu_limits(cfg))
     options = cfg.generator.engine_kwargs
     sleeps = cfg.trainer.placement.colocate_all or cfg.generator.hybrid_engines
-    wrong = {
-        name for name in options if any(f"{ENGINE_OPTIONS}.{name}=" in line for line in limits)
-    }
-    beyond = [
-        line for line in limits if not any(f"{ENGINE_OPTIONS}.{name}=" in line for name in wrong)
-    ]
-    if not find_spec("vllm") or beyond or (sleeps and not this_machine().gpus):
+    accepted = dict(options)
+    accepted.pop("pipeline_parallel_size", None)
+    insurmountable = False  # limits that no option causes
+    for limit in limits:
+        names = [name for name in options if f"{ENGINE_OPTIONS}.{name}=" in limit]
+        insurmountable |= not names
+        for name in names:
+            accepted.pop(name, None)
+    if not find_spec("vllm") or insurmountable or (sleeps and not this_machine().gpus):
         return {"generator.backend": "transformers", ENGINE_OPTIONS: {}}
-    accepted = {
-        name: value
-        for name, value in options.items()
-        if name not in {*wrong, "pipeline_parallel_size"}
-    }
     return {ENGINE_OPTIONS: accepted}
 
 
@@ -223,6 +227,8 @@ def output_settings(folder: Path) -> dict[str, Any]:
 
 def _with_small_models(cfg: Config, folder: Path) -> list[str]:
     """Give every model that is named a small one's folder; a line for each."""
+    from skyasync.models.small_model import make_small_model  # it imports torch
+
     lines = []
     tensor = cfg.trainer.parallel.tensor
     seed = cfg.trainer.seed
@@ -232,19 +238,20 @@ def _with_small_models(cfg: Config, folder: Path) -> list[str]:
         named = model_path(path, key)
         if (named, head) not in made:
             target = folder / f"model-{len(made)}"
-            count = make_small_model(named, target, head, kwargs, tensor, seed)
+            count = make_small_model(files_of(named), target, head, kwargs, tensor, seed)
             made[named, head] = str(target)
             lines.append(f"{key}: {path} -> {count / 1e6:.1f}M parameters of the same family")
         return made[named, head]
 
     for role in ROLES.values():
-        own = role.own_model(cfg)
-        if own is not None and own.path:
+        model_config = role.own_model(cfg)
+        if model_config is not None and model_config.path:
             if role.name != POLICY:
-                kwargs = dict(own.config_kwargs)
+                kwargs = dict(model_config.config_kwargs)
             else:
                 kwargs = role.config_kwargs(cfg)
-            own.path = small(own.path, role.head, kwargs, f"{role.section}.model.path")
+            key = f"{role.section}.model.path"
+            model_config.path = small(model_config.path, role.head, kwargs, key)
     for name, entry in cfg.trainer.reward.models.items():
         entry["path"] = small(entry["path"], SCORE, {}, f"trainer.reward.models.{name}.path")
     return lines
@@ -265,74 +272,6 @@ def _few_prompts(experiment_class: type[BasePPOExp]) -> type[BasePPOExp]:
     return Rehearsed
 
 
-HEAD_DIM = 32  # the smallest that vLLM computes on CPUs
-# per rank of the tensor axis
-HEADS = 4
-GROUPED_HEADS = 2
-MOST_EXPERTS = 8
-_WEIGHTS = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "*.bin",
-    "*.bin.index.json",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.h5",
-)
-_AT_MOST = dict.fromkeys(EXPERTS, MOST_EXPERTS) | {
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_start_index": 1,
-}
-_LAYER_TYPES = ("layer_types", "mlp_layer_types", "indexer_types")  # of each layer
-
-
-def make_small_model(
-    path: str, folder: Path, head: str, config_kwargs: Mapping[str, Any], tensor: int, seed: int
-) -> int:
-    """Write a small model of the family of ``path`` into ``folder``; returns its number of
-    parameters.
-
-    It has fewer layers, heads and experts, and random weights. All else is the original's: class,
-    tokenizer, template, processor, vocabulary, rotary embeddings. All kinds of layers that the
-    original has are there.
-
-    Args:
-        path: a local folder, of which weights are not read, or a hub name.
-        head: of the model's role (``skyasync.models.heads``).
-        tensor: ranks that divide its heads.
-
-    Raises:
-        UserError: if the files cannot be found, or transformers cannot build a small model of this
-            family.
-    """
-    import torch
-    from transformers.utils.logging import disable_progress_bar
-
-    from skyasync.models.heads import HEADS as MODEL_HEADS
-
-    source = files_of(path)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_WEIGHTS), dirs_exist_ok=True)
-    kind = MODEL_HEADS[head].with_config(config_kwargs)
-    config = kind.config(str(folder))
-    try:
-        shrink(config, tensor)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = kind.auto(config).from_config(config, dtype=torch.float32)
-    except (ValueError, AttributeError, TypeError, KeyError, RuntimeError) as error:
-        first = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{path}: no small model of type {config.model_type} can be made ({first})"
-        ) from error
-    disable_progress_bar()
-    model.save_pretrained(folder)
-    return sum(p.numel() for p in model.parameters())
-
-
 def files_of(path: str, key: str = MODEL) -> Path:
     """The folder with configuration and tokenizer; of a hub's model they are downloaded, weights
     are not.
@@ -345,98 +284,13 @@ def files_of(path: str, key: str = MODEL) -> Path:
     hub_folder(path, key)  # one line if the hub cannot be reached
     from huggingface_hub import snapshot_download
 
+    from skyasync.models.small_model import WEIGHT_FILES
+
+    ignored = [*WEIGHT_FILES, "*.msgpack", "*.onnx", "*.ot"]
     try:
-        return Path(
-            snapshot_download(path, ignore_patterns=[*_WEIGHTS, "*.msgpack", "*.onnx", "*.ot"])
-        )
+        return Path(snapshot_download(path, ignore_patterns=ignored))
     except Exception as error:  # no network, no access: a model in the cache may still do
         file = config_file(path)
         if file:
             return file.parent
         raise UserError(f"{path}: its tokenizer cannot be downloaded: {error}") from error
-
-
-def shrink(config: PreTrainedConfig, tensor: int = 1) -> None:
-    """Make the model of a configuration small, in place."""
-    text: Any = config.get_text_config()
-    _shrink_language_model(text, tensor)
-    tower = vars(config).get("vision_config")
-    if tower is not None:
-        _set(
-            tower,
-            depth=2,
-            num_hidden_layers=2,
-            hidden_size=GROUPED_HEADS * HEAD_DIM,
-            embed_dim=GROUPED_HEADS * HEAD_DIM,
-            num_heads=GROUPED_HEADS,
-            num_attention_heads=GROUPED_HEADS,
-            intermediate_size=2 * GROUPED_HEADS * HEAD_DIM,
-            out_hidden_size=text.hidden_size,
-            deepstack_visual_indexes=[1],
-            fullatt_block_indexes=[1],
-        )
-
-
-def _set(config: Any, **values: object) -> None:  # noqa: ANN401
-    """Set what the family has."""
-    for name, value in values.items():
-        if config_value(config, name) is not None:
-            setattr(config, name, value)
-
-
-def _shrink_language_model(text: Any, tensor: int) -> None:  # noqa: ANN401
-    heads = text.num_attention_heads
-    kv_heads = config_value(text, "num_key_value_heads")
-    hidden = HEADS * tensor * HEAD_DIM
-    text.num_attention_heads = HEADS * tensor
-    text.hidden_size = hidden
-    if kv_heads is not None:
-        grouped = GROUPED_HEADS * tensor if kv_heads > 1 else 1
-        if kv_heads == heads:
-            text.num_key_value_heads = HEADS * tensor
-        else:
-            text.num_key_value_heads = grouped
-    _set(
-        text,
-        head_dim=HEAD_DIM,
-        intermediate_size=hidden // 2,
-        n_inner=hidden // 2,
-        ffn_dim=hidden // 2,
-        moe_intermediate_size=hidden // 2,
-        shared_expert_intermediate_size=hidden // 2,
-        query_pre_attn_scalar=HEAD_DIM,
-        # multi-head latent attention
-        q_lora_rank=2 * HEAD_DIM,
-        kv_lora_rank=HEAD_DIM,
-        qk_nope_head_dim=HEAD_DIM,
-        qk_rope_head_dim=HEAD_DIM,
-        qk_head_dim=2 * HEAD_DIM,
-        v_head_dim=HEAD_DIM,
-        # linear attention
-        linear_num_key_heads=GROUPED_HEADS * tensor,
-        linear_num_value_heads=HEADS * tensor,
-        linear_key_head_dim=HEAD_DIM,
-        linear_value_head_dim=HEAD_DIM,
-    )
-    for name, most in _AT_MOST.items():
-        if isinstance(count := config_value(text, name), int):
-            setattr(text, name, min(count, most))
-    _shrink_rotary_embeddings(config_value(text, "rope_parameters", {}))
-    _remove_layers(text)
-
-
-def _shrink_rotary_embeddings(rope: dict[str, Any]) -> None:
-    half = HEAD_DIM // 2
-    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        for name in ("short_factor", "long_factor"):
-            if name in part:
-                part[name] = part[name][:half]
-        if "mrope_section" in part:
-            part["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-
-
-def _remove_layers(text: Any) -> None:  # noqa: ANN401
-    """Keep the first layers, so many that every kind of them is there."""
-    layer_types = [config_value(text, name, []) for name in _LAYER_TYPES]
-    needed = [each.index(kind) + 1 for each in layer_types for kind in set(each)]
-    with_layers(text, min(text.num_hidden_layers, max([2, *needed])))

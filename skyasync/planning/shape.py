@@ -69,18 +69,13 @@ def read_shape(
         raise UserError(
             f"{name}: its {CONFIG} names no model_type, so its memory cannot be planned"
         )
+    overrides = json.dumps(dict(config_kwargs or {}))
     try:
-        return _shape(
-            name,
-            str(file.parent),
-            file.stat().st_mtime_ns,
-            head,
-            json.dumps(dict(config_kwargs or {})),
-        )
+        return _shape(name, str(file.parent), file.stat().st_mtime_ns, head, overrides)
     except (ValueError, AttributeError, TypeError, KeyError, ZeroDivisionError) as error:
-        first = str(error).strip().partition("\n")[0]
+        line = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{name}: transformers cannot build a model of type {kind!r} ({first})"
+            f"{name}: transformers cannot build a model of type {kind!r} ({line})"
         ) from error
 
 
@@ -88,16 +83,6 @@ def config_of(path: str, head: str, config_kwargs: Mapping[str, Any]) -> PreTrai
     from skyasync.models.heads import HEADS
 
     return HEADS[head].with_config(config_kwargs).config(path)
-
-
-def with_layers(config: PreTrainedConfig, count: int) -> PreTrainedConfig:
-    """The same with its first ``count`` layers."""
-    text = config.get_text_config()
-    for name, value in vars(text).items():
-        if isinstance(value, list) and len(value) == text.num_hidden_layers:
-            setattr(text, name, value[:count])
-    text.num_hidden_layers = count
-    return config
 
 
 @cache
@@ -111,31 +96,31 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
     text: Any = model.config.get_text_config()
 
     def number(*names: str, default: int = 0) -> int:
-        return int(
-            next(
-                (value for name in names if (value := config_value(text, name)) is not None),
-                default,
-            )
-        )
+        for name in names:
+            value = config_value(text, name)
+            if value is not None:
+                return int(value)
+        return default
 
     decoder = model.get_decoder() or model  # without a tower for other inputs
-    layers = [
-        m for m in decoder.modules() if type(m).__name__ in set(model._no_split_modules or ())
-    ]
+    layer_classes = set(model._no_split_modules or ())
+    layers = [m for m in decoder.modules() if type(m).__name__ in layer_classes]
     types = config_value(text, "layer_types") or [""] * len(layers)
-    signatures = [
-        (kind, *(p.shape for p in layer.parameters()))
-        for kind, layer in zip(types, layers, strict=False)
-    ]
+    signatures = []
+    for kind, layer in zip(types, layers, strict=False):
+        signatures.append((kind, *(p.shape for p in layer.parameters())))
     heads = number("num_attention_heads", default=1)
     hidden = number("hidden_size")
     experts = number(*EXPERTS)
     dense = number("intermediate_size", "n_inner", default=4 * hidden)
+    # Experts of a layer are one tensor, [experts, rows, columns].
+    stacked = [p for p in decoder.parameters() if p.dim() == 3 and len(p) == experts]
+    sizes = [p.numel() for p in model.parameters()]
     return ModelShape(
         name=name,
         path=path,
-        parameters=sum(p.numel() for p in model.parameters()),
-        largest_tensor=max(p.numel() for p in model.parameters()),
+        parameters=sum(sizes),
+        largest_tensor=max(sizes),
         layers=number("num_hidden_layers"),
         hidden=hidden,
         heads=heads,
@@ -145,33 +130,30 @@ def _shape(name: str, path: str, changed_ns: int, head: str, config_kwargs: str)
         vocabulary=number("vocab_size"),
         experts=experts,
         experts_per_token=number("num_experts_per_tok") if experts else 0,
-        expert_parameters=sum(
-            p.numel() for p in decoder.parameters() if p.dim() == 3 and len(p) == experts
-        ),
+        expert_parameters=sum(p.numel() for p in stacked),
         shared_intermediate=number("shared_expert_intermediate_size"),
         depths=_depths(signatures),
     )
 
 
-LEAST = 4
-"""Layers; of fewer than four FSDP does not gather as many at once as of more."""
+LEAST = 2
+"""Layers; until the second one runs, the embeddings' output and the states are one tensor."""
+
+MOST_SINGLE = 4
+"""Layers of kinds that come once, such as the dense ones before a mixture's experts."""
 
 
 def _depths(signatures: Sequence[object]) -> tuple[int, ...]:
-    """Two numbers of layers whose difference is whole periods of the layers, after those that come
+    """Two numbers of layers whose difference is one period of the layers, after those that come
     once; or all."""
     count = len(signatures)
-    for period in range(1, count // 2 + 1):
-        start = next(
-            (
-                i + 1
-                for i in reversed(range(count - period))
-                if signatures[i] != signatures[i + period]
-            ),
-            0,
-        )
+    for period in range(1, count // 2 + 1):  # the shortest period first
+        start = 0  # layers before the periods
+        for i in range(count - period):
+            if signatures[i] != signatures[i + period]:
+                start = i + 1
         few = start + period * -(-LEAST // period)
-        if few + period < count and start <= 4:
+        if few + period <= count and start <= MOST_SINGLE:
             return few, few + period
     return (count,)
 
@@ -183,7 +165,7 @@ def _fetched(name: str, key: str) -> Path:
         hub_folder(name, key)  # the download tries again for half a minute
         return Path(hf_hub_download(name, CONFIG))
     except Exception as error:  # no network, no such model, no access: all end the plan in one line
-        first = str(error).strip().partition("\n")[0]
+        line = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"{first}; a folder that holds nothing but {CONFIG} is enough for a plan"
+            f"{line}; a folder that holds nothing but {CONFIG} is enough for a plan"
         ) from error

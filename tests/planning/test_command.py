@@ -7,17 +7,14 @@ import os
 import re
 import subprocess
 import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from skyasync.__main__ import command
 from skyasync.cli.train import main
-from skyasync.planning.command import print_plan
+from skyasync.planning.command import NOT_RECKONED, plan_lines
 from skyasync.planning.plan import make_plan
-from skyasync.planning.vllm_report import VLLMReport
 from tests.planning.models import MODELS
 from tests.planning.test_plan import EIGHT, QWEN_7B, reckoned, settings
 
@@ -156,11 +153,9 @@ def test_a_run_that_would_not_start_does_not_fit(
     assert named in captured.err and "fits" not in captured.out
 
 
-def test_brackets_in_a_message_are_no_markup() -> None:
-    unknown, text = "vLLM: no such folder [/models/x] [type=value_error]", StringIO()
-    plan = make_plan(settings(), QWEN_7B, EIGHT, reckoned(), VLLMReport(unknown))
-    print_plan(plan, {}, console=Console(file=text))
-    assert f"planned by formulas: {unknown}\n" in text.getvalue()
+def test_what_is_not_reckoned_is_one_line_of_the_output() -> None:
+    plan = make_plan(settings(), QWEN_7B, EIGHT, reckoned())
+    assert f"not reckoned {NOT_RECKONED}" in plan_lines(plan, {})
 
 
 def test_help_and_what_is_wrong_import_neither_torch_nor_ray(model: str) -> None:

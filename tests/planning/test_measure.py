@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from benchmarks.plan import QWEN3, Case, loop_peak, planned
+from benchmarks.plan import CASES, QWEN3, Case, loop_peak, planned
 from skyasync.config.schema import Config
 from skyasync.errors import UserError
-from skyasync.models.fsdp import gradient_projection
+from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.models.packing import MicroBatches
+from skyasync.models.rank_memory import WEIGHTS, RankUse
 from skyasync.planning.measure import measure
-from skyasync.planning.memory import ACTIVATIONS, FLOAT32, WEIGHTS, RankUse
+from skyasync.planning.memory import FLOAT32, GIB
 from skyasync.planning.shape import read_shape
 from skyasync.workers.roles import POLICY, ROLES
 from tests.models.tiny_vision import save_tiny
@@ -49,7 +51,7 @@ def peak(lines: dict[str, int]) -> int:
 
 
 def test_a_rank_needs_what_torchs_tracker_counts_in_a_hand_written_fsdp2_loop() -> None:
-    """With all layers; the plan measures four and five."""
+    """With all layers; the plan measures two and three."""
     model = QWEN3 | {
         "vocab_size": 4000, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 7,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -76,14 +78,13 @@ def test_weights_gradients_and_optimizer_state_are_divided_by_the_ranks_that_sha
         assert use.gradients == pytest.approx(4 * parameters / ranks, rel=0.02)
 
 
-@pytest.mark.matrix
 def test_more_layers_are_the_line_through_fewer(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ten layers extrapolated from four and five, and ten measured layers."""
+    """Ten layers extrapolated from two and three, and ten measured layers."""
     line = policy(settings(folder, num_hidden_layers=10))
     cfg = settings(folder, num_hidden_layers=10, rms_norm_eps=1e-5)
-    assert read_shape(str(folder / "llama{'num_hidden_layers': 10}")).depths == (4, 5)
+    assert read_shape(str(folder / "llama{'num_hidden_layers': 10}")).depths == (2, 3)
     monkeypatch.setattr("skyasync.planning.shape.LEAST", 10)
     whole = policy(cfg)
     for name in ("resident", "scoring", "updating", "stepping", "publishing"):
@@ -161,65 +162,13 @@ def test_the_dimensions_of_the_mesh_divide_what_they_split_and_nothing_else(
     assert divided.tokens == plain.tokens // sizes.get("context", 1)
 
 
-@pytest.mark.matrix
-def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_that_are_on_their_way(
-    folder: Path,
-) -> None:
-    cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
-    parameters = read_shape(cfg.trainer.policy.model.path).parameters
-    cfg.trainer.train_batch_size = 64
-    whole = policy(cfg, 2)  # each rank has half of each row, and all layers in turn
-    cfg.trainer.parallel.pipeline = 2
-    stages = policy(cfg, 2)
-    cfg.trainer.parallel.pipeline = 4
-    four = policy(cfg, 4)
-    for use, ranks in ((whole, 2), (stages, 2), (four, 4)):
-        assert use.resident["weights"] == pytest.approx(4 * parameters / ranks, rel=0.06)
-        assert use.learnt == pytest.approx(12 * parameters / ranks, rel=0.06)
-    assert stages.micro_batches == 2 * whole.micro_batches  # all rows pass each stage
-    assert stages.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
-    assert four.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
-    assert stages.flops == pytest.approx(whole.flops, rel=0.1)
-    hidden, tokens = 64, stages.tokens * stages.micro_batches
-    assert stages.sent["send"] == pytest.approx(
-        2 * hidden * tokens, rel=0.05
-    )  # bfloat16: states, or their gradients
-    assert "send" not in whole.sent
-
-
-@pytest.mark.matrix
-def test_divided_experts_are_not_gathered_and_tokens_travel_instead(folder: Path) -> None:
-    """To ranks in equal numbers: forward and backward, there and back."""
-    cfg = settings(folder, "qwen3_moe")
-    whole = policy(cfg)
-    cfg.trainer.parallel.expert = 2
-    two = policy(cfg)
-    cfg.trainer.parallel.expert = 4
-    four = policy(cfg)
-    assert whole.sent["all-gather"] > 1.2 * two.sent["all-gather"] > 1.2 * four.sent["all-gather"]
-    for use in (two, four):
-        assert use.resident["weights"] == pytest.approx(whole.resident["weights"], rel=0.02)
-        assert use.learnt == pytest.approx(whole.learnt, rel=0.02)
-        model = configuration("qwen3_moe")
-        each = 2 * model.hidden_size * model.num_experts_per_tok * use.tokens * use.micro_batches
-        assert use.sent["all-to-all"] == pytest.approx(4 * model.num_hidden_layers * each, rel=0.05)
-
-
-def test_heads_that_cannot_be_divided_are_the_workers_own_error(folder: Path) -> None:
-    cfg = settings(folder)
-    cfg.trainer.parallel.tensor = 8
-    with pytest.raises(UserError, match="heads"):
-        policy(cfg, 8)
-    assert not dist.is_initialized()
-
-
 def test_what_fails_in_the_workers_code_is_one_line_that_names_the_model(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> None:
         raise ValueError("layer 3 has no weights\nand more")
 
-    monkeypatch.setattr("skyasync.workers.model_worker.ModelWorker.setup", fails)
+    monkeypatch.setattr(FSDPBackend, "load_without_memory", fails)
     with pytest.raises(
         UserError, match=r"trainer\.policy\.model\.path=.*layer 3 has no weights"
     ) as caught:
@@ -239,28 +188,18 @@ def test_a_critic_has_a_head_of_one_number_and_a_reference_no_optimizer_state(fo
     reference = measure(cfg, ROLES["reference"], 4, gpus=True)
     assert reference.resident["weights"] == pytest.approx(2 * shape.parameters / 4, rel=0.02)
     assert not reference.resident.get("moments") and not reference.learnt
-    alone = peak(policy(cfg).resident)
     cfg.trainer.critic.backbone = "shared"
-    assert peak(policy(cfg).resident) - alone == pytest.approx(12 * shape.hidden, abs=64), (
-        "a vector and its moments"
-    )
+    assert peak(policy(cfg).resident) == pytest.approx(12 * shape.parameters / 4, rel=0.02)
 
 
-def test_a_limit_of_the_cosine_stores_one_gradient_more(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        gradient_projection, "STEPPED_AT_ONCE", 1024
-    )  # numbers that are copied at a time
+def test_a_limit_of_the_cosine_stores_one_gradient_more(folder: Path) -> None:
     cfg = settings(folder)
     without = policy(cfg)
     cfg.trainer.policy.optimizer_config.max_grad_cosine = 0.5
     limited = policy(cfg)
     assert limited.resident["moments"] == pytest.approx(1.5 * without.resident["moments"], rel=0.01)
     more = peak(limited.stepping) - peak(without.stepping)
-    assert without.gradients <= more < without.gradients + 5 * 8 * 1024, (
-        "a few copies of so many numbers in float64"
-    )
+    assert more == pytest.approx(without.gradients, rel=0.01)
 
 
 @pytest.mark.matrix
@@ -320,42 +259,46 @@ def test_logits_that_are_capped_take_copies_of_them(folder: Path) -> None:
     assert capped.updating["logits"] > plain.updating["logits"]
 
 
-def test_experts_are_counted_with_their_grouped_products_and_what_is_replayed(folder: Path) -> None:
+def test_experts_are_counted_with_their_grouped_products(folder: Path) -> None:
     """Forward and backward: six operations for each active parameter and token, without attention."""
     cfg = settings(folder, "qwen3_moe")
     use = policy(cfg)
     rows = cfg.trainer.train_batch_size * cfg.generator.n_samples_per_prompt / 4
     experts = 2 * 2 * 3 * 64 * 96  # layers, experts per token, matrices
     assert use.flops > 6 * experts * rows * 96
-    cfg.trainer.policy.router_replay = "R3"
-    assert peak(policy(cfg).scoring) >= peak(use.scoring)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("family", ["idefics3", "qwen2_5_vl", "qwen3_vl", "smolvlm", "llava"])
-def test_a_vision_language_model_is_measured_without_its_processor(
+def test_stages_of_a_pipeline_divide_the_layers_and_keep_the_micro_batches_on_their_way(
+    folder: Path,
+) -> None:
+    cfg = settings(folder, num_hidden_layers=16, vocab_size=128)
+    cfg.trainer.train_batch_size = 64
+    whole = policy(cfg, 2)
+    cfg.trainer.parallel.pipeline = 2
+    stages = policy(cfg, 2)
+    assert stages.resident["weights"] == pytest.approx(whole.resident["weights"], rel=0.06)
+    assert stages.micro_batches == 2 * whole.micro_batches  # all rows pass each stage
+    assert stages.updating["activations"] == pytest.approx(whole.updating["activations"], rel=0.25)
+    assert stages.flops == pytest.approx(whole.flops, rel=0.1)
+
+
+@pytest.mark.parametrize("family", ["idefics3", "qwen3_vl", "llava"])
+def test_of_a_model_that_reads_images_the_towers_weights_are_counted(
     tmp_path: Path, family: str
 ) -> None:
-    """A folder with nothing but config.json; the tower's weights are counted, and its activations for long prompts."""
-    folder = Path(save_tiny(family, tmp_path / "whole"))
-    (only := tmp_path / "only").mkdir()
-    (only / "config.json").write_text((folder / "config.json").read_text())
     cfg = Config()
-    cfg.trainer.policy.model.path = str(only)
-    use = measure(cfg, ROLES["policy"], 2, gpus=False)
-    cfg.trainer.policy.gradient_checkpointing = True
-    assert (
-        measure(cfg, ROLES["policy"], 2, gpus=False).updating[ACTIVATIONS]
-        < use.updating[ACTIVATIONS]
-    )
-    cfg.trainer.policy.gradient_checkpointing = False
-    assert use.resident[WEIGHTS] == pytest.approx(
-        read_shape(str(only)).parameters * FLOAT32 / 2, rel=0.01
-    )
-    cfg.trainer.policy.freeze = ["vision_tower", "projector"]  # nothing is kept for a backward pass
-    frozen = measure(cfg, ROLES["policy"], 2, gpus=False)
-    assert use.updating[ACTIVATIONS] > 1.03 * frozen.updating[ACTIVATIONS]
-    assert use.flops > 1.01 * frozen.flops
+    cfg.trainer.policy.model.path = save_tiny(family, tmp_path / "whole")
+    use = measure(cfg, ROLES[POLICY], 2, gpus=False)
+    parameters = read_shape(cfg.trainer.policy.model.path).parameters
+    assert use.resident[WEIGHTS] == pytest.approx(parameters * FLOAT32 / 2, rel=0.01)
+
+
+def test_eight_billion_parameters_take_few_seconds() -> None:
+    """Of a CPU, after imports; a model of few layers has run then."""
+    began = time.process_time()
+    use = planned(CASES[0])
+    assert time.process_time() - began < 10
+    assert peak(use.updating) == pytest.approx(28.27 * GIB, rel=0.02)  # benchmarks.plan's loop
 
 
 def test_only_micro_batches_that_are_computed_are_built(
@@ -375,4 +318,4 @@ def test_only_micro_batches_that_are_computed_are_built(
     cfg.trainer.train_batch_size = 16
     use = policy(cfg)
     assert use.micro_batches == 8
-    assert len(built) == 2  # one to score, one to update
+    assert len(built) == 1

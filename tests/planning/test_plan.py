@@ -9,9 +9,10 @@ import pytest
 
 from skyasync.config.check import check_config
 from skyasync.config.schema import Config
+from skyasync.models.rank_memory import RankUse
 from skyasync.planning import memory
 from skyasync.planning.advice import advise
-from skyasync.planning.memory import RankUse
+from skyasync.planning.command import parse_size
 from skyasync.planning.plan import (
     PART_BYTES,
     PROCESS,
@@ -19,7 +20,6 @@ from skyasync.planning.plan import (
     MemoryPlan,
     MemoryUse,
     make_plan,
-    parse_size,
 )
 from skyasync.planning.shape import ModelShape
 from skyasync.utils.machine import Machine
@@ -476,12 +476,3 @@ def test_an_asynchronous_checkpoint_is_in_memory_all_the_time(machine: Machine) 
     assert host(True)["checkpoint"] > 80 * GIB
     more = sum(host(True).values()) - sum(host(False).values())
     assert more > 0
-
-
-def test_replayed_experts_are_counted_in_batches() -> None:
-    cfg, shape = settings(), replace(QWEN_7B, experts=64, experts_per_token=8)
-    plain = make_plan(cfg, shape, EIGHT, reckoned())
-    cfg.trainer.policy.router_replay = "R3"
-    replayed = make_plan(cfg, shape, EIGHT, reckoned())
-    before, after = (place(plan, "host").lines["batch"] for plan in (plain, replayed))
-    assert before * (memory.BYTES_PER_CELL + 28 * 8) == after * memory.BYTES_PER_CELL

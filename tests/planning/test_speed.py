@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from skyasync.planning.command import CARDS, card_of, roofline
 from skyasync.planning.plan import make_plan
+from skyasync.planning.speed import CARDS, card_of, roofline
 from tests.planning.test_plan import EIGHT, QWEN_7B, reckoned, settings
 
 

@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 from skyasync.errors import NonFiniteError, UserError
 from skyasync.heap import keep_freed, use_expandable_segments, use_fixed_segments
 from skyasync.models import BACKENDS, MICRO_BATCH_TOKENS, VALUE
-from skyasync.models.attention import allow_recompilations
+from skyasync.models.attention import WITHOUT_MEMORY, allow_recompilations
 from skyasync.models.backend import (
     COMPUTED_TOKENS,
     MODEL,
@@ -120,11 +120,7 @@ class FSDPBackend(ModelBackend):
             use_fixed_segments()
         elif self.on_gpu:
             use_expandable_segments()
-        if spec.dtype == "auto":
-            # A CPU computes bfloat16 more slowly than float32.
-            self.dtype = torch.float32 if self.on_cpu else torch.bfloat16
-        else:
-            self.dtype = attrgetter(spec.dtype)(torch)
+        self.dtype = self._computing_dtype()
         self.trained: dict[str, TrainedPart] = {}
         self._offloaded = OffloadBuffers()
         self.passes = 0  # of forward_backward since the last optimizer step
@@ -153,6 +149,13 @@ class FSDPBackend(ModelBackend):
             keep_freed()  # after loading, whose own memory goes back
 
     # ---------------------------------------------------------------- building
+
+    def _computing_dtype(self) -> torch.dtype:
+        if self.spec.dtype != "auto":
+            dtype: torch.dtype = attrgetter(self.spec.dtype)(torch)
+            return dtype
+        # A CPU computes bfloat16 more slowly than float32.
+        return torch.float32 if self.on_cpu else torch.bfloat16
 
     def master_dtype(self) -> torch.dtype:
         """The dtype of the weights between steps.
@@ -215,54 +218,13 @@ class FSDPBackend(ModelBackend):
         weights_device = HOST if spec.cpu_offload == PARAMETERS else self.device
         value_head: nn.Linear | None = None
 
-        def wrap(model: PreTrainedModel) -> TokenModel:
+        def prepare(model: PreTrainedModel) -> TokenModel:
             nonlocal value_head
-            mesh = self.mesh
-            context = None
-            vocabulary = None
-            if mesh and mesh.context_group:
-                from skyasync.models.parallel.context import split_sequences
-
-                context = split_sequences(
-                    model, mesh, spec.trainer.parallel.context_kind, self.dtype
-                )
-            if mesh and mesh.tensor:
-                from skyasync.models.parallel.tensor import split
-
-                vocabulary = split(model, mesh.tensor)
-            if mesh and mesh.expert:
-                from skyasync.models.parallel.expert import divide_experts
-
-                divide_experts(model, mesh.expert)
-            if spec.lora.rank:
-                from skyasync.models.lora import Adapters
-
-                self.adapters = Adapters(model, spec.lora, spec.path)
-                if mesh and mesh.tensor:
-                    self.adapters.split(mesh.tensor)
-            if spec.optimizers:
-                freeze(model, spec.freeze)
-            if spec.float32_head:
-                use_float32_head(model)
-            wrapper = TokenModel(model, spec.distribution).eval()
-            wrapper.attends_in_float32 = self.on_cpu
-            wrapper.context = context
-            wrapper.vocabulary = vocabulary
-            if spec.router_replay != "none":
-                wrapper.routers = Routers(model)
-            if mesh and mesh.pipeline:
-                from skyasync.models.parallel.pipeline import Stage
-
-                self.stage = Stage(model, mesh.pipeline, self.dtype)
-                wrapper.stage = self.stage
-            if VALUE_HEAD in spec.optimizers:
-                hidden_size = model.config.get_text_config().hidden_size
-                value_head = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
-                wrapper.value_head = value_head
-            return wrapper
-
-        def shard(model: PreTrainedModel) -> TokenModel:
-            wrapper = self._shard(wrap(model))
+            wrapper = self._wrap(model)
+            value_head = wrapper.value_head
+            if self.mesh is None:
+                return wrapper
+            wrapper = self._shard(wrapper)
             if self.adapters:
                 self.adapters.detach_adapters()
             wrapper.value_head = None  # the files have no such head
@@ -272,7 +234,7 @@ class FSDPBackend(ModelBackend):
             if not dist.is_initialized():
                 self._form_group(dist.HashStore())
             self.mesh = self._make_mesh()
-        wrapper = self._read(head, dtype, weights_device, shard if self.mesh else wrap)
+        wrapper = self._read(head, dtype, weights_device, prepare)
         if self.adapters:
             self.adapters.attach_adapters()
             self.adapters.begin(spec.trainer.seed, weights_device)
@@ -289,6 +251,50 @@ class FSDPBackend(ModelBackend):
             wrapper.to(self.device)
         if spec.optimizers:
             self._prepare_training(wrapper)
+        return wrapper
+
+    def _wrap(self, model: PreTrainedModel) -> TokenModel:
+        """Divide a model over the mesh, and add adapters, frozen parts and a value head."""
+        spec = self.spec
+        mesh = self.mesh
+        context = None
+        vocabulary = None
+        if mesh and mesh.context_group:
+            from skyasync.models.parallel.context import split_sequences
+
+            context = split_sequences(model, mesh, spec.trainer.parallel.context_kind, self.dtype)
+        if mesh and mesh.tensor:
+            from skyasync.models.parallel.tensor import split
+
+            vocabulary = split(model, mesh.tensor)
+        if mesh and mesh.expert:
+            from skyasync.models.parallel.expert import divide_experts
+
+            divide_experts(model, mesh.expert)
+        if spec.lora.rank:
+            from skyasync.models.lora import Adapters
+
+            self.adapters = Adapters(model, spec.lora, spec.path)
+            if mesh and mesh.tensor:
+                self.adapters.split(mesh.tensor)
+        if spec.optimizers:
+            freeze(model, spec.freeze)
+        if spec.float32_head:
+            use_float32_head(model)
+        wrapper = TokenModel(model, spec.distribution).eval()
+        wrapper.attends_in_float32 = self.on_cpu
+        wrapper.context = context
+        wrapper.vocabulary = vocabulary
+        if spec.router_replay != "none":
+            wrapper.routers = Routers(model)
+        if mesh and mesh.pipeline:
+            from skyasync.models.parallel.pipeline import Stage
+
+            self.stage = Stage(model, mesh.pipeline, self.dtype)
+            wrapper.stage = self.stage
+        if VALUE_HEAD in spec.optimizers:
+            hidden_size = model.config.get_text_config().hidden_size
+            wrapper.value_head = nn.Linear(hidden_size, 1, bias=False, dtype=torch.float32)
         return wrapper
 
     def _form_group(self, store: dist.Store) -> None:
@@ -390,15 +396,7 @@ class FSDPBackend(ModelBackend):
         model = wrapper.model
         if spec.torch_compile:
             compile_layers(decoder_layers(wrapper), self.device)
-        recomputes = self.recomputes()
-        if recomputes:
-            options = checkpointing_options(selective=recomputes == "selective")
-            model.gradient_checkpointing_enable(options)
-            for module in model.modules():
-                # transformers recomputes layers in training mode alone. Their parts stay in
-                # evaluation mode: routers may add noise in training mode.
-                if isinstance(module, GradientCheckpointingLayer):
-                    module.training = True
+        self._recompute_layers(model)
         parameters = [p for p in model.parameters() if p.requires_grad]
         copy = None
         if self.stage:
@@ -419,6 +417,42 @@ class FSDPBackend(ModelBackend):
             self._extra = checkpoint.ExtraPart(
                 "critic", wrapper.value_head, optimizer, "trainer.critic.backbone=shared"
             )
+
+    def _recompute_layers(self, model: PreTrainedModel) -> None:
+        recomputes = self.recomputes()
+        if not recomputes:
+            return
+        selective = recomputes == "selective"
+        model.gradient_checkpointing_enable(checkpointing_options(selective=selective))
+        for module in model.modules():
+            # transformers recomputes layers in training mode alone. Their parts stay in
+            # evaluation mode: routers may add noise in training mode.
+            if isinstance(module, GradientCheckpointingLayer):
+                module.training = True
+
+    def load_without_memory(self, spec: ModelSpec, ranks: RankContext) -> TokenModel:
+        """The model of one rank on torch's meta device: shapes and gradients without numbers.
+
+        It is neither sharded nor has it an optimizer. No file but ``config.json`` is read and no
+        process group is formed, so ``ranks.device`` may be of a kind that this machine lacks.
+        """
+        self.spec = spec
+        self.ranks = ranks
+        self.device = ranks.device
+        self.dtype = self._computing_dtype()
+        with torch.device("meta"):
+            model = HEADS[spec.head].with_config(spec.config_kwargs).empty(spec.path, self.dtype)
+            model.tie_weights()
+            wrapper = self._wrap(model)
+        (model.get_decoder() or model).set_attn_implementation(WITHOUT_MEMORY)
+        if self.adapters:
+            self.adapters.begin(spec.trainer.seed, torch.device("meta"))
+            if self.is_sharded():
+                nn.Module.to(model, self.dtype)  # as FSDP2 casts the adapters' float32
+        if spec.optimizers:
+            self._recompute_layers(model)
+        self.model = wrapper
+        return wrapper
 
     # ---------------------------------------------------------------- forward and backward
 

@@ -114,6 +114,25 @@ def is_low_precision(settings: OptimizerConfig) -> bool:
     return settings.name == "adamw_8bit" or settings.bf16_stochastic_round
 
 
+def state_bytes(
+    parameter: Tensor, settings: OptimizerConfig, dtype: torch.dtype, of_layer: bool
+) -> float:
+    """Bytes of optimizer state for one element of a parameter, for estimates.
+
+    Args:
+        dtype: of the weights between steps.
+        of_layer: the parameter belongs to a decoder layer.
+    """
+    size = 2.0 * dtype.itemsize
+    if settings.name == "muon" and of_layer and parameter.dim() == 2:
+        size = dtype.itemsize
+    elif settings.name == "adamw_8bit" and parameter.dim() > 1:
+        size = 2 + 2 * 4 / 256  # two codes, and two float32 scales per block
+    if settings.max_grad_cosine:
+        size += 4  # the previous gradient in float32
+    return size
+
+
 class MuonAdamW(torch.optim.AdamW):
     """Groups with ``muon`` set are matrices; the others are AdamW's.
 

@@ -18,7 +18,7 @@ from transformers import (
 from skyasync.errors import UserError
 from skyasync.examples.tiny.model import build
 from skyasync.models import VOCABULARY
-from skyasync.planning.rehearsal import HEAD_DIM, make_small_model, shrink
+from skyasync.models.small_model import HEAD_DIM, make_small_model, shrink
 
 FAMILIES = (
     "Llama Mistral Qwen2 Qwen3 Qwen3Moe Qwen2Moe Mixtral Gemma2 Gemma3Text Phi3 DeepseekV3 Glm4 Glm4Moe GptOss Olmo2 "
@@ -112,7 +112,7 @@ def test_a_folder_keeps_its_tokenizer_and_its_weights_are_not_read(tmp_path: Pat
     (Path(build(out=source, progress=False, steps=1)) / "model.safetensors").write_bytes(
         b"no weights"
     )
-    count = make_small_model(str(source), target, VOCABULARY, {}, 1, seed=3)
+    count = make_small_model(source, target, VOCABULARY, {}, 1, seed=3)
     model, config = AutoModelForCausalLM.from_pretrained(target), AutoConfig.from_pretrained(source)
     assert sum(p.numel() for p in model.parameters()) == count
     assert (model.config.vocab_size, model.config.model_type) == (
@@ -121,7 +121,7 @@ def test_a_folder_keeps_its_tokenizer_and_its_weights_are_not_read(tmp_path: Pat
     )
     before, after = AutoTokenizer.from_pretrained(source), AutoTokenizer.from_pretrained(target)
     assert before.get_vocab() == after.get_vocab() and before.chat_template == after.chat_template
-    make_small_model(str(source), tmp_path / "again", VOCABULARY, {}, 1, seed=3)
+    make_small_model(source, tmp_path / "again", VOCABULARY, {}, 1, seed=3)
     assert (target / "model.safetensors").read_bytes() == (
         tmp_path / "again" / "model.safetensors"
     ).read_bytes()
@@ -130,4 +130,4 @@ def test_a_folder_keeps_its_tokenizer_and_its_weights_are_not_read(tmp_path: Pat
 def test_a_family_without_attention_heads_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
     with pytest.raises(UserError, match=r"no small model of type mamba can be made"):
-        make_small_model(str(tmp_path), tmp_path / "small", VOCABULARY, {}, 1, seed=0)
+        make_small_model(tmp_path, tmp_path / "small", VOCABULARY, {}, 1, seed=0)
