@@ -213,10 +213,11 @@ class AgentGenerator(TrajectoryGenerator):
         score = await self._score(session, data, is_eval=is_eval)
         session.settle()
         _check_answers(session, score)
-        trajectory = _recorded(session, score.left_out)
         if score.rewards:
+            # Before the calls become sequences, which copy actions with the experts of a mixture.
             self._add_rewards(session, score)
-        else:
+        trajectory = _recorded(session, score.left_out)
+        if not score.rewards:
             trajectory.segments[-1].reward = score.reward
         trajectory.metrics |= score.metrics
         if retries:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -154,6 +155,26 @@ async def test_each_calls_reward_is_on_its_last_token_and_worth_less_by_the_call
     assert not batch.rewards[~ends].any()
     plain = await by_call(1.0, [1.0, None, -2.0, 4.0])
     assert plain.rewards[ends].tolist() == [1.0, 0.0, -2.0, 4.0]
+
+
+class MixtureEngine(Engine):
+    """Reports the experts of each token but the last, from the first one of the prompt on."""
+
+    async def generate(self, requests: Any) -> Any:
+        async for answers in super().generate(requests):
+            for answer, request in zip(answers, requests, strict=True):
+                tokens = len(request.prompt_token_ids) + len(answer.token_ids) - 1
+                answer.experts = np.zeros((tokens, 1, 1), np.uint8)
+            yield answers
+
+
+async def test_a_mixtures_calls_keep_their_rewards() -> None:
+    """Their actions are copied, without the experts of the tokens before."""
+    rules = replace(EpisodeLimits(), turn_discount=1.0)
+    engine = MixtureEngine(lambda _: "yes")
+    async with generator(lambda: local("by_call"), engine, rules=rules) as found:
+        (group,) = await played(found, [prompt(0, rewards=[1.0, None, -2.0, 4.0])])
+    assert [action.reward for action in group.trajectories[0].actions] == [1.0, 0.0, -2.0, 4.0]
 
 
 async def test_which_estimators_see_who_earned_what() -> None:
