@@ -99,8 +99,11 @@ class SampledDistribution:
     @property
     def filters(self) -> bool:
         """Whether it is more than a temperature."""
-        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return filters or bool(self.logit_bias) or bool(self.allowed_token_ids)
+        return self._truncates or bool(self.logit_bias) or bool(self.allowed_token_ids)
+
+    @property
+    def _truncates(self) -> bool:
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Float logits ``[n, vocabulary]`` as they were sampled from, differentiable.
@@ -116,7 +119,7 @@ class SampledDistribution:
         # After the bias and before the filters, as engines do.
         if self.temperature != 1.0:
             logits = logits / self.temperature
-        if not (self.top_k > 0 or self.top_p < 1 or self.min_p > 0):
+        if not self._truncates:
             return logits
         rows = (len(logits),)
         top_k = torch.full(rows, self.top_k, device=logits.device)

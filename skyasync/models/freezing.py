@@ -45,7 +45,7 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
                 parameter.requires_grad_(False)
                 has_parameter = True
         if not has_parameter:
-            raise _unknown_part(name, model, named_parts.keys(), parameters.keys())
+            raise _unknown_part(name, model, named_parts, parameters)
     if names and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError(
             f"{KEY}=[{','.join(names)}] is all of {type(model).__name__}: nothing would be trained"

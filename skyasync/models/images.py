@@ -141,11 +141,11 @@ def read_image(value: Any, *, files: bool = True) -> Image:  # noqa: ANN401
             raise UserError(
                 f"the image's URL is not data:image/...;base64,...; found {kind[:60]!r}"
             )
-    if isinstance(value, str | Path) and not files:
-        raise UserError(
-            f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}"
-        )
     if isinstance(value, str | Path):
+        if not files:
+            raise UserError(
+                f"an image here is a data:image/...;base64,... URL; found {str(value)[:100]!r}"
+            )
         address = urlsplit(str(value))
         if address.scheme in ("http", "https"):
             raise UserError(

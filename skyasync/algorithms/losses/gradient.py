@@ -8,17 +8,16 @@ only, never through the weight.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from skyasync.algorithms import POLICY_LOSSES
 from skyasync.algorithms.binding import configured
+from skyasync.algorithms.losses.clipped import Statistics
 from skyasync.algorithms.masked import log_ratio
 from skyasync.lazy_torch import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Statistics: TypeAlias = "dict[str, Tensor]"
 
 
 @POLICY_LOSSES.register("vanilla")

@@ -345,7 +345,7 @@ class FSDPBackend(ModelBackend):
 
     def _placement(self) -> Callable[[nn.Parameter], Shard | None]:
         """How FSDP2 cuts a parameter; None: by rows."""
-        assert self.mesh is not None
+        assert self.mesh
         optimizers = self.spec.optimizers
         by_rows = self.mesh.tensor is not None or self.mesh.expert is not None
         if optimizers and is_low_precision(optimizers[MODEL]):
@@ -357,7 +357,7 @@ class FSDPBackend(ModelBackend):
 
         The rest is embeddings and head together, so tied ones stay tied.
         """
-        assert self.mesh is not None
+        assert self.mesh
         master = self.master_dtype()
         precision = MixedPrecisionPolicy(
             param_dtype=None if self.dtype == master else self.dtype,
@@ -734,7 +734,7 @@ class FSDPBackend(ModelBackend):
         return head.empty(self.spec.path, self.dtype)
 
     def adapter(self) -> Adapter:
-        assert self.adapters is not None, "the policy has no adapters"
+        assert self.adapters, "the policy has no adapters"
         return self.adapters.alone()
 
     def save(self, folder: Path) -> SaveResult:

@@ -244,16 +244,12 @@ def _saved_state(
     """
     result = {}
     for parameter, values in state.items():
-        names_in_checkpoint = {
-            name for name in values if f"{prefix}.{parameter}.{name}" in saved_names
-        }
-        if names_in_checkpoint:
+        names = [name for name in values if f"{prefix}.{parameter}.{name}" in saved_names]
+        if names:
             # Any other missing tensor is an error, which the comparison of names reports.
-            result[parameter] = {
-                name: value
-                for name, value in values.items()
-                if name != PREVIOUS or name in names_in_checkpoint
-            }
+            if PREVIOUS not in names:
+                values.pop(PREVIOUS, None)
+            result[parameter] = values
     return result
 
 

@@ -72,7 +72,7 @@ class PipelineGroups:
             )
             if mesh.get_rank() in ranks:
                 result = groups
-        assert result is not None
+        assert result
         return result
 
     def from_last(self, value: T) -> T:

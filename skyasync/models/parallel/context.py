@@ -176,7 +176,7 @@ def attention(
     """
     context = attention_plan.context
     spec = attention_plan.spec
-    assert context is not None
+    assert context
     exchange = context.group, context.size, 1, 2  # split heads, join the sequence
     repeats_heads = key.shape[1] % context.size != 0
     if repeats_heads:  # as sdpa would, but before the exchange
@@ -316,7 +316,7 @@ def ring_attention(
         raise UserError(
             f"{RING_KEY} is for causal attention without masks and windows: use ulysses"
         )
-    assert attention_plan.context is not None
+    assert attention_plan.context
     states = attention_plan.exact(query, key, value)
     output: Tensor = _Ring.apply(*states, attention_plan.context.group, scaling).to(query.dtype)
     return output.transpose(1, 2).contiguous(), None
