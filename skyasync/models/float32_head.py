@@ -45,7 +45,7 @@ def _forward(head: nn.Linear, states: Tensor) -> Tensor:
     return F.linear(states.to(exact), head.weight.to(exact), bias)
 
 
-class _Context(FunctionCtx):
+class _ProductContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -57,12 +57,12 @@ class _AccumulatedInFloat32(Function):
     """
 
     @staticmethod
-    def forward(ctx: _Context, states: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: _ProductContext, states: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(states, weight)
         return torch.mm(states, weight.t(), out_dtype=torch.float32)
 
     @staticmethod
-    def backward(ctx: _Context, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: _ProductContext, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
         states, weight = ctx.saved_tensors
         gradient = gradients[0].to(weight.dtype)  # [n, vocabulary]: rounded as in mixed precision
         return gradient @ weight, gradient.t() @ states

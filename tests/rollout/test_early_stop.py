@@ -29,7 +29,7 @@ def test_a_group_is_decided_only_if_no_further_rewards_bring_it_inside(
     found: list[float], data: st.DataObject
 ) -> None:
     rest = data.draw(st.lists(st.floats(-1, 2), max_size=6))
-    bounds = {"low": 0.25, "high": 0.75, "least": -1.0, "most": 2.0}
+    bounds = {"low": 0.25, "high": 0.75, "min_reward": -1.0, "max_reward": 2.0}
     if cannot_be_inside(found, len(found) + len(rest), **bounds):
         assert not mean_inside([*found, *rest], 0.25 + 1e-9, 0.75 - 1e-9)
 
