@@ -124,7 +124,7 @@ def _commit(fault: str, engine: Any, stack: ExitStack) -> None:
 
         stack.enter_context(patch.object(engine.model, "load_weights", exchanged))
     elif fault == "head left behind":
-        stack.enter_context(patch.object(engine, "_tied", []))
+        stack.enter_context(patch.object(engine, "_tied_layers", []))
     elif fault == "flipped bit":
         from skyasync.weight_sync.transfers import file
 
