@@ -38,7 +38,7 @@ def reload(worker: Any) -> None:
         initialize_layerwise_reload(engine.model)
         engine.model.load_weights(worker.__dict__.pop("held_weights"))
         finalize_layerwise_reload(engine.model, engine.model_config)
-        for head, embedding in engine._tied:
+        for head, embedding in engine._tied_layers:
             retie(head, embedding)
 
 

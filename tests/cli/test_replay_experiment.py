@@ -63,7 +63,7 @@ class InTwoParts(StreamedRayPPOTrainer):
         rolled_out = await super().roll_out(prompts, step)
         place = self._place = getattr(self, "_place", 0) + 1
         while place % 4 in (0, 3) and len(self._arrivals.accepted) < (2 if place % 4 == 0 else 3):
-            await self._arrived.wait()
+            await self._rollout_ended.wait()
             await asyncio.sleep(0)
         return rolled_out
 
