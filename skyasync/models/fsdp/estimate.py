@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from skyasync.models import MICRO_BATCH_TOKENS, MeshShape
+from skyasync.models import MICRO_BATCH_TOKENS, STEPPED_AT_ONCE, MeshShape
 from skyasync.models.backend import MODEL, LossFn, ModelSpec, OutputRequest, RankContext
 from skyasync.models.batch import UpdateBatch
 from skyasync.models.config import head_size
 from skyasync.models.fsdp.backend import FSDPBackend
 from skyasync.models.fsdp.loading import decoder_layers
-from skyasync.models.fsdp.optimizers import state_bytes
+from skyasync.models.fsdp.optimizers import is_low_precision, state_bytes
 from skyasync.models.meter import Meter
 from skyasync.models.packing import Layout, MicroBatches
 from skyasync.models.parallel.context import RING, Context
@@ -59,6 +59,13 @@ QUANTIZED_BYTES = {"nf4": 4.5 / 8, "fp4": 4.5 / 8, "int8": 1.0}
 
 MUON_COPIES = 4
 """Of a whole matrix: its gradient, the step, and two in torch's Muon."""
+
+LOW_PRECISION_COPIES = 10
+"""Of the elements that ``LowPrecisionAdamW`` steps at once, in float32: weight, gradient, moments,
+scales and codes, random bits, and what is between them. Fitted to a measured step on a CPU."""
+
+ADAPTER_COPIES = 3
+"""Of a matrix in float32 while adapters are merged into it for the weight sync."""
 
 ELEMENTS = "elements"
 TRAINED = "trained"
@@ -298,19 +305,26 @@ def rank_use(
         stepping = _lines(resident | {GRADIENTS: gradients})
         if spec.optimizers[MODEL].name == "muon":
             stepping[GATHERED] = int(MUON_COPIES * FLOAT32 * sample.layer[MATRIX])
+        if is_low_precision(spec.optimizers[MODEL]):
+            stepping[GATHERED] = LOW_PRECISION_COPIES * FLOAT32 * STEPPED_AT_ONCE
+        if sum(stepping.values()) > sum(updating.values()):
+            updating = stepping
     master = backend.master_dtype()
     stored = backend.dtype if spec.lora.rank else master
     # One tensor at a time: its shards, joined, and as it is sent.
     copies = 2 * stored.itemsize * backend.is_sharded()
     if stored != backend.dtype:
         copies += backend.dtype.itemsize
+    gathered = copies * largest_tensor
+    if spec.lora.rank:
+        gathered += int(ADAPTER_COPIES * FLOAT32 * sample.layer[MATRIX])
     micro_batches = math.ceil(rows / sample.rows)
     return RankUse(
         resident=_lines(resident),
         scoring=scoring,
         updating=updating,
         stepping=stepping,
-        publishing=_lines(resident | {GATHERED: copies * largest_tensor}),
+        publishing=_lines(resident | {GATHERED: gathered}),
         gradients=int(gradients),
         learnt=int(master.itemsize * rank[TRAINED] / shards + resident[OPTIMIZER_STATE]),
         tokens=sample.tokens,
