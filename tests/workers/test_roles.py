@@ -112,7 +112,7 @@ def test_a_third_role_is_colocated_with_the_policy_or_on_devices_of_its_own(leng
     cfg = config("")
     cfg.trainer.placement.policy_num_gpus_per_node = 2
     colocated = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    assert colocated.of == {
+    assert colocated.by_role == {
         "policy": (0, 1),
         "reference": (0, 1),
         "lengths": (0, 1),
@@ -121,7 +121,7 @@ def test_a_third_role_is_colocated_with_the_policy_or_on_devices_of_its_own(leng
     assert {colocated.share[role] for role in ("policy", "reference", "lengths")} == {0.3333}
     register_role(Role("lengths", LengthWorker, gpu=False))
     separate = plan_slots(cfg, gpus=True, roles=roles_with_ranks(cfg))
-    assert separate.of["lengths"] == (2,) and separate.bundles[2] == {"CPU": 1.0}
+    assert separate.by_role["lengths"] == (2,) and separate.bundles[2] == {"CPU": 1.0}
     assert separate.share["lengths"] == 1.0
 
 
