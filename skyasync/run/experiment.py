@@ -81,11 +81,12 @@ class BasePPOExp:
         self.components = Components(self)
         self.callbacks: list[RunExtension] = []  # the argument of ``main``
         self.restarting: Recovery | None = None
-        self.began_s: float | None = None  # the time of the call of ``run``, seconds since 1970
+        self.began_s: float | None = None
+        """Time of the call of ``run``, in seconds since 1970."""
         # Rows by data source, of sources that are functions, which are called once.
         self.data_rows: dict[str, Any] = {}
-        # Keys of judges' servers, from the program's environment. They are in no file.
         self.judge_keys: dict[str, str] = {}
+        """Keys of judges' servers, from the program's environment. They are in no file."""
         self._engines_key = os.environ.get(KEY_VARIABLE, "")
 
     # ---------------------------------------------------------------- components

@@ -125,8 +125,8 @@ class RayPPOTrainer(AlgorithmHooks):
     #: an error.
     reads: ClassVar[tuple[str, ...]] = ()
 
-    #: The batches of a ``train`` in the form that SkyRL's tutorial prints.
     train_dataloader: RemainingBatches
+    """The batches of a ``train`` in the form that SkyRL's tutorial prints."""
 
     def __init__(
         self,
@@ -146,7 +146,10 @@ class RayPPOTrainer(AlgorithmHooks):
         self.eval_dataset = eval_prompts(eval_dataset or [])
         # Between ``_run_generate_loop`` and the train loop.
         self.generation_ack = asyncio.Event()
+        """Set by ``_run_generate_loop`` when the engines are idle: a batch has been generated, or
+        none is left."""
         self.sync_finished = asyncio.Event()
+        """Set by the train loop after a weight sync: the next batch may be generated."""
         self._all_generated = False
         self._open_step: Metrics | None = None  # of a step that is trained and not ended
         prompts = PromptStream.of_run(cfg, train_dataset)
