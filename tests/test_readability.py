@@ -68,16 +68,16 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 LONG = 100  # characters of a line
 
 # Upper bounds, each slightly above what the library has: they may fall, and do not rise.
-NODES = 239_000
+NODES = 237_000
 PER_LINE_OF_CODE = {"nodes": 4.25}
 PER_1000_LINES_OF_CODE = {
     "walrus": 1,
-    "conditional expression": 13,
-    "comprehension": 24,
+    "conditional expression": 12,
+    "comprehension": 22,
     "tuple assignment": 1,
 }
 LONG_LINES = 0.02  # of all lines
-PRONOUN_NAMES = 0.008  # of all names that are bound
+PRONOUN_NAMES = 0.004  # of all names that are bound
 COMMENTS = 0.04  # of all lines: a lower bound
 
 
