@@ -1,9 +1,9 @@
 """The head of a language model in float32, whatever the dtype of the model.
 
-A head in bfloat16 rounds logits to three significant digits, which other libraries name as a source of
-differences between the log-probabilities of an engine and of the trainer. Weights and states are
-those of the model: only products and sums are float32. Source: ScaleRL (arXiv 2510.13786), section
-on the precision of the head; vLLM computes the same with ``head_dtype=float32``.
+A head in bfloat16 rounds logits to three significant digits, which makes the log-probabilities of
+an engine and of the trainer differ. Weights and states are those of the model: only products and
+sums are float32. Source: ScaleRL (arXiv 2510.13786), section on the precision of the head; vLLM
+computes the same with ``head_dtype=float32``.
 
 Invariant: with a model in float32 nothing changes.
 """
@@ -33,7 +33,7 @@ def use_float32_head(model: PreTrainedModel) -> None:
 
 def _forward(head: nn.Linear, states: Tensor) -> Tensor:
     """Logits ``[..., vocabulary]`` in float32 of states ``[..., hidden]``."""
-    if states.is_cuda and states.dtype in (torch.bfloat16, torch.float16):
+    if states.is_cuda and states.dtype == torch.bfloat16:
         flat = states.reshape(-1, states.shape[-1])  # [n, hidden]
         logits: Tensor = _AccumulatedInFloat32.apply(flat, head.weight)
         logits = logits.reshape(*states.shape[:-1], -1)

@@ -59,7 +59,7 @@ class RankUse:
     checkpointing: bool = False
 
     @property
-    def everywhere(self) -> int:
+    def resident_bytes(self) -> int:
         """Bytes between two calls, on the device and in host memory."""
         gradients = self.host.get(GRADIENTS, 0)
         return sum(self.resident.values()) + sum(self.host.values()) - gradients

@@ -282,12 +282,12 @@ class _Planner:
         offloaded: list[RoleModel] = []
         if self.cfg.trainer.placement.colocate_all or self.cfg.generator.hybrid_engines:
             offloaded = self._colocated_models
-            lines["offloaded policy"] = ranks * self.rank.everywhere
+            lines["offloaded policy"] = ranks * self.rank.resident_bytes
         else:
             lines |= _on_host(self.rank, "policy", ranks)
         for model in self.role_models:
             if model in offloaded:
-                lines[f"offloaded {model.role.name}"] = ranks * model.use.everywhere
+                lines[f"offloaded {model.role.name}"] = ranks * model.use.resident_bytes
             else:
                 lines |= _on_host(model.use, model.role.name, model.ranks // nodes)
         phases = {"training": lines, "weight sync": lines | self._weight_sync()}

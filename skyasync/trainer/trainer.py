@@ -538,7 +538,7 @@ class RayPPOTrainer(AlgorithmHooks):
             await self._export_policy()
 
     async def _undo_steps(self) -> None:
-        """Load the newest checkpoint; prompts that later steps have trained count for nothing."""
+        """Load the newest checkpoint, and mark the prompts of later steps as undone."""
         restored_step = await self.checkpointer.roll_back()
         self.guard.undone(restored_step)
         run_dir = self.context.run_dir
